@@ -69,7 +69,7 @@ def _described(texts: list[str], seconds: float) -> None:
     from whale.errors import WhaleError
     from whale.ir.strategy import ChosenStrategy, ParallelStrategy
     from whale.planner.graph_search import search
-    from whale.runtime.run import context
+    from whale.runtime import context
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.require_current()
@@ -127,9 +127,9 @@ def _described(texts: list[str], seconds: float) -> None:
 
 def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], float]:
     """A fresh copy of a described model's training step; a call takes one step and says how many seconds it took."""
-    from whale.runtime.described import models
-    from whale.runtime.described.program import make_step
-    from whale.runtime.tools.described_ways import read
+    from whale.tools.models import losses
+    from whale.tools.models.capture import make_step
+    from whale.tools.plan_model import read
 
     described = read(text)
     step = function(make_step(described))
@@ -143,7 +143,7 @@ def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], flo
             return tf.constant(generator.integers(2 if clicks else most, size=shape), dtype)
         return tf.constant(generator.normal(size=shape), dtype)
 
-    batch = [drawn(name, *what) for name, what in models.list_inputs(described).items()]
+    batch = [drawn(name, *what) for name, what in losses.list_inputs(described).items()]
 
     def timed() -> float:
         start_s = time.perf_counter()
@@ -159,7 +159,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     import whale as wh
     from whale.ir.strategy import ChosenStrategy
     from whale.planner.graph_search.strategies import over_all
-    from whale.runtime.run import context
+    from whale.runtime import context
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.require_current()
@@ -223,7 +223,7 @@ WIDTHS, DEPTHS, CLASSES = (16, 64, 256, 1024, 2048), (1, 2, 4, 8), (10, 1_000, 1
 def _crossovers(seconds: float) -> None:
     """One script, parameterised: what is found for it as one number grows, and where that changes."""
     import whale as wh
-    from whale.runtime.run import context
+    from whale.runtime import context
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.require_current()

@@ -18,7 +18,7 @@ import time
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 from whale_ops.memory import read_memory
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 Interval = tuple[float, float]
 

@@ -19,7 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 
 def step_of(tensors: int) -> Callable[[Any], Any]:

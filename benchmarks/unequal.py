@@ -85,7 +85,7 @@ def work(options: argparse.Namespace) -> None:
     import whale as wh
     from whale.ir.strategy import ChosenStrategy
     from whale.planner.graph_search.strategies import over_all
-    from whale.runtime.run import context
+    from whale.runtime import context
 
     asked = {"pipeline.stages": options.stages} if options.what == "pipeline" else {}
     if options.micro_batches:

@@ -7,7 +7,7 @@ import importlib.abc
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +46,18 @@ def no_traces_of_tensorflow() -> Iterator[None]:
     gradients = _gradients()
     for name in [name for name in gradients if name.startswith("CustomGradient-") and name not in before]:
         del gradients[name]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., None]]:
+    """``ranks(3, **{"batch.shares": [5, 3, 0]})`` starts that many ranks in the test's process."""
+    import whale as wh
+
+    def start(count: int, **config: Any) -> None:
+        wh.init({"communication.in_process_ranks": count, **config})
+
+    yield start
+    wh.shutdown()
 
 
 def _gradients() -> dict[str, Any]:

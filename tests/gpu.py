@@ -150,7 +150,7 @@ def exchanges(machine: Machine) -> str:
     Raises:
       Failed: the ranks do not start.
     """
-    from whale.runtime.measure.profile import measure_links
+    from whale.tools.profile.profile import measure_links
 
     rows = []
     for backend, ranks in machine.backends.items():
@@ -243,11 +243,11 @@ def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "kernels", by_tests("tested as host code, element by element", f"{_DEVICE}/test_kernels.py")
     yield "exchanges of ops in groups, order of starts", by_tests(fake, f"{_DEVICE}/test_device.py")
     yield "pieces through pinned memory, ranks without", by_tests(fake, f"{_DEVICE}/test_staged.py")
-    yield "programs: groups, stages, micro-batches, ZeRO", by_tests(fake, "tests/runtime/run/test_device_exchange.py")
+    yield "programs: groups, stages, micro-batches, ZeRO", by_tests(fake, "tests/runtime/test_device_exchange.py")
     yield (
         "the same through `whale run`, profiles",
         by_tests(
-            fake, "tests/runtime/measure/test_links.py", f"{programs}::test_the_same_with_the_hosts_memory_as_device"
+            fake, "tests/tools/profile/test_links.py", f"{programs}::test_the_same_with_the_hosts_memory_as_device"
         ),
     )
     yield "CUDA IPC and NCCL between ranks", on_gpus(by_tests(where, f"{_DEVICE}/test_cuda.py"))

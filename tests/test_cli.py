@@ -90,7 +90,7 @@ def test_plan_hands_its_arguments_to_the_dry_run(monkeypatch: pytest.MonkeyPatch
             cls.seen, cls.verbose = arguments[:-1], verbose  # the last ends the status line
             return 3
 
-    monkeypatch.setitem(sys.modules, "whale.runtime.tools.dry_run", DryRun)
+    monkeypatch.setitem(sys.modules, "whale.tools.dry_run", DryRun)
     monkeypatch.setattr("whale.cli.plan.require_readable", lambda *paths: None)
     assert main(["plan", "-np", "3", "-o", "plan.json", "train.py", "--width", "8"]) == 3
     assert DryRun.seen == ("train.py", ("--width", "8"), 3, "plan.json", (None, None, None), False, None, [])

@@ -9,8 +9,8 @@ import pytest
 
 from cost_model.graph.machine_profile import Curve
 from tests import gpu
-from whale.runtime.measure import profile
-from whale.runtime.measure.links import Links
+from whale.tools.profile import profile
+from whale.tools.profile.links import Links
 from whale_ops import device_library
 
 

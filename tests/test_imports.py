@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Part -> the parts that it may import. `top` is the modules directly in whale/ that hold values only.
 _TOP = {"whale.errors", "whale.config", "whale.started", "whale.log", "whale.python", "whale.cgroup", "whale.imports"}
 ALLOWED: dict[str, set[str]] = {
-    "whale": _TOP | {"whale.annotations", "whale.ir", "whale.runtime", "whale.frontends"},  # the lazy public API
+    # the lazy public API
+    "whale": _TOP | {"whale.annotations", "whale.ir", "whale.runtime", "whale.frontends", "whale.tools"},
     "whale.errors": set(),
     "whale.config": {"whale.errors"},
     "whale.started": {"whale.errors"},
@@ -43,12 +44,16 @@ ALLOWED: dict[str, set[str]] = {
     "whale.planner": _TOP
     | {"whale.ir", "whale.sharding_rules", "whale.passes", "whale.kernels", "whale.partition", "cost_model"},
     "whale.capture": {"whale.errors", "whale.ir"},
+    "whale.distributed": _TOP | {"whale.ir", "whale.passes", "whale.replicas", "whale_ops"},
     "whale.runtime": _TOP
     | {"whale.ir", "whale.sharding_rules", "whale.passes", "whale.planner", "whale.capture"}
-    | {"whale.kernels", "whale.partition", "whale.replicas", "whale_ops", "cost_model"},
+    | {"whale.kernels", "whale.partition", "whale.distributed", "whale.replicas", "whale_ops", "cost_model"},
     "whale.frontends": _TOP
-    | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.runtime", "whale_ops"}
-    | {"whale.launcher"},
+    | {"whale.annotations", "whale.ir", "whale.capture", "whale.passes", "whale.planner", "whale.kernels"}
+    | {"whale.partition", "whale.distributed", "whale.runtime", "whale.launcher", "whale_ops"},
+    "whale.tools": _TOP
+    | {"whale.ir", "whale.capture", "whale.passes", "whale.kernels", "whale.partition", "whale.planner"}
+    | {"whale.distributed", "whale.runtime", "whale_ops", "cost_model"},
     "whale.horovod": {"whale.imports"},
     "whale.epl": {"whale.frontends", "whale.imports"},
     "whale.ray": {"whale.frontends"},
@@ -64,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         "whale.replicas",
         "whale_ops",
     },
-    "whale.doctor": {
+    "whale.doctor": {  # works where TensorFlow does not
         "whale",
         "whale.errors",
         "whale.python",
@@ -81,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
         "whale.cgroup",
         "whale.launcher",
         "whale.doctor",
+        "whale.tools",
         "whale.ir",
         "whale.runtime",
     }
@@ -95,7 +101,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "whale.sharding_rules": ("notation", "base", "dims", "binding", "embedding", "registry", "empty", "graph")
     + ("math", "nn", "structure"),
     "whale.passes": ("run_passes", "settings", "analysis", "normalize", "propagation", "autoshard", "resharding")
-    + ("memory", "verify", "in_time", "plan_builder", "pass_manager"),
+    + ("memory", "verify", "plan_builder", "pass_manager"),
     "whale.passes.normalize": ("folding", "emitter", "embedding", "*"),
     "whale.kernels": ("xla", "elementwise", "matmuls", "updates", "nn", "substitute"),
     "whale.partition": (
@@ -105,36 +111,34 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "spmd",
         "identical_ranks",
         "rank_mapping",
-        "variable_use",
         "axis_partitioner",
         "mesh",
         "pipeline",
+        "variable_use",
         "lower",
         "verify_saved_plan",
     ),
     "whale.planner": ("analytic_search", "graph_search", "evaluate", "report", "run_described", "ask", "why", "offers"),
-    "whale.runtime": (
-        "ranks",
-        "variables",
-        "elastic",
-        "run",
-        "input",
-        "described",
-        "compile",
-        "function",
-        "checkpoint",
-    )
-    + ("session", "tools", "measure"),
+    "whale.runtime": ("variables", "graph_semantics", "saved_plan", "context", "elastic", "scopes", "annotate", "*")
+    + ("start", "input", "compile", "function", "checkpoint"),
     "whale.frontends": ("first_whale", "layers", "keras", "tf1", "horovod", "start", "tf_distribute", "epl", "launch")
     + ("on_ray",),
-    "whale.frontends.tf1": ("taking", "*", "install"),
+    "whale.frontends.tf1": ("activation", "*", "install"),
+    "whale.tools": ("models", "*", "profile"),
     "whale.launcher": ("*", "job", "scale_up", "run"),
     "cost_model": ("hardware", "kernels", "simulator", "cluster", "analytic", "graph", "validation", "calibrate"),
 }
 SEARCH = "whale.planner.graph_search"  # the search over graphs
 COMPILED_BY = {"Program", "Plan", "PlanSettings", "Made", "FirstLayouts"}  # what functions of a compiler take and give
 TENSORFLOW = {"tensorflow", "keras", "tf_keras"}
-MAY_IMPORT_TENSORFLOW = {"whale.capture", "whale.runtime", "whale.frontends", "whale_ops"}
+MAY_IMPORT_TENSORFLOW = {
+    "whale.capture",
+    "whale.distributed",
+    "whale.runtime",
+    "whale.frontends",
+    "whale.tools",
+    "whale_ops",
+}
 
 
 def part(module: str) -> str:

@@ -120,7 +120,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.fixture
 def no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing what needs TensorFlow is an error: a mistake is to be found before."""
-    for name in ("whale.runtime.tools.dry_run", "whale.runtime.tools.plan_check", "whale.runtime.measure.profile"):
+    for name in ("whale.tools.dry_run", "whale.tools.plan_check", "whale.tools.profile.profile"):
         monkeypatch.setitem(sys.modules, name, None)
 
 
@@ -198,7 +198,7 @@ def test_a_plan_is_written_though_nobody_reads_the_screen(folder: Path) -> None:
 def test_a_script_that_fails_is_told_without_the_frames_of_whale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from whale.runtime.tools.as_main import as_main, failures_told
+    from whale.tools.run_as_main import as_main, failures_told
 
     script = tmp_path / "boom.py"
     script.write_text("def f():\n    raise ValueError('batch 3 is empty')\nf()\n")
@@ -213,7 +213,7 @@ def test_a_script_that_fails_is_told_without_the_frames_of_whale(
 def test_a_script_beside_the_package_is_the_users_though_its_name_begins_alike(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from whale.runtime.tools.as_main import failures_told
+    from whale.tools.run_as_main import failures_told
 
     scope: dict[str, Callable[..., None]] = {}
     exec(compile("def inside(f): f()", str(ROOT / "whale/inside.py"), "exec"), scope)

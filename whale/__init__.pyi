@@ -6,17 +6,17 @@ __all__: list[str]
 
 # Starting and ending a run
 from whale.frontends.start import init as init
-from whale.runtime.run.start import shutdown as shutdown
+from whale.runtime.start import shutdown as shutdown
 from whale.frontends.launch import launch as launch
 from whale.config import Config as Config
 from whale.config import Mesh as Mesh
-from whale.runtime.run.context import rank as rank
-from whale.runtime.run.context import size as size
-from whale.runtime.run.context import local_rank as local_rank
+from whale.runtime.context import rank as rank
+from whale.runtime.context import size as size
+from whale.runtime.context import local_rank as local_rank
 
 # Programs
 from whale.runtime.function import function as function
-from whale.runtime.session.session import Session as Session
+from whale.frontends.tf1.session import Session as Session
 from whale.frontends.tf_distribute.strategy import Strategy as Strategy
 from whale.frontends.layers import layers as layers
 from whale.frontends.layers import losses as losses
@@ -39,14 +39,14 @@ from whale.runtime.input.data import ShardedTensor as ShardedTensor
 from whale.runtime.checkpoint.manager import CheckpointManager as CheckpointManager
 from whale.runtime.checkpoint.export import export as export
 from whale.runtime.input.state import State as State
-from whale.runtime.run.context import preempted as preempted
+from whale.runtime.context import preempted as preempted
 from whale.started import restarts as restarts
 
 # Looking at plans and runs
-from whale.runtime.tools.dry_run import plan as plan
-from whale.runtime.tools.memory_report import memory_report as memory_report
-from whale.runtime.run.loss_scale import loss_scale as loss_scale
-from whale.runtime.run.start import check_replicas as check_replicas
+from whale.tools.dry_run import plan as plan
+from whale.tools.memory_report import memory_report as memory_report
+from whale.runtime.loss_scale import loss_scale as loss_scale
+from whale.runtime.start import check_replicas as check_replicas
 
 # Errors
 from whale.errors import WhaleError as WhaleError

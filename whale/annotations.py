@@ -36,8 +36,8 @@ class replica(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> replica:
-        from whale.runtime.run.device_counts import check_count
-        from whale.runtime.run.scopes import enter_scope
+        from whale.runtime.device_counts import check_count
+        from whale.runtime.scopes import enter_scope
 
         check_count("replica", self.device_count)
         scope = enter_scope("replica", self.devices)
@@ -97,8 +97,8 @@ class split(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
-        from whale.runtime.run.device_counts import set_split_ranks
-        from whale.runtime.run.scopes import enter_scope
+        from whale.runtime.device_counts import set_split_ranks
+        from whale.runtime.scopes import enter_scope
 
         set_split_ranks(self.device_count)
         scope = enter_scope("split", self.devices, self.dim, self.sequence, self.axis, self.context)
@@ -139,8 +139,8 @@ class stage(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> stage:
-        from whale.runtime.run.device_counts import refuse_unnamed_stage
-        from whale.runtime.run.scopes import enter_stage, refuse_number
+        from whale.runtime.device_counts import refuse_unnamed_stage
+        from whale.runtime.scopes import enter_stage, refuse_number
 
         refuse_unnamed_stage(self.device_count)
         if self.number is not None:
@@ -181,8 +181,8 @@ class pipeline(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> pipeline:
-        from whale.runtime.run.device_counts import check_schedule, read_micro_batches
-        from whale.runtime.run.scopes import enter_pipeline
+        from whale.runtime.device_counts import check_schedule, read_micro_batches
+        from whale.runtime.scopes import enter_pipeline
 
         check_schedule(self.strategy)
         number = read_micro_batches() if self.num_micro_batch is None else self.num_micro_batch
@@ -207,7 +207,7 @@ def checkpoint(tensor: Any) -> Any:
     Returns:
       ``tensor``, which the model has to go on with; outside of a graph nothing is marked.
     """
-    from whale.runtime.run.scopes import mark_held
+    from whale.runtime.scopes import mark_held
 
     return mark_held(tensor)
 
@@ -227,7 +227,7 @@ class recompute(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> recompute:
-        from whale.runtime.run.scopes import mark_recomputed
+        from whale.runtime.scopes import mark_recomputed
 
         scope = mark_recomputed()
         scope.__enter__()
@@ -257,8 +257,8 @@ def annotate(patterns: Mapping[str, Any]) -> None:
         compiled: a pattern matches nothing.
     """
     from whale.errors import PlanError
-    from whale.runtime.run import annotate as named
-    from whale.runtime.run.scopes import NamedScope
+    from whale.runtime import annotate as named
+    from whale.runtime.scopes import NamedScope
 
     found: dict[str, list[NamedScope]] = {}
     for text, scopes in patterns.items():

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.errors import WhaleError
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 # Exchanges that move tensors of the program; comparisons of fingerprints and inputs are none.
 MOVING = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "Send")

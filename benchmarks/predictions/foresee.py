@@ -20,9 +20,9 @@ from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import normalise
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan
 from whale.runtime.compile.settings import settings_of
-from whale.runtime.measure.profile import measure_programs as profile_programs
-from whale.runtime.run.context import DryRun, require_current
-from whale.runtime.run.start import plan_only
+from whale.runtime.context import DryRun, require_current
+from whale.runtime.start import plan_only
+from whale.tools.profile.profile import measure_programs as profile_programs
 from whale_ops.memory import COUNTED_FROM_BYTES
 
 

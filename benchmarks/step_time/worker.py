@@ -88,7 +88,7 @@ def _start(
         return step, hvd.shutdown, dict
 
     import whale as wh
-    from whale.runtime.run.context import require_current
+    from whale.runtime.context import require_current
 
     wh.init({"communication.backend": "horovod"} if configuration == "whale-horovod" else {})
 

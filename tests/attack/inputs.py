@@ -22,8 +22,8 @@ from whale.cli import main
 from whale.config import Config
 from whale.config.reading import FILE_VARIABLE
 from whale.errors import WhaleError
+from whale.runtime.annotate import read_annotations
 from whale.runtime.checkpoint.folder import CheckpointFolder
-from whale.runtime.run.annotate import read_annotations
 
 LIMIT_S = 2.0
 CLUSTER = """\

@@ -21,8 +21,8 @@ from whale.ir.plan import Plan, PlanRecord, file_text, record_from_text
 from whale.ir.program import Program
 from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.run.context import DryRun
-from whale.runtime.run.start import plan_only
+from whale.runtime.context import DryRun
+from whale.runtime.start import plan_only
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "rows": {},

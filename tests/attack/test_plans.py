@@ -13,12 +13,11 @@ import pytest
 import whale as wh
 from tests.attack.plans import fresh, judged, made, one_step, trained
 from tests.runtime.compile.test_auto import double
-from tests.runtime.conftest import ranks
 from whale.errors import PlanError
 from whale.ir.layout import B, Strategy
 from whale.ir.plan import Plan, file_text
 
-__all__ = ["double", "ranks"]
+__all__ = ["double"]
 
 
 @pytest.mark.long

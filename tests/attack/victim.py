@@ -72,7 +72,7 @@ def exchange() -> None:
 
     import whale_ops
     from whale.config import Config
-    from whale.runtime.ranks.watch import LauncherWatch
+    from whale.distributed.watch import LauncherWatch
     from whale_ops import _native
 
     reached("start")

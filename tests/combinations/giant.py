@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.frontends.layers.vocabulary import find_tensor
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 
 OF_GIANT = frozenset({"experts", "none dropped", "table", "growing", "hot", "classes", "sampled classes"})
 BEHIND = 4  # the layer that experts follow

@@ -23,7 +23,7 @@ from tests.whale_ops.gpu.host_device import build_host_device, host_devices
 from whale.capture.sharded import ShardedTensor
 from whale.errors import WhaleError
 from whale.passes.analysis.batch import rows_of_ranks
-from whale.runtime.run.start import check_replicas
+from whale.runtime.start import check_replicas
 
 Values = dict[str, np.ndarray]
 IN_PROCESS = {"communication.in_process_ranks": RANKS}

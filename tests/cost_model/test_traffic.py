@@ -17,7 +17,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType
 from whale.partition.spmd import partition_for_rank
 from whale.passes.resharding.wire_dtype import reshard_bytes
-from whale.runtime.measure.profile import remove_exchanges
+from whale.tools.profile.profile import remove_exchanges
 
 
 def carried(program: Program, plan: Plan, backend: str = "whale", wire_dtype: str = "") -> Plan:

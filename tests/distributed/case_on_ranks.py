@@ -17,7 +17,7 @@ from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.ir.mesh import find_tiles
-from whale.runtime.run.start import check_replicas
+from whale.runtime.start import check_replicas
 
 name, dtype, optimizer, shares, folder, scope = sys.argv[1:]
 scope, _, count = scope.partition(":")

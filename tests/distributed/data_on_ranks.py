@@ -138,7 +138,7 @@ def goes_on(folder: Path) -> None:
 
 def main() -> None:
     import whale as wh
-    from whale.runtime.run.start import check_replicas
+    from whale.runtime.start import check_replicas
 
     mode, shares, folder = sys.argv[1:]
     rows = [] if shares == "even" else [int(part) for part in shares.split(",")]

@@ -16,7 +16,7 @@ from tests.launcher.helpers import Launcher
 from tests.oracle.execute import load
 from tests.oracle.metric import difference, limit
 from whale.ir.plan import load_plan
-from whale.runtime.tools import dry_run
+from whale.tools import dry_run
 
 RATE_AND_STEPS = 0.1 * 8
 

@@ -13,8 +13,8 @@ from tests.distributed.test_mistakes import STEP
 from tests.launcher.helpers import Launcher
 from tests.oracle.pool import Pool
 from whale.config import Config
+from whale.distributed import horovod
 from whale.errors import ClusterError, ConfigError
-from whale.runtime.ranks import horovod
 
 with_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: python -m whale_ops.build_horovod"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import whale as wh
 from tests.elastic.script import CONFIGURED, Net, data
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 
 GROWS_BYTES = 192 << 10  # TensorFlow keeps something of the functions that it has compiled and forgotten
 

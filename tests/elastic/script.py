@@ -25,10 +25,10 @@ import numpy as np
 import tensorflow as tf
 
 import whale as wh
+from whale.distributed import balance
 from whale.runtime.compile import compile
-from whale.runtime.elastic import balance, generations, membership
-from whale.runtime.run import elastic
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
+from whale.runtime.elastic import elastic_run, generations, membership
 from whale.started import joins
 
 BATCH, BATCHES, EPOCHS, WIDTH, LARGE = 24, 6, 2, 12, 60_000
@@ -61,7 +61,7 @@ class Faults:
         elif kind == "plan":
             setattr(compile, "agreed_plan", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind == "meet":
-            setattr(elastic.Elastic, "_hear_statements", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+            setattr(elastic_run.Elastic, "_hear_statements", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind in _AGREED:
             agree_and_die(_AGREED[kind])
         elif kind == "copy" and (step == 0 or find_running().elastic._generations is not None) and step < LAST:

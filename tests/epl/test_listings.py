@@ -37,7 +37,7 @@ def test_bare_keys_of_the_first_whale() -> None:
 def test_a_second_init_begins_again(started: None) -> None:
     wh.set_default_strategy(wh.split())
     wh.init({**RANKS, "pipeline.micro_batches": 2})
-    from whale.runtime.run.context import require_current
+    from whale.runtime.context import require_current
 
     context = require_current()
     assert context.config["pipeline.micro_batches"] == 2 and not context.split_everything and context.size == 4

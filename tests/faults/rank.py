@@ -67,7 +67,7 @@ class Exchange:
     def __init__(self) -> None:
         import whale_ops
         from whale.config import Config
-        from whale.runtime.ranks.watch import LauncherWatch
+        from whale.distributed.watch import LauncherWatch
 
         config = Config()
         watch = LauncherWatch(config)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from whale.distributed.msgpack_values import pack, unpack
 from whale.errors import ProgramError
 from whale.frontends.keras.elastic_fit import (
     _OTHER,
@@ -20,7 +21,6 @@ from whale.frontends.keras.elastic_fit import (
     _refuse_unknown,
     _restore_value,
 )
-from whale.runtime.ranks.msgpack_values import pack, unpack
 
 pytestmark = pytest.mark.core
 

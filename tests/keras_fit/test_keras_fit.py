@@ -91,7 +91,7 @@ model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 model.fit(x, y, verbose=0)
 import whale as wh
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 wh.init()
 model.fit(x, y, verbose=2)
 assert find_running().programs == 1

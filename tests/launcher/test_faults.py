@@ -21,7 +21,7 @@ CONNECT = """
 import os, sys, time
 import numpy as np, whale_ops
 from whale.config import Config
-from whale.runtime.ranks.watch import LauncherWatch
+from whale.distributed.watch import LauncherWatch
 from whale_ops import _native
 
 def connect():

@@ -42,7 +42,7 @@ COUNTED = (
     + """
 import urllib.request
 from whale.config import Config
-from whale.runtime.ranks.watch import LauncherWatch
+from whale.distributed.watch import LauncherWatch
 from whale.started import restarts
 watch = LauncherWatch(Config())
 watch.look_after(None)

@@ -116,7 +116,7 @@ def test_the_cause_is_named_though_its_consequence_is_reported_first(launcher: L
 
 
 def test_verbose_shows_the_errors_of_every_rank(launcher: Launcher) -> None:
-    # Rank 1 raises when it has been told that rank 0 has: over the socket that whale.runtime.ranks.watch listens to.
+    # Rank 1 raises when it has been told that rank 0 has: over the socket that whale.distributed.watch listens to.
     script = launcher.script(
         MEET + "import socket\nfrom whale.started import CONTROL_VARIABLE, own_descriptor\nmeet('a')\n"
         "if rank == 1: socket.socket(fileno=own_descriptor(CONTROL_VARIABLE)).recv(1000)\n"

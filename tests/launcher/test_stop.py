@@ -178,8 +178,7 @@ def test_a_killed_worker_is_a_lost_rank(launcher: Launcher) -> None:
 
 # Saves when it is told to end; rank 1 takes longer than ranks have that are to end at once.
 SAVES = (
-    CONNECT
-    + "from whale.runtime.ranks.preemption import PreemptionNotice\nfrom whale.runtime.ranks.ranks import Ranks\n"
+    CONNECT + "from whale.distributed.preemption import PreemptionNotice\nfrom whale.distributed.ranks import Ranks\n"
     "notice, comm = PreemptionNotice(), connect()\n"
     "ranks = Ranks(Config(), None, comm.size, (comm.rank,), [comm], 'test')\nprint('up', flush=True)\n"
     "while not notice.has_reached(ranks): time.sleep(0.05)\n"

@@ -23,7 +23,7 @@ TRACED = (
     + """
 from whale.started import process_place
 from whale.config import Config
-from whale.runtime.ranks.trace import open_trace
+from whale.distributed.trace import open_trace
 trace = open_trace(Config(), process_place(), (rank,), 1)
 """
 )

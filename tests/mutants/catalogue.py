@@ -57,7 +57,7 @@ MUTANTS = (
         "tf.IndexedSlices(_unscale(gradient.values, by), gradient.indices, gradient.dense_shape)",
         "tf.IndexedSlices(gradient.values, gradient.indices, gradient.dense_shape)",
         "sum",
-        ("tests/runtime/run/test_loss_scale.py::test_gradients_of_the_rows_of_a_table_are_those_without_a_scale",),
+        ("tests/runtime/test_loss_scale.py::test_gradients_of_the_rows_of_a_table_are_those_without_a_scale",),
     ),
     Mutant(
         "metric_by_rows",  # losses of single outputs: averaged over rows where Keras averages over batches

@@ -16,7 +16,7 @@ from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.planner.graph_search import strategies
 from whale.runtime.compile import auto
-from whale.runtime.run.start import check_replicas
+from whale.runtime.start import check_replicas
 
 SCOPES = {
     "": contextlib.nullcontext,

@@ -12,7 +12,7 @@ import tensorflow as tf
 import whale as wh
 from tests.pipelines.matrix import Run
 from tests.pipelines.models import RATE, STEPS, in_turn, trained_tf1, trained_tf2
-from whale.runtime.run.start import check_replicas
+from whale.runtime.start import check_replicas
 
 LIMIT = 1e-10
 

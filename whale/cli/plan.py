@@ -134,7 +134,7 @@ def run_command(given: argparse.Namespace) -> int:
     require_readable(given.script, given.measured, given.cluster)
     require_writable(given.out)
     with show_progress(f"planning a step of {given.script}") as end, hide_startup_lines(given.verbose):
-        from whale.runtime.tools.dry_run import PredictionTarget, main
+        from whale.tools.dry_run import PredictionTarget, main
 
         where = PredictionTarget(given.measured, given.cluster, given.network)
         arguments = tuple(given.arguments)
@@ -195,7 +195,7 @@ def _plan_captured(given: argparse.Namespace) -> int:
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
     with show_progress("planning each way") as end, hide_startup_lines(given.verbose):
-        from whale.runtime.tools.described_ways import main
+        from whale.tools.plan_model import main
 
         return main(given.describe, given.batch, given.cluster, given.network, given.out, given.budget, end)
 

@@ -47,7 +47,7 @@ def run_command(given: argparse.Namespace) -> int:
     out = given.out or default_path()
     check_writable(out)
     with hide_startup_lines():
-        from whale.runtime.measure import profile
+        from whale.tools.profile import profile
 
         if given.script:
             table = profile.measure_script(given.script, tuple(given.arguments), given.ranks, out, print)

@@ -111,7 +111,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
     from cost_model.graph.machine_profile import default_path, read
     from whale.launcher.run import measure_script
     from whale.planner.report import analysis
-    from whale.runtime.tools.as_main import located
+    from whale.tools.run_as_main import located
 
     if not plan.script:
         raise PlanError(
@@ -210,4 +210,4 @@ def _import_plan_tools(plan: PlanFile, *paths: object) -> Iterator[Any]:
             yield import_module("whale.planner.report.of_model")
         return
     with hide_startup_lines():
-        yield import_module("whale.runtime.tools.of_program")
+        yield import_module("whale.tools.program_report")

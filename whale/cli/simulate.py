@@ -41,7 +41,7 @@ def run_command(given: argparse.Namespace) -> int:
             given.wrong("--profile, --trace and --network are for jobs on a cluster")
         require_readable(given.job, given.measured)
         with hide_startup_lines():
-            from whale.runtime.tools.dry_run import simulated
+            from whale.tools.dry_run import simulated
 
             text, fits = simulated(given.job, given.ranks, given.measured)
         print(text, end="")

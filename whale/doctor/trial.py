@@ -19,7 +19,7 @@ from whale import python
 from whale.doctor.finding import Finding
 
 NAME = "run of two processes"
-MODULE = "whale.runtime.tools.doctor_step"
+MODULE = "whale.tools.doctor_step"
 LARGEST_DIFFERENCE = 1e-10  # in float64, as everywhere
 _END_S = 10.0  # `whale run` needs three seconds at most to end its ranks
 _PR_SET_PDEATHSIG = 1

@@ -52,8 +52,8 @@ class replicate(replica):
 
 def _is_a_stage(count: int | None) -> bool:
     """Tells whether a part of the model with so many devices has ranks of its own."""
-    from whale.runtime.run.context import require_current
-    from whale.runtime.run.device_counts import check_count
+    from whale.runtime.context import require_current
+    from whale.runtime.device_counts import check_count
 
     size = require_current("the scope wh.replicate").planned_size
     check_count("replicate", count)
@@ -92,7 +92,7 @@ def _spread(modes: Sequence[str]) -> None:
     Raises:
       PlanError: there is no such way.
     """
-    from whale.runtime.run.context import require_current
+    from whale.runtime.context import require_current
 
     context = require_current("wh.auto_parallel()")
     if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
@@ -120,7 +120,7 @@ def set_default_strategy(strategy: Any) -> None:
       ClusterError: called before ``wh.init``.
       PlanError: another strategy, or one with arguments.
     """
-    from whale.runtime.run.context import require_current
+    from whale.runtime.context import require_current
 
     context = require_current("wh.set_default_strategy()")
     arguments = any(
@@ -178,7 +178,7 @@ def cluster(
     Raises:
       ClusterError: the ranks cannot be cut so.
     """
-    from whale.runtime.run.context import find_running
+    from whale.runtime.context import find_running
 
     if layout is None:
         hosts = isinstance(worker_hosts, str) and worker_hosts != "all"
@@ -209,7 +209,7 @@ def cluster(
 
 def _size_to_be() -> int:
     """Returns the number of ranks of a run that has not begun."""
-    from whale.runtime.run.context import process
+    from whale.runtime.context import process
 
     if process.dry is not None:
         return process.dry.size

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from whale.distributed.msgpack_values import pack, unpack
 from whale.errors import ClusterError, InstallError
 from whale.launcher.mpirun import Options, parse_hosts
 from whale.launcher.run import run
-from whale.runtime.ranks.msgpack_values import pack, unpack
 from whale.started import RANK_VARIABLE
 
 _CALL = "call.pickle"

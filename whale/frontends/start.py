@@ -8,7 +8,7 @@ from typing import ParamSpec
 
 from whale.frontends.keras import install as keras
 from whale.frontends.tf1 import install as tf1
-from whale.runtime.run import start
+from whale.runtime import start
 
 P = ParamSpec("P")
 

@@ -47,10 +47,10 @@ class FrameKind(enum.IntEnum):
     SIGNAL = 6  # launcher: {signal}, to be sent to the script's process group
     HEARTBEAT = 7  # worker: {}, every HEARTBEAT_S
     STOPPED = 8  # worker: `StopReport`, when the script's process is stopped (SIGSTOP) or goes on
-    SCRIPT = 9  # worker: `ScriptMessage`, a message of the script, see whale/runtime/ranks/watch.py
+    SCRIPT = 9  # worker: `ScriptMessage`, a message of the script, see whale/distributed/watch.py
     LOST = 10  # launcher: for the script: another rank, or mpirun, is gone, or ranks have come; see the same file
     CLOCK = 11  # launcher: {asked_ns}; worker: `ClockAnswer`
-    TRACE = 12  # worker: what the script wrote to its trace, see whale/runtime/ranks/trace.py
+    TRACE = 12  # worker: what the script wrote to its trace, see whale/distributed/trace.py
     DEAF = 13  # worker: {}, when the script has closed its end of the socket between them for DEAF_S, and runs
 
 

@@ -128,7 +128,7 @@ def measure_script(plan: str, script: Sequence[str], ranks: int, steps: int, pro
     os.environ[PLAN_VARIABLE] = os.path.abspath(plan)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, str(steps), os.path.abspath(profile), *script)
-        code = run(Options(ranks, "whale.runtime.tools.analyze", arguments, as_module=True))
+        code = run(Options(ranks, "whale.tools.analyze", arguments, as_module=True))
         found = [Path(folder) / f"rank{rank}.json" for rank in range(ranks)]
         prediction = Path(folder) / "prediction.json"
         if code or not all(path.exists() for path in (*found, prediction)):

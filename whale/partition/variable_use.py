@@ -8,7 +8,7 @@ from whale.ir.mesh import Tiles, find_tiles, make_mesh
 from whale.ir.ops import READS
 from whale.ir.plan import Plan, StageGroup
 from whale.ir.program import Program
-from whale.passes.in_time.stage_groups import cut
+from whale.partition.pipeline.stage_programs import cut
 
 
 @dataclass(frozen=True, slots=True)

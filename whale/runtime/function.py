@@ -16,10 +16,10 @@ from whale.capture.signature import Arguments, flatten_arguments, read_tracing_o
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.runtime.compile.step import Step, compile_step, tensors_of
+from whale.runtime.context import Context, require_current
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.input.traces import Traces
-from whale.runtime.run.context import Context, require_current
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 

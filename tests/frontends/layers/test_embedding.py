@@ -16,7 +16,7 @@ from benchmarks.giant.measure import SPREAD, Line, difference, ranks
 from tests.draws import one_of
 from whale.errors import ProgramError
 from whale.ir.layout import Split
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 KERAS_3 = tf.__version__ >= "2.16"
 LIMIT = 1e-10

@@ -123,6 +123,6 @@ def test_rows_are_hot_that_more_than_two_ranks_ask_for() -> None:
 
 
 def _counters() -> list[Any]:
-    from whale.runtime.run.context import require_current
+    from whale.runtime.context import require_current
 
     return [c for comm in require_current("the test").comms for c in comm.counters()]

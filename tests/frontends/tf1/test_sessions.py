@@ -15,9 +15,9 @@ from tensorflow.python.client import session as session_module
 
 import whale as wh
 from tests.draws import one_of
+from whale.frontends.tf1.session import InteractiveSession
 from whale.ir.layout import Split
-from whale.runtime.run.context import find_running
-from whale.runtime.session.session import InteractiveSession
+from whale.runtime.context import find_running
 
 v1 = tf.compat.v1
 Start = Callable[..., None]

@@ -12,7 +12,7 @@ import whale as wh
 from tests.launcher.helpers import Launcher
 from whale.errors import ClusterError, ConfigError
 from whale.frontends.tf_distribute.strategy import Resolver
-from whale.runtime.run.tf_config import check_alone, check_tf_config, read_tf_config
+from whale.runtime.tf_config import check_alone, check_tf_config, read_tf_config
 
 TWO = {"worker": ["host1:12345", "host2:23456"]}
 

@@ -25,9 +25,9 @@ from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search import pipelines, search, strategies, team
 from whale.planner.graph_search.balance import balanced
 from whale.planner.graph_search.strategies import over_all
+from whale.runtime import context
 from whale.runtime.compile import auto
 from whale.runtime.compile.microbenchmark import of_kinds
-from whale.runtime.run import context
 
 __all__ = ["double"]
 

@@ -14,8 +14,8 @@ from tests.runtime.layouts.test_split import double
 from whale.errors import PlanError
 from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search import search, team
+from whale.runtime import context
 from whale.runtime.compile import auto
-from whale.runtime.run import context
 
 __all__ = ["double", "speed"]
 

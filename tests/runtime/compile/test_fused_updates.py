@@ -14,6 +14,7 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from tests.kernels.one_rank import without
+from whale.frontends.tf1 import session
 from whale.ir.ops import ASSIGNS
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
@@ -22,8 +23,7 @@ from whale.kernels.updates.fuse import UPDATE
 from whale.partition.lower import add_memory, lower_shown_ranks
 from whale.runtime.compile.compile import compile_program
 from whale.runtime.compile.settings import settings_of
-from whale.runtime.run.context import require_current
-from whale.runtime.session import session
+from whale.runtime.context import require_current
 
 v1 = tf.compat.v1
 Start = Callable[..., None]

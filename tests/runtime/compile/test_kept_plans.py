@@ -16,14 +16,14 @@ import whale as wh
 from tests.programs import Builder
 from tests.runtime.compile.test_auto import MIDDLE, speed
 from tests.runtime.layouts.test_split import Classifier, double
+from whale.distributed.cache_files import CacheFolder
 from whale.ir.plan import Plan, plan_from_json
 from whale.passes.pass_manager import make_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import search
 from whale.runtime.compile import auto, cross_rank_checks, progress
 from whale.runtime.compile.plan_cache import keep_plan, kept_plan
-from whale.runtime.ranks.cache_files import CacheFolder
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 __all__ = ["double", "speed"]
 

@@ -16,11 +16,11 @@ from tests.kernels.one_rank import without
 from tests.runtime.compile.test_auto import MIDDLE, speed
 from tests.runtime.layouts.test_split import Classifier
 from whale.capture import function as capture
+from whale.distributed.cache_files import CacheFolder
 from whale.ir.plan import Plan
 from whale.runtime.compile import compile as compiling
 from whale.runtime.compile import plan_cache
-from whale.runtime.ranks.cache_files import CacheFolder
-from whale.runtime.run.context import process, require_current
+from whale.runtime.context import process, require_current
 
 __all__ = ["speed"]
 pytestmark = pytest.mark.core

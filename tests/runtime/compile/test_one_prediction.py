@@ -22,8 +22,8 @@ from whale.kernels.substitute import substitute_kernels
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.graph_search import predict, search, team
+from whale.runtime import context
 from whale.runtime.compile import compile, memory_plan
-from whale.runtime.run import context
 
 __all__ = ["double", "speed"]
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 import whale as wh
 from whale.errors import PlanError
 from whale.ir.plan import plan_from_json
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 Start = Callable[..., None]
 Stage = Callable[..., Any]
@@ -149,7 +149,7 @@ def test_four_ranks_make_two_replicas_of_two_stages(ranks: Start) -> None:
 
 
 def test_a_stage_has_its_own_nodes_and_variables_only(ranks: Start) -> None:
-    from whale.passes.in_time.stage_groups import cut
+    from whale.partition.pipeline.stage_programs import cut
 
     ranks(4)
     model = Chain(wh.stage)

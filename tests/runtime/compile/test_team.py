@@ -23,8 +23,8 @@ from whale.planner.graph_search.predict import Candidate, Plans
 from whale.planner.graph_search.search import Found, Search, best_way
 from whale.planner.graph_search.strategies import over_all
 from whale.planner.graph_search.team import Answer, Asked, Member
+from whale.runtime import context
 from whale.runtime.compile import auto
-from whale.runtime.run import context
 
 __all__ = ["double", "speed"]
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 Start = Callable[..., None]
 STEPS, RATE = 3, 0.5

@@ -18,7 +18,7 @@ from whale.errors import ConfigError, PlanError
 from whale.ir.layout import B, Split
 from whale.ir.mesh import find_tiles
 from whale.ir.plan_text import format_plan
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 Start = Callable[..., None]
 ROWS, INPUTS, HIDDEN, OUTPUTS = 8, 7, 16, 10

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from whale.distributed.balance import STEPS, Balance, WatchedSteps, compute_chained_s, divide_by_speed
+from whale.distributed.msgpack_values import pack
 from whale.ir.program import Node, Program, Ref
-from whale.runtime.elastic.balance import STEPS, Balance, WatchedSteps, compute_chained_s, divide_by_speed
-from whale.runtime.ranks.msgpack_values import pack
 
 pytestmark = pytest.mark.core
 

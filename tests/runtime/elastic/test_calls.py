@@ -12,8 +12,13 @@ from whale.errors import PlanError
 from whale.ir.layout import split
 from whale.ir.mesh import make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
-from whale.runtime.elastic.allowed import count_hosts_left, find_fitting_changes, has_divided_variables, refuse_plan
 from whale.runtime.elastic.call_replay import CallLog
+from whale.runtime.elastic.requirements import (
+    count_hosts_left,
+    find_fitting_changes,
+    has_divided_variables,
+    refuse_plan,
+)
 
 pytestmark = pytest.mark.core
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import whale_ops
+from whale.distributed.joining import Commits, Members, StepTimes, extend_shares, is_worthwhile
+from whale.distributed.listener import RankListener
+from whale.distributed.watch import RankChange
 from whale.errors import ClusterError, CommError
 from whale.launcher.mpirun import Host
 from whale.launcher.scale_up.hosts_from import HostSource, read_hosts
-from whale.runtime.elastic.joining import Commits, Members, StepTimes, extend_shares, is_worthwhile
-from whale.runtime.elastic.listener import RankListener
-from whale.runtime.ranks.watch import RankChange
 
 pytestmark = pytest.mark.core
 SECRET = "s" * 32

@@ -20,7 +20,7 @@ from whale.ir.mesh import iterate_levels
 from whale.ir.plan import Plan
 from whale.passes.analysis.attention import attentions
 from whale.passes.normalize.ring import in_rings
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 SCOPE = partial(wh.split, context=1)
 LIMIT = 1e-10

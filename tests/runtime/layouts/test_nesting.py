@@ -13,7 +13,7 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from whale.errors import PlanError
-from whale.runtime.run.start import check_replicas
+from whale.runtime.start import check_replicas
 
 Start = Callable[..., None]
 ROWS, WIDTH, CLASSES = 8, 6, 8

@@ -15,7 +15,7 @@ import whale as wh
 from benchmarks.giant.embeddings import SMALL_DLRM
 from benchmarks.giant.measure import SPREAD, Line, Scopes, difference, ranks, sgd, weight
 from whale.errors import WhaleError
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 LIMIT = 1e-10
 BATCH, EACH, WORDS, WIDTH = 16, 3, 40, 8

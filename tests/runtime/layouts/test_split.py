@@ -21,7 +21,7 @@ from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Split
 from whale.ir.mesh import make_one_axis_tiles
 from whale.ir.plan import Plan
-from whale.runtime.run.start import check_replicas
+from whale.runtime.start import check_replicas
 from whale.runtime.variables import split_variable
 
 Values = dict[str, np.ndarray]

@@ -18,7 +18,7 @@ from tests.draws import one_of
 from tests.frontends.layers.test_embedding import LAZY, lazy
 from whale.ir.layout import Split
 from whale.passes.autoshard.tables import spread
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 LIMIT = 1e-10
 SMALL = partial(Whole, tables=5, words=64, width=8, batch=64, each=16)

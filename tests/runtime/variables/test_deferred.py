@@ -13,7 +13,7 @@ import whale as wh
 import whale.runtime.variables.partial_initializers as initial_values
 from whale.ir.layout import divide_evenly, split
 from whale.ir.mesh import make_one_axis_tiles
-from whale.runtime.run import context as run_context
+from whale.runtime import context as run_context
 from whale.runtime.variables import deferred
 from whale.runtime.variables.deferred import find_deferred, restore_from
 from whale.runtime.variables.initializer_recording import record

@@ -12,10 +12,10 @@ from unittest import mock
 
 import whale_ops
 from whale.config import Config
+from whale.distributed import device_exchange
 from whale.ir.program import Program
 from whale.kernels import substitute
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges, on_devices
-from whale.runtime.ranks import device_exchange
 from whale.started import ProcessPlace
 from whale_ops import build
 

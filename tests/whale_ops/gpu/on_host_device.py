@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from whale.runtime.ranks import device_exchange
+from whale.distributed import device_exchange
 
 
 def take_host_device(library: str, without: Collection[int] = ()) -> None:

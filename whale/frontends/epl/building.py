@@ -16,7 +16,7 @@ from whale.frontends.epl.env import Env
 from whale.frontends.epl.graph import Graph
 from whale.frontends.epl.strategies import mark_graph
 from whale.log import log
-from whale.runtime.run.context import find_running, require_current
+from whale.runtime.context import find_running, require_current
 
 _Apply = Callable[..., Any]
 

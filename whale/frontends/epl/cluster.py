@@ -10,7 +10,7 @@ from typing import Any
 
 from whale.errors import ClusterError
 from whale.frontends.epl.known import require_env
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 # Devices of one worker, as epl-launch was told; a worker is a rank where nobody says so.
 PER_WORKER_VARIABLE = "EPL_DEVICES_PER_WORKER"

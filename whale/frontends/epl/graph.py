@@ -13,7 +13,7 @@ from whale.frontends.epl.known import require_env
 from whale.frontends.epl.layout import AnnotatedGraph, Layout, make_layout, make_planned_layout
 from whale.frontends.epl.merged import merge_outputs
 from whale.frontends.epl.strategies import Strategy
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 
 class GraphKeys:

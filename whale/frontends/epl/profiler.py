@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.log import log
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 _KINDS = ("scope", "op", "graph")
 

@@ -10,7 +10,7 @@ from tensorflow.python.ops import variables
 from tensorflow.python.training.saver import BulkSaverBuilder
 
 from whale.log import log
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 
 class MemoryEfficientBuilder(BulkSaverBuilder):  # type: ignore[misc]

@@ -22,9 +22,9 @@ from whale.frontends.epl.merged import merge_outputs, unfreeze_graph
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.log import log
-from whale.runtime.run.context import require_current
-from whale.runtime.run.graph_semantics import BatchReaders
-from whale.runtime.run.reinit import begin_again
+from whale.runtime.context import require_current
+from whale.runtime.graph_semantics import BatchReaders
+from whale.runtime.reinit import begin_again
 
 _READ_OPS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDataset"} | {
     "FixedLengthRecordDatasetV2"}  # fmt: skip
@@ -112,7 +112,7 @@ def _tell(config: Config) -> None:
 
 
 class _EplSemantics:
-    """The library's meaning of graphs; see ``whale.runtime.run.graph_semantics.GraphSemantics``."""
+    """The library's meaning of graphs; see ``whale.runtime.graph_semantics.GraphSemantics``."""
 
     def find_batch_readers(self, graph: tf.Graph) -> BatchReaders:
         return Env.get().find_graph(graph).layout.batches

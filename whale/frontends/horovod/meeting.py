@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from whale.errors import ProgramError
 from whale.frontends.horovod.ranks import refuse_other_set, require_own_run
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 from whale.runtime.variables.deferred import capturing
 
 

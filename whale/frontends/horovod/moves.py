@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from whale.distributed import tensors
 from whale.errors import ProgramError
 from whale.frontends.horovod.meeting import check_root, make_key, require_context
 from whale.frontends.horovod.reductions import divide_by_size
-from whale.runtime.ranks import tensors
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:

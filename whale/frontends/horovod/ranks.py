@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 from whale.config import Config
 from whale.errors import ClusterError, ProgramError
 from whale.log import log
-from whale.runtime.run import start
-from whale.runtime.run.context import Context, OwnPrograms, find_running
+from whale.runtime import start
+from whale.runtime.context import Context, OwnPrograms, find_running
 
 
 def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = None) -> None:

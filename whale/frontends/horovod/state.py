@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from whale.distributed.msgpack_values import pack, unpack
+from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import ProgramError
 from whale.frontends.horovod.meeting import check_root, require_context
 from whale.frontends.horovod.moves import broadcast_group
-from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 
 
 def broadcast_object(

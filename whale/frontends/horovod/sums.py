@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from whale.distributed import tensors
 from whale.errors import ProgramError
 from whale.frontends.horovod.meeting import make_key, require_context
 from whale.frontends.horovod.reductions import (
@@ -18,8 +19,7 @@ from whale.frontends.horovod.reductions import (
     find_reduction,
     multiply,
 )
-from whale.runtime.ranks import tensors
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 
 def allreduce(

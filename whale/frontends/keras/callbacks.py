@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from whale.frontends.keras import elastic_fit
 from whale.frontends.keras.saving import wait_for_first_rank
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from whale.ir.mesh import Tiles
 from whale.log import log
 from whale.passes.analysis.patterns import nearest
 from whale.passes.analysis.stages import DATA, TENSOR
-from whale.runtime.run.context import Context, find_running, require_current
+from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.variables.deferred import announce_size
 
 

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from whale.distributed.msgpack_values import pack, unpack
 from whale.errors import ProgramError
 from whale.frontends.keras.input_pipeline import find_whole_dataset
 from whale.log import log
-from whale.runtime.elastic.allowed import make_other_place_error
+from whale.runtime.context import Context, ElasticHooks
+from whale.runtime.elastic.requirements import make_other_place_error
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.shuffle_orders import reshuffles
-from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.run.context import Context, ElasticHooks
 from whale.started import joins
 
 _COPIED_BYTES = 64 << 10  # of an array that a callback may write into; larger ones, as weights, it replaces

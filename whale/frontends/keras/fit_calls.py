@@ -8,11 +8,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from whale.distributed.collective_call_check import call_together
 from whale.frontends.keras import elastic_fit, input_pipeline
 from whale.frontends.keras.callbacks import adapt_for_other_ranks
 from whale.frontends.keras.saving import describe_call
-from whale.runtime.ranks.collective_call_check import call_together
-from whale.runtime.run.context import Context, find_running
+from whale.runtime.context import Context, find_running
 
 _DATA = ("x", "validation_data")
 _CACHED = "_use_cached_eval_dataset"  # argument of evaluate where fit calls it

@@ -13,13 +13,13 @@ import tensorflow as tf
 from whale.capture.sharded import ShardedTensor
 from whale.frontends.keras.steps import list_named_parts
 from whale.ir.values import UNMOVABLE
+from whale.runtime.context import Context
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
 from whale.runtime.input.equal_datasets import built_of
 from whale.runtime.input.equal_inputs import refuse_other_values
 from whale.runtime.input.local_batches import rows_of
-from whale.runtime.run.context import Context
 
 
 def feed_dataset(

@@ -10,7 +10,7 @@ from typing import Any
 
 from whale.errors import ProgramError
 from whale.imports import change_when_imported
-from whale.runtime.run.context import require_current
+from whale.runtime.context import require_current
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 

@@ -13,9 +13,9 @@ import tensorflow as tf
 from whale.frontends.keras import callbacks, fit_calls, input_pipeline, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run
+from whale.runtime.context import find_running
 from whale.runtime.input.common_seed import common_seed
 from whale.runtime.input.traces import once_in_a_trace
-from whale.runtime.run.context import find_running
 
 
 def patch_keras2(package: str) -> None:

@@ -15,8 +15,8 @@ from tensorflow.python.eager import context as tf_context
 from whale.frontends.keras import callbacks, distribution, elastic_fit, fit_calls, input_pipeline, saving, scopes
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run, rows_unknown
+from whale.runtime.context import find_running
 from whale.runtime.input.common_seed import common_seed
-from whale.runtime.run.context import find_running
 
 
 def patch_keras3() -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 
 
 def replace_method(kind: type, name: str, new: Callable[..., Any], before: Callable[[Any], None] | None = None) -> None:

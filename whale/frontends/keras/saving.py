@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from whale.distributed.collective_call_check import call_together
+from whale.distributed.ranks import WRITE_TIMEOUT_S
+from whale.distributed.script_line import find_script_line
 from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
-from whale.runtime.ranks.collective_call_check import call_together
-from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.ranks.script_line import find_script_line
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 
 # The model that is being saved: the functions of one format call those of another.
 _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=None)

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.runtime.run.context import Context, find_running
-from whale.runtime.run.scopes import enter_path, join_path
+from whale.runtime.context import Context, find_running
+from whale.runtime.scopes import enter_path, join_path
 from whale.runtime.variables.deferred import capturing
 
 _PATH = "_whale_path"  # of a layer: the path of its scope

@@ -14,9 +14,9 @@ from tensorflow.python.framework import random_seed
 
 from whale.capture.signature import list_named_leaves, make_distinct_names
 from whale.errors import ProgramError
+from whale.runtime.context import Context, find_running
 from whale.runtime.function import Function
 from whale.runtime.input.traces import Relaxed
-from whale.runtime.run.context import Context, find_running
 
 # Whether the step that is traced would not know the rows of its batch in plain Keras. Losses of single outputs are then
 # averaged over batches there, and not over rows.

@@ -21,7 +21,7 @@ from whale.annotations import replica, split
 from whale.errors import ProgramError
 from whale.frontends.layers.hot import check_hot, look_up, make_like
 from whale.frontends.layers.vocabulary import ABSENT, EVICTS, Vocabulary, draw_rows, find_tensor, write
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 from whale.runtime.variables.in_files import keep_in_files
 
 _ARGUMENTS = "input_dim output_dim combiner max_ids sharded evict folder hot"

@@ -15,8 +15,8 @@ from whale.errors import ProgramError
 from whale.frontends.layers.embedding import NEVER_ROUNDED
 from whale.frontends.layers.embedding import Embedding as Embedding
 from whale.frontends.layers.hot import hot_ids as hot_ids
-from whale.runtime.run.context import find_running
-from whale.runtime.run.scopes import enter_mark
+from whale.runtime.context import find_running
+from whale.runtime.scopes import enter_mark
 
 _Dispatch = tuple[tf.Tensor, tf.Tensor | None, Callable[[tf.Tensor], tf.Tensor]]
 _CHOICES = ("tokens", "experts")

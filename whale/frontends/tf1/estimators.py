@@ -7,12 +7,12 @@ import tempfile
 from types import ModuleType
 from typing import Any
 
+from whale.distributed.msgpack_values import pack, unpack
+from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.errors import CheckpointError, ProgramError
-from whale.frontends.tf1.taking import find_spread_run, leave_alone, replace_method
+from whale.frontends.tf1.activation import find_spread_run, leave_alone, replace_method
 from whale.log import log
-from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 MODULES = ("tensorflow_estimator.python.estimator.training",)
 _CLUSTER = "TF_CONFIG"

@@ -14,14 +14,14 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.training import basic_session_run_hooks, coordinator
 
 from whale.capture.scaling import LossScaleFeed, compute_scaled_gradients, compute_scaled_tape_gradient
+from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import ProgramError
-from whale.frontends.tf1 import estimators, optimizers, writing
-from whale.frontends.tf1.taking import find_spread_run, replace_function, replace_method
+from whale.frontends.tf1 import estimators, first_rank_files, optimizers
+from whale.frontends.tf1.activation import find_spread_run, replace_function, replace_method
 from whale.imports import change_when_imported
 from whale.log import log
-from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
-from whale.runtime.run.context import Context
-from whale.runtime.run.loss_scale import find_loss_scale_feed
+from whale.runtime.context import Context
+from whale.runtime.loss_scale import find_loss_scale_feed
 
 _SWITCHES = {
     "resource variables": ("enable_resource_variables", "disable_resource_variables", "resource_variables_enabled"),
@@ -35,7 +35,7 @@ def install() -> None:
         session.Session._whale_changed = True
         patch_sessions()
         patch_timers()
-        writing.patch_writers()
+        first_rank_files.patch_writers()
         patch_switches()
         optimizers.patch_optimizers()
         patch_gradients()
@@ -58,7 +58,7 @@ def patch_sessions() -> None:
 def _make_session(kind: type, *args: Any, **kwargs: Any) -> Any:
     made = kind
     if kind in (session.Session, session.InteractiveSession) and find_spread_run() is not None:
-        from whale.runtime.session.session import InteractiveSession, Session
+        from whale.frontends.tf1.session import InteractiveSession, Session
 
         made = Session if kind is session.Session else InteractiveSession
     return object.__new__(made)

@@ -6,8 +6,8 @@ from typing import Any
 
 from tensorflow.python.training import monitored_session
 
-from whale.frontends.tf1.taking import force_sessions
-from whale.runtime.run.context import require_current
+from whale.frontends.tf1.activation import force_sessions
+from whale.runtime.context import require_current
 
 
 def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:

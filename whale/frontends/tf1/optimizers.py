@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ProgramError
-from whale.frontends.tf1.taking import find_spread_run, replace_method
+from whale.frontends.tf1.activation import find_spread_run, replace_method
 from whale.log import log
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 
 def patch_optimizers() -> None:

@@ -17,8 +17,8 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ProgramError
+from whale.runtime.context import find_running
 from whale.runtime.function import Function, function
-from whale.runtime.run.context import find_running
 from whale.runtime.variables.deferred import capturing
 
 _STEP, _MODE = "_whale_step", "_whale_mode"

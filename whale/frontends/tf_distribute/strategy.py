@@ -13,16 +13,16 @@ from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.config import Config
+from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.errors import CheckpointError, ProgramError
 from whale.frontends import start
 from whale.frontends.tf_distribute import steps
 from whale.frontends.tf_distribute.steps import refuse_taking
 from whale.runtime.checkpoint.gathering import gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
+from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.input.data import ShardedDataset
-from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.run.context import Context, find_running, require_current
-from whale.runtime.run.tf_config import check_tf_config, read_tf_config
+from whale.runtime.tf_config import check_tf_config, read_tf_config
 
 _REDUCTIONS = {"SUM": tf.reduce_sum, "MEAN": tf.reduce_mean}
 

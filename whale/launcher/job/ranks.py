@@ -276,7 +276,7 @@ class RankLink:
         self.tell({"rank": None, "start": start, "history": list(history)})
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Tells the script something, in the form that whale/runtime/ranks/watch.py reads."""
+        """Tells the script something, in the form that whale/distributed/watch.py reads."""
         self._send(FrameKind.LOST, message)
 
     def take(self, message: ScriptMessage) -> None:

@@ -168,7 +168,7 @@ def outline(
     """Puts what the micro-batches of a rank's program compute into functions.
 
     Args:
-      plan: over the program's micro-batches (``whale.passes.in_time.micro_batches.time_plan``).
+      plan: over the program's micro-batches (``whale.partition.pipeline.plan_microbatches.time_plan``).
       each: nodes that are computed for each micro-batch.
       calls: their order; what a phase reads of another one has to be made before. Default: one phase, in order.
       phase: of each node of ``each``; "" where there is none.

@@ -16,11 +16,11 @@ from whale.ir.values import TensorType, require_static_shape
 from whale.partition.axis_partitioner import count_axes_with_rows, iterate_levels, make_prefix
 from whale.partition.identical_ranks import is_alike
 from whale.partition.pipeline.microbatch_loop import outline
+from whale.partition.pipeline.plan_microbatches import EACH, time_plan
+from whale.partition.pipeline.prepare_microbatches import prepared
 from whale.partition.rank_mapping import ROWS_OF_GROUP
 from whale.partition.resharding import make_reshard_name
 from whale.passes.analysis.rank_groups import brings_rows_together, named_ranks
-from whale.passes.in_time.micro_batches import EACH, time_plan
-from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}

@@ -16,13 +16,13 @@ from whale.ir.program import Program, Ref
 from whale.partition.axis_partitioner import change_sizes, list_sizes
 from whale.partition.mesh import make_micro_batches_even, plan_program, wants_same_rows
 from whale.partition.pipeline.stage_exchanges import connect_stages
+from whale.partition.pipeline.stage_programs import Cut
 from whale.partition.pipeline.stage_schedule import AgreedPhases, WholeSchedule
 from whale.partition.pipeline.stages import Stages
 from whale.passes.analysis.axes import data_coordinates
 from whale.passes.analysis.batch import batch_inputs, rows_of_ranks
 from whale.passes.analysis.rank_groups import in_positions
 from whale.passes.analysis.stages import DATA, STAGE, stage_of
-from whale.passes.in_time.stage_groups import Cut
 from whale.passes.normalize.annotate import task_graphs
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings

@@ -16,11 +16,11 @@ from whale.ir.values import DType, Func, Shape
 from whale.partition.identical_ranks import is_alike
 from whale.partition.pipeline.microbatch_loop import CALL, Call, outline
 from whale.partition.pipeline.microbatches import MicrobatchProgram, find_batch_rows
+from whale.partition.pipeline.phases import in_stages_of_readers, kinds, phases_of_rank
+from whale.partition.pipeline.plan_microbatches import EACH, time_plan
+from whale.partition.pipeline.prepare_microbatches import prepared
 from whale.partition.pipeline.stages import Stages
 from whale.passes.analysis.stages import stage_of, stages_of
-from whale.passes.in_time.micro_batches import EACH, time_plan
-from whale.passes.in_time.phases import in_stages_of_readers, kinds, phases_of_rank
-from whale.passes.in_time.preparing import prepared
 from whale.passes.settings import PlanSettings
 
 _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
@@ -33,7 +33,7 @@ class AgreedPhases:
     A coordinate without rows reads nothing of what it sends, so it cannot tell by itself.
 
     Attributes:
-      kinds: of what is computed for each micro-batch, F, B or W (see ``whale.passes.in_time.phases``).
+      kinds: of what is computed for each micro-batch, F, B or W (see ``whale.partition.pipeline.phases``).
       stages: the stage that it belongs to.
     """
 

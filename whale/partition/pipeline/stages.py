@@ -28,9 +28,9 @@ from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType, require_static_shape
 from whale.partition.axis_partitioner import AxisPartitioner, make_partitioner
+from whale.partition.pipeline.stage_programs import FETCH_KEY, cut
 from whale.partition.rank_mapping import map_to_ranks
 from whale.passes.analysis.rank_groups import in_positions
-from whale.passes.in_time.stage_groups import FETCH_KEY, cut
 from whale.passes.pass_manager import plan_of_part
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings

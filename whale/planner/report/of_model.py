@@ -1,6 +1,6 @@
 """Checks and draws the plan of a described model: its strategy is evaluated, no program is captured.
 
-`whale.runtime.tools.of_program` has the same functions for plans of programs.
+`whale.tools.program_report` has the same functions for plans of programs.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
+from whale.distributed.ranks import WRITE_TIMEOUT_S
+from whale.distributed.trace import open_span
 from whale.errors import CheckpointError, ProgramError
 from whale.runtime.checkpoint.gathering import gather_on_first_rank, refuse_different_copies
 from whale.runtime.compile.step import captures_steps
+from whale.runtime.context import Context, require_current
 from whale.runtime.function import Function
-from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.ranks.trace import open_span
-from whale.runtime.run.context import Context, require_current
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:

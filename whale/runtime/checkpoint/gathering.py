@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 from whale.runtime.variables.checkpoint_regions import find_variable, is_split
 from whale.runtime.variables.compared import refuse_differences
 from whale.runtime.variables.deferred import make_whole

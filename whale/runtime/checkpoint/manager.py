@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
+from whale.distributed.ranks import WRITE_TIMEOUT_S
+from whale.distributed.trace import open_span
 from whale.errors import CheckpointError
 from whale.log import log
 from whale.runtime.checkpoint import reading as checkpoint_reading
@@ -17,9 +19,7 @@ from whale.runtime.checkpoint.folder import CheckpointFolder
 from whale.runtime.checkpoint.gathering import refuse_different_copies
 from whale.runtime.checkpoint.saving import RankMessage, Saving, check_equal, decode_messages, encode_message
 from whale.runtime.checkpoint.shares import choose_writers, compute_digest, list_entries, read_snapshot
-from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S
-from whale.runtime.ranks.trace import open_span
-from whale.runtime.run.context import Context, require_current
+from whale.runtime.context import Context, require_current
 from whale.runtime.variables.checkpoint_regions import find_variable
 
 _Result = TypeVar("_Result")

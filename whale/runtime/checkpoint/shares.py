@@ -18,7 +18,7 @@ from tensorflow.python.training.saving.saveable_object_util import SaveableCompa
 
 from whale.errors import CheckpointError
 from whale.runtime.checkpoint.random_state import STATE_KEY, read_random_state
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 from whale.runtime.variables.checkpoint_regions import (
     find_holders,
     find_variable,

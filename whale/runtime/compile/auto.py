@@ -32,7 +32,7 @@ from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.plan_cache import keep_strategy, kept_strategy
 from whale.runtime.compile.progress import told
 from whale.runtime.compile.search_team import RankTeam, found_together
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 
 @dataclass(frozen=True, slots=True)

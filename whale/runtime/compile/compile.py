@@ -45,8 +45,8 @@ from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
-from whale.runtime.run.context import Context
-from whale.runtime.run.scopes import find_micro_batches
+from whale.runtime.context import Context
+from whale.runtime.scopes import find_micro_batches
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from whale.distributed.likely_cause import describe_likely_cause
+from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError, ProgramError
 from whale.ir.fingerprint import compute_fingerprint, list_node_digests
 from whale.ir.plan import Plan, plan_from_json
@@ -15,9 +17,7 @@ from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.plan_cache import keep_plan, kept_plan
 from whale.runtime.compile.progress import told
-from whale.runtime.ranks.likely_cause import describe_likely_cause
-from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 
 class _Mark(msgspec.Struct):

@@ -16,7 +16,7 @@ from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, iterate_function_refs
 from whale.partition.pipeline.microbatch_loop import CALL, find_phase
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 # Phases of messages between two ranks outside of micro-batches: received before them, or sent after them.
 BEFORE, AFTER = "the main graph, before its micro-batches", "the main graph, after its micro-batches"

@@ -17,6 +17,8 @@ from cost_model.cluster.discover import find_host_resources
 from cost_model.kernels.gpu_memory import tensorflow_bytes
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
+from whale.distributed.device_exchange import count_device_buffer_bytes
+from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import format_bytes
 from whale.ir.program import Program
@@ -25,9 +27,7 @@ from whale.partition.lower import lower_first_ranks
 from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
-from whale.runtime.ranks.device_exchange import count_device_buffer_bytes
-from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 from whale_ops import gpu_driver
 
 _MOST_MICRO_BATCHES = 64

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from cost_model.graph.machine import Link, Rates
+from whale.distributed.device_exchange import ExchangeOps
+from whale.distributed.gpus import await_gpus
 from whale.ir.program import Program
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.planner.graph_search.environment import unequal
-from whale.runtime.ranks.device_exchange import ExchangeOps
-from whale.runtime.ranks.gpus import await_gpus
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 # The first measurement takes so long, and half of that for what is bound by memory: the core of a rank with a quota is
 # taken away once in 100 ms. Ranks that seem to differ by more than SUSPECT are measured again.

@@ -19,6 +19,7 @@ import msgspec
 
 import cost_model
 import whale_ops
+from whale.distributed.cache_files import CacheFolder, DamagedFileError, find_folder
 from whale.errors import WhaleError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.plan import Plan, plan_from_json
@@ -28,8 +29,7 @@ from whale.log import log
 from whale.partition.verify_saved_plan import CONTRADICTIONS, list_illegal
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.memory_plan import limit_bytes
-from whale.runtime.ranks.cache_files import CacheFolder, DamagedFileError, find_folder
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:

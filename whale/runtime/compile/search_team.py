@@ -17,13 +17,13 @@ from itertools import count
 import msgspec
 
 from whale.cgroup import cpu_quota
+from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.planner.graph_search.predict import Made, Plans
 from whale.planner.graph_search.team import Answer, Asked, Member
-from whale.runtime.ranks.ranks import PLAN_TIMEOUT_S
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 from whale_ops.communicator import Communicator
 
 # The kinds of messages: what one asks for, or says.

@@ -19,7 +19,7 @@ from whale.passes.settings import (
     ZeroSettings,
 )
 from whale.runtime.compile.offload import has_compute_device
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 from whale_ops.processor import can_multiply_by_avx2
 
 

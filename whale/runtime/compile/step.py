@@ -18,12 +18,14 @@ from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import IteratorReads, ShardedTensor
 from whale.capture.signature import Arguments
+from whale.distributed.trace import open_span
 from whale.ir.collector import suspend_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
 from whale.partition.pipeline.microbatches import can_keep_own_rows
 from whale.partition.variable_use import VariableUse, find_variable_uses
 from whale.passes.analysis.stages import has_stages
+from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile import step_cache
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
 from whale.runtime.compile.cross_rank_checks import all_take
@@ -31,14 +33,12 @@ from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.step_call import callable_step
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
+from whale.runtime.context import Context
 from whale.runtime.input.equal_inputs import as_rows_of, compared
 from whale.runtime.input.traces import SharedTrace
 from whale.runtime.input.whole_batch import rows_of_run, whole_batch
-from whale.runtime.ranks.trace import open_span
-from whale.runtime.run.annotate import put_in_default_scope, put_in_named_scopes
-from whale.runtime.run.context import Context
-from whale.runtime.run.loss_scale import find_loss_scale
-from whale.runtime.run.replica_writes import wrap_with_replica_check
+from whale.runtime.loss_scale import find_loss_scale
+from whale.runtime.replica_writes import wrap_with_replica_check
 from whale.runtime.variables.deferred import capturing, make_trace_creator
 from whale.runtime.variables.in_files import find_folder
 from whale.runtime.variables.variable_store import refuse_other_tiles

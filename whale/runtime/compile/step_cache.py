@@ -24,13 +24,13 @@ from whale.ir.strategy import ChosenStrategy
 from whale.log import log
 from whale.partition.variable_use import VariableUse
 from whale.passes.run_passes import PassObserver
+from whale.runtime.annotate import find_variable_names
 from whale.runtime.compile.auto import say_kept
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.compile.plan_cache import code_digest, files_of, get_kept, machine, put_kept
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
-from whale.runtime.run.annotate import find_variable_names
-from whale.runtime.run.context import Context, make_unique_name
+from whale.runtime.context import Context, make_unique_name
 
 # Of the configuration what changes nothing of what ranks run.
 _NO_MATTER = frozenset({"mesh.plan_cache", "debug.log", "debug.trace", "batch.prefetch", "debug.check_timeout_s"})

@@ -13,6 +13,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
 
 from whale.capture.captured import Traced
+from whale.distributed.faults import raise_comm_error
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
@@ -20,9 +21,8 @@ from whale.kernels.updates.last import list_early_writes
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
-from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.run.context import Context
-from whale.runtime.run.replica_writes import refuse_lone_writes
+from whale.runtime.context import Context
+from whale.runtime.replica_writes import refuse_lone_writes
 
 
 def callable_step(

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from whale.capture.sharded import ShardedTensor
+from whale.distributed.ranks import Ranks
 from whale.errors import ClusterError
 from whale.passes.analysis.batch import rows_of_ranks
-from whale.runtime.ranks.ranks import Ranks
 
 # Attribute of a tensor that a rank read while it was alone: (weak reference to the iterator, number of the batch, and
 # of the tensor in it), as the source of a part.

@@ -25,8 +25,8 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
-from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.ranks.ranks import Ranks
+from whale.distributed.faults import raise_comm_error
+from whale.distributed.ranks import Ranks
 from whale.runtime.variables.ownership import Holding
 from whale.runtime.variables.variable_store import VariableStore
 

@@ -13,16 +13,16 @@ import msgspec
 
 import whale_ops
 from whale.config import Config
+from whale.distributed.connect import configure_communicator
+from whale.distributed.joining import Members, Welcome, extend_shares
+from whale.distributed.listener import RankListener
+from whale.distributed.ranks import TURN_TIMEOUT_S
+from whale.distributed.socket_bootstrap import SocketBootstrap
+from whale.distributed.trace import Trace
+from whale.distributed.watch import LauncherWatch
 from whale.log import log
-from whale.runtime.elastic.allowed import count_hosts_left, find_fitting_changes
-from whale.runtime.elastic.joining import Members, Welcome, extend_shares
-from whale.runtime.elastic.listener import RankListener
 from whale.runtime.elastic.membership import LoneCommunicator, gather_bytes, send_value
-from whale.runtime.elastic.socket_bootstrap import SocketBootstrap
-from whale.runtime.ranks.connect import configure_communicator
-from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
-from whale.runtime.ranks.trace import Trace
-from whale.runtime.ranks.watch import LauncherWatch
+from whale.runtime.elastic.requirements import count_hosts_left, find_fitting_changes
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.runtime.variables.variable_store import VariableStore
 from whale.started import GROWS_VARIABLE, PEERS_VARIABLE, ProcessPlace, joins

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from whale.distributed.msgpack_values import pack, unpack
+from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import ClusterError
 from whale.runtime.elastic.call_replay import CallProgress
-from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.ranks.ranks import TURN_TIMEOUT_S
 
 
 class LoneCommunicator:

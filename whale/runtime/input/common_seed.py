@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from whale.runtime.run.context import find_running
+from whale.runtime.context import find_running
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from whale.capture.sharded import ShardedTensor as ShardedTensor
 from whale.errors import PlanError, ProgramError
 from whale.ir.values import UNMOVABLE
 from whale.log import log
+from whale.runtime.context import Context, require_current
 from whale.runtime.input.dataset_position import Epochs, ShardedIterator
 from whale.runtime.input.dataset_rows import (
     OwnRows,
@@ -35,7 +36,6 @@ from whale.runtime.input.local_batches import (
     rows_of_values,
 )
 from whale.runtime.input.shuffle_orders import Orders, counts_ends, keeps_orders, reshuffles, restarts
-from whale.runtime.run.context import Context, require_current
 
 Element = Any  # a structure of tensors, as the dataset yields it
 _OfDataset = tuple[str, int, int, dict[str, int]]  # its elements, how many, a seed, and what it is built of

@@ -11,12 +11,12 @@ import tensorflow as tf
 from whale.capture.captured import Traced
 from whale.capture.sharded import IteratorReads, ShardedTensor, is_iterator, read_inside
 from whale.capture.signature import Arguments
+from whale.distributed.msgpack_values import pack, unpack
 from whale.errors import ProgramError
+from whale.runtime.context import Context
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import refuse_other_orders
 from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, brought, exchange, rows_of_values
-from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.run.context import Context
 
 
 @dataclass(frozen=True)

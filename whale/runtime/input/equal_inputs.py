@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
+from whale.distributed.likely_cause import describe_likely_cause
 from whale.errors import CommError, ProgramError
+from whale.runtime.context import Context
 from whale.runtime.input.tables import held_by_tables
-from whale.runtime.ranks.likely_cause import describe_likely_cause
-from whale.runtime.run.context import Context
 from whale.runtime.variables.compared import compute_checksum
 
 FIRST_STEPS = 3

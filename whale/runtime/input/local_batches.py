@@ -14,7 +14,7 @@ from whale.errors import ProgramError
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.axes import data_coordinates
 from whale.passes.analysis.batch import rows_of_ranks
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 ELEMENT_TIMEOUT_S = 3600.0  # waits until a rank has a batch: a pipeline may take long to fill its buffers
 

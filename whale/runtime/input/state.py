@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from whale.distributed.msgpack_values import pack, unpack
 from whale.errors import ProgramError
-from whale.runtime.elastic.allowed import make_other_place_error
+from whale.runtime.context import require_current
+from whale.runtime.elastic.requirements import make_other_place_error
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import Place, ShardedIterator
-from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.run.context import require_current
 
 
 class State:

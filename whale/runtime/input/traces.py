@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 from whale.capture.signature import Arguments
-from whale.runtime.run.context import make_unique_name
+from whale.runtime.context import make_unique_name
 
 _DIGITS = 8
 # What the trace that goes on has drawn, and what is left of it where it is traced again.

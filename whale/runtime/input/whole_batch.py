@@ -8,9 +8,9 @@ import tensorflow as tf
 
 import whale_ops
 from whale.capture.sharded import ShardedTensor
+from whale.distributed.faults import raise_comm_error
 from whale.errors import ProgramError
-from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.run.context import Context
+from whale.runtime.context import Context
 
 
 def whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:

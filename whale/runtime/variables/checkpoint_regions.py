@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from whale.distributed.ranks import Ranks
 from whale.ir.mesh import Region, Tiles
-from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.in_files import write_block
 
 _PIECE_BYTES = 64 << 20

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
+from whale.distributed.likely_cause import describe_likely_cause
+from whale.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from whale.errors import CommError
 from whale.replicas import Said, differing, in_words
-from whale.runtime.ranks.likely_cause import describe_likely_cause
-from whale.runtime.ranks.ranks import WRITE_TIMEOUT_S, Ranks
 
 
 def compute_checksum(value: tf.Tensor) -> int:

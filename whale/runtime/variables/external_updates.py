@@ -15,7 +15,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_resource_variable_ops, gen_training_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, _UnreadVariable
 
-from whale.runtime.ranks.script_line import find_script_line
+from whale.distributed.script_line import find_script_line
 from whale.runtime.variables.deferred import capturing, find_deferred
 
 # Methods of variables by which a step of training adds something, and those that give a value from anywhere.

@@ -19,10 +19,10 @@ from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_o
 
 import whale_ops
 from whale.capture.captured import CapturedVariable
+from whale.distributed.collective_call_check import read_surviving, read_together
+from whale.distributed.ranks import Ranks
 from whale.ir.layout import Split
 from whale.ir.mesh import Tiles, find_coordinates
-from whale.runtime.ranks.collective_call_check import read_surviving, read_together
-from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
 from whale.runtime.variables.in_files import copy_part, find_folder, make_mapped_variable, write_block
 from whale.runtime.variables.partial_initializers import DeferredInitial, copy_to_own_memory

@@ -16,10 +16,10 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 import whale_ops
+from whale.distributed.collective_call_check import read_surviving, read_together
+from whale.distributed.faults import raise_comm_error
+from whale.distributed.ranks import Ranks
 from whale.partition.variable_use import VariableUse
-from whale.runtime.ranks.collective_call_check import read_surviving, read_together
-from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.ranks.ranks import Ranks
 from whale.runtime.variables.partial_initializers import DeferredInitial
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 

@@ -13,14 +13,14 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.capture.encode import HOST_DEVICE
+from whale.distributed.faults import raise_comm_error
+from whale.distributed.msgpack_values import pack, unpack
+from whale.distributed.ranks import TURN_TIMEOUT_S, Ranks
 from whale.errors import CommError, PlanError
 from whale.ir.layout import split
 from whale.ir.mesh import Tiles, make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
 from whale.replicas import Said
-from whale.runtime.ranks.faults import raise_comm_error
-from whale.runtime.ranks.msgpack_values import pack, unpack
-from whale.runtime.ranks.ranks import TURN_TIMEOUT_S, Ranks
 from whale.runtime.variables.compared import describe_variables, refuse_differences
 from whale.runtime.variables.deferred import find_deferred, forget, make_whole
 from whale.runtime.variables.external_updates import ExternalUpdates

@@ -1,0 +1,66 @@
+"""What is computed for each micro-batch, before the first and after the last one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs import Builder
+from whale.ir.layout import split
+from whale.ir.program import Program, Ref
+from whale.ir.values import DType, Func, TensorType
+from whale.partition.pipeline.plan_microbatches import AFTER, BEFORE, EACH, time_plan
+from whale.partition.pipeline.prepare_microbatches import prepared
+
+
+def _step(op: str) -> Program:
+    """Gradients by rows of the batch; a part of a variable is read behind what each micro-batch computes."""
+    b = Builder(dtype="float32")
+    x, table = b.input("x", (8, 4)), b.variable("table", (5, 4))
+    seen = b.op("Square", x, name="seen")
+    if op == "ResourceGather":
+        index = b.const(2, "int32", name="index")
+    else:
+        index = b.ints(2)
+    row = b.node(op, (table, index), (TensorType("float32", (4,)),), "row", ["seen"], True, Tindices=DType("int32"))
+    gradient = b.reduce("Sum", b.op("Mul", seen, row, name="scaled"), 0, name="gradient")
+    weight = b.variable("weight", (4,))
+    update = b.update("ResourceApplyGradientDescent", weight, b.const(0.1), gradient, name="update")
+    return b.build([], [update])
+
+
+@pytest.mark.parametrize("op", ["ResourceGather", "ResourceGatherNd"])
+def test_each_micro_batch_may_look_a_row_up(op: str) -> None:
+    program = prepared(_step(op))
+    _, found = time_plan(program, 2, {"x": split(0, (4, 4))})
+    assert {found[name] for name in ("seen", "row", "scaled", "gradient")} == {EACH}
+    assert found["table"] == BEFORE and found["update"] == AFTER
+    assert program.by_name["row"].inputs[0] == Ref("table")
+
+
+def test_an_update_under_a_condition_is_one_of_sums_that_are_as_large_as_the_batch() -> None:
+    """As with a scaled loss: the gradient of eight units, of which a rank's micro-batches have eight rows."""
+    b = Builder(dtype="float32")
+    x = b.input("x", (8, 8))
+    b.variable("weight", (8,))
+    slope = b.op("Mul", b.reduce("Sum", b.op("Square", x), 0, name="slope"), b.const(0.5), name="unscaled")
+    named = b.op("Identity", slope, name="named", T=DType("float32"))
+    finite = b.node("IsFinite", (slope,), (TensorType("bool", (8,)),), "finite", T=DType("float32"))
+    all_finite = b.node(
+        "All", (finite, b.ints(0)), (TensorType("bool", ()),), "all", keep_dims=False, Tidx=DType("int32")
+    )
+    bodies = {}
+    for name in ("then", "other"):
+        body = Builder(name, "float32")
+        handle, change = body.input(f"{name}_handle", (), "resource"), body.input(f"{name}_change", (8,))
+        effects = []
+        if name == "then":
+            effects = [
+                body.node("AssignSubVariableOp", (handle, change), (), "change", (), True, dtype=DType("float32")).node
+            ]
+        bodies[name] = body.build([], effects)
+    b.functions |= bodies
+    update = b.node("If", (all_finite, Ref("weight"), named), (), "update", (), True, then_branch=Func("then"),
+                    else_branch=Func("other"), output_shapes=())  # fmt: skip
+    program = prepared(b.build([], [update.node]))
+    _, found = time_plan(program, 2, {"x": split(0, (4, 4))})
+    assert found["slope"] == EACH and found["update"] == AFTER

@@ -1,0 +1,238 @@
+"""Exchanges tensors directly between GPUs (`communication.backend` "nccl", "cuda-ipc", "pinned").
+
+``wh.init`` opens them. `ExchangeOps` are the ops through which they, or the host, exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import whale_ops
+from whale.config import Config
+from whale.distributed.cache_files import CacheFolder, DamagedFileError, find_folder
+from whale.errors import ClusterError, CommError, ConfigError
+from whale.log import log
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, PINNED
+from whale.started import ProcessPlace, joins
+from whale_ops import device_code, device_library, gpu_driver
+
+NO_GPU = "TensorFlow sees no GPU"
+_LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
+
+
+def start_device_exchange(
+    config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_ops.Communicator]
+) -> None:
+    """Gives a rank's process its GPU, and opens it where the configuration asks for it; collective.
+
+    Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other, with
+    every backend: otherwise all processes of a host would compute on its first one, whose memory one of them takes.
+    With "pinned" ranks for which TensorFlow sees no GPU take part with the host's memory. A single rank, and
+    ranks that are threads, have what TensorFlow sees.
+
+    Raises:
+      ConfigError: the ranks are threads of this process, which would share one GPU and one TensorFlow.
+      ClusterError: on every rank, naming those that cannot: there is no GPU, no compiler for its kernels, no NCCL,
+        TensorFlow has started with several GPUs, or they cannot be connected.
+    """
+    backend, threads = config["communication.backend"], config["communication.in_process_ranks"] > 0
+    if backend not in DEVICE_BACKENDS:
+        if (size > 1 or joins()) and not threads and (lacks := claim_gpu(place.local_rank).lacks):
+            log.warning(f"all ranks of this host compute on its first GPU: {lacks}")
+        return
+    if threads:
+        raise ConfigError(
+            "GPUs exchange tensors of processes, and the in-process transport has one",
+            given=f'communication.backend "{backend}" with communication.in_process_ranks',
+            expected="the transport between processes",
+            action='start the script with `whale run -np 2`, or set communication.backend to "whale"',
+        )
+    if size == 1:
+        return
+    (comm,) = comms
+    gpu = take_gpu(place.local_rank)
+    if gpu.ordinal is not None and not gpu.lacks:
+        folder = find_folder(config["mesh.plan_cache"])
+        gpu = Gpu(gpu.ordinal, find_missing(find_library(), backend, gpu.ordinal, folder))
+    open_device(config, comm, gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A rank's GPU, and what is missing to use it.
+
+    Attributes:
+      ordinal: its number, None where TensorFlow sees none.
+      lacks: what is missing to use it; "" is nothing.
+    """
+
+    ordinal: int | None
+    lacks: str = ""
+
+
+def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
+    """Opens a rank's device, after all ranks have told each other what they have and lack.
+
+    Raises:
+      ClusterError: as `start_device_exchange`.
+    """
+    backend, buffer_bytes = config["communication.backend"], config["communication.bucket_bytes"]
+    lacks = gpu.lacks or ("" if gpu.ordinal is not None or backend == PINNED else NO_GPU)
+    said = comm.allgather_bytes(
+        "whale/device",
+        json.dumps([gpu.ordinal is not None, lacks]).encode(),
+        purpose="the exchange of what ranks know of their GPUs",
+    )
+    have, lacking = zip(*map(json.loads, said))
+    if not any(have) and not any(lacking):
+        lacking = (NO_GPU,) * comm.size
+    if any(lacking):
+        mixed = any(have) and backend != PINNED and set(lacking) <= {"", NO_GPU}
+        other = f'"{PINNED}", with which ranks without a GPU take part, or to ' if mixed else ""
+        raise ClusterError(
+            "GPUs are to exchange what lies in their memory, and a rank has none that it can use",
+            **{f"rank {rank}": text for rank, text in enumerate(lacking) if text},
+            given=f'communication.backend "{backend}" ({config.origin("communication.backend")})',
+            expected="a GPU that TensorFlow sees, and what its exchanges take, on "
+            + ("one rank or several" if backend == PINNED else "every rank"),
+            action=f'see docs/gpu.md, or set communication.backend to {other}"whale"',
+        )
+    if not all(have) and comm.rank == 0:
+        without = ", ".join(str(rank) for rank, has in enumerate(have) if not has)
+        log.info(f'communication.backend="{backend}": ranks without a GPU compute on their processors: {without}')
+    try:
+        path = find_library() if gpu.ordinal is not None else ""
+        comm.open_device(path, backend, gpu.ordinal or 0, max(buffer_bytes, _LEAST_BUFFER_BYTES))
+    except CommError as error:
+        others = " or ".join(f'"{name}"' for name in (*DEVICE_BACKENDS, "whale") if name != backend)
+        raise ClusterError(
+            "the ranks' GPUs cannot be connected",
+            reason=str(error),
+            given=f'communication.backend "{backend}"',
+            expected="nccl: a GPU for each rank; cuda-ipc: ranks of one host, which may share a GPU; pinned: any",
+            action=f"set communication.backend to {others}",
+        ) from error
+
+
+def count_device_buffer_bytes(config: Config) -> int:
+    """Returns the bytes of GPU memory that exchanges take, beside what NCCL itself allocates."""
+    copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # pinned: of the host
+    return copies * max(config["communication.bucket_bytes"], _LEAST_BUFFER_BYTES)
+
+
+def find_library() -> Path:
+    """Returns the path of the library for GPUs."""
+    return device_library.PATH
+
+
+def take_gpu(local_rank: int) -> Gpu:
+    """Gives this process its GPU and no other; the result names what is missing for exchanges from the GPU's memory."""
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not tf.config.get_visible_devices("GPU"):
+        return Gpu(None)
+    if not find_library().exists():
+        return Gpu(0, f"{find_library().name} is not built: python -m whale_ops.build")
+    try:
+        there = whale_ops.count_devices(find_library())
+    except CommError as error:
+        return Gpu(0, str(error))
+    if there != len(gpus):
+        return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the driver {there}: set CUDA_VISIBLE_DEVICES")
+    return claim_gpu(local_rank)
+
+
+def claim_gpu(local_rank: int) -> Gpu:
+    """Makes one GPU the only one that TensorFlow sees from now on; its memory is taken only as it is needed.
+
+    It is the one that the script has made visible, or that of this process's number on its host.
+    """
+    import tensorflow as tf
+
+    gpus, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
+    if not visible:
+        return Gpu(None)
+    gpu = visible[0] if len(visible) == 1 else gpus[local_rank % len(gpus)]
+    try:
+        tf.config.set_visible_devices(gpu, "GPU")
+    except RuntimeError:
+        if len(tf.config.list_logical_devices("GPU")) != 1:
+            return Gpu(0, "TensorFlow has started with several GPUs: call wh.init first, or set CUDA_VISIBLE_DEVICES")
+    with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow has started: its memory is as the script says
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return Gpu(gpus.index(gpu))
+
+
+class ExchangeOps:
+    """Exchanges of a communicator's ranks by ops of TensorFlow; made inside the function that is traced.
+
+    Args:
+      through: what carries them out: "" is the host, all else the devices that the communicator has opened.
+    """
+
+    def __init__(self, comm: whale_ops.Communicator, through: str) -> None:
+        self._ops, self._prefix = whale_ops.load_ops(), "whale_device_" if through else "whale_"
+        place = {"communicator": comm.name, "rank": comm.rank}
+        # The devices' ops name the communicator; the host's take its handle.
+        self._attrs: dict[str, Any] = place if through else {}
+        self._handle: tuple[Any, ...] = () if through else (self._ops.whale_communicator(**place),)
+
+    def __call__(self, kind: str, *inputs: Any, **attrs: Any) -> Any:
+        """Adds the op of one exchange and returns its outputs. ``kind`` is "all_reduce", "all_gather", "send", ..."""
+        return getattr(self._ops, self._prefix + kind)(*self._handle, *inputs, **self._attrs, **attrs)
+
+
+def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
+    """Loads the kernels onto a GPU.
+
+    Args:
+      library: the library for GPUs.
+      folder: where machine code is kept; None: nowhere.
+
+    Raises:
+      CommError: the GPU cannot be asked, no compiler for it is found, or the driver refuses what it has made.
+    """
+    architecture = device_library.find_architecture(library, ordinal)
+    driver = gpu_driver.look()
+    newest = driver.cuda[0] if driver is not None and not driver.failure else None
+    nvrtc = device_code.choose([*device_code.find_nvrtcs()], architecture, newest)
+    device_library.load_kernels(library, ordinal, load_code(nvrtc, architecture, folder))
+
+
+def load_code(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
+    """Returns machine code for GPUs of an architecture: kept from the same sources and compiler, or compiled now."""
+    files = None if folder is None else CacheFolder(folder)
+    version = ".".join(map(str, nvrtc.version))
+    name = f"{nvrtc.find_target(architecture)}-nvrtc-{version}-{device_code.compute_source_digest()}.kernels"
+    try:
+        if files is not None and (kept := files.get(name)) is not None:
+            return kept
+    except DamagedFileError:
+        log.warning("the GPU kernels that were kept are damaged, and are compiled anew")
+    except OSError:
+        pass  # writing says why
+    code = device_code.compile_kernels(nvrtc, architecture)
+    try:
+        if files is not None:
+            files.put(name, code)
+    except OSError as error:
+        log.warning(f"GPU kernels are not kept for later runs ({error}); plan_cache names another folder")
+    return code
+
+
+def find_missing(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
+    """Prepares a GPU for a backend. Returns what is missing for it; "" is nothing."""
+    try:
+        if backend == "nccl":
+            device_library.load_nccl()
+        if backend != "pinned":  # which only copies
+            load_kernels(library, ordinal, folder)
+    except CommError as error:
+        return " ".join(str(error).split())
+    return ""

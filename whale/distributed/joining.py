@@ -1,0 +1,186 @@
+"""Tracks which ranks a run has as some go and others come, and decides whether newcomers are taken in."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import whale_ops
+from whale.distributed.listener import RankListener
+from whale.distributed.watch import LauncherWatch, RankChange
+from whale.log import log
+
+_STEPS = 9  # the median of so many steps is a step's time
+KEPT = 2  # committed states that are kept: ranks are at most one call apart
+
+
+@dataclass
+class Members:
+    """The ranks of a run, by the numbers that they were started as.
+
+    Attributes:
+      started: how many the run has begun with.
+      inside: those of them, and of those that have come since, that have been taken in.
+      changes: what has been told to all so far.
+      addresses: where those of the start listen, if they have no MPI in common.
+    """
+
+    started: int
+    inside: set[int]
+    changes: Sequence[RankChange] = ()
+    addresses: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Returns those that are not gone, also if they have not been taken in."""
+        numbers = set(range(self.started)).union(*(change.joined or () for change in self.changes))
+        return tuple(sorted(numbers.difference(change.gone for change in self.changes if change.gone is not None)))
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Returns those that are not gone, and have been taken in."""
+        return tuple(rank for rank in self.present if rank in self.inside)
+
+    def connect(
+        self,
+        name: str,
+        me: int,
+        members: Sequence[int],
+        kind: int,
+        door: RankListener | None,
+        watch: LauncherWatch,
+        **shared: Any,
+    ) -> whale_ops.Communicator:
+        """Connects some of the ranks by a communicator.
+
+        Args:
+          kind: 0 to 3; tells it from others after the same changes.
+          door: where ranks that were not started together connect; None: all were.
+          shared: as of ``whale_ops.connect_survivors``.
+
+        Raises:
+          CommError: one of them is gone.
+        """
+        group = 4 * len(self.changes) + kind
+        name = f"{name}.{group}"
+        if members[-1] < self.started and not self.addresses:
+            return whale_ops.connect_survivors(name, members, group, **shared)
+        assert door is not None
+        latest = next((change.addresses for change in reversed(self.changes) if change.addresses), {})
+        addresses = {**self.addresses, **{int(rank): address for rank, address in latest.items()}}
+        known = len(self.changes)
+        sockets = door.connect_group(
+            group, me, members, addresses, lambda: watch.is_over or len(watch.list_changes(0, 0.0)) > known
+        )
+        return whale_ops.connect_over_sockets(name, members.index(me), sockets, **shared)
+
+
+@dataclass
+class Commits:
+    """States that the script has committed, by the number of calls that it had made then.
+
+    Attributes:
+      steps_left: how many it has still to take, if it knows.
+    """
+
+    held: dict[int, Callable[[], bytes]] = field(default_factory=dict)
+    steps_left: int | None = None
+
+    def keep(self, calls: int, state: Callable[[], bytes], steps_left: int | None = None) -> None:
+        """Keeps a state: the script has come to where another process can take it up."""
+        self.held.pop(calls, None)
+        self.held[calls], self.steps_left = state, steps_left
+        while len(self.held) > KEPT:
+            del self.held[next(iter(self.held))]
+
+
+class StepTimes:
+    """The seconds that steps take, and that it takes to become other ranks, as this rank has seen them.
+
+    Attributes:
+      moving_s: from the latest change of ranks, or the first call of all, to the end of the next step, what is compiled
+        for it included.
+      declined: the ranks that were there when newcomers were last not worth it.
+    """
+
+    def __init__(self) -> None:
+        self.moving_s = 0.0
+        self.declined: tuple[int, ...] = ()
+        self._begun_s, self._changed = 0.0, True
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+
+    def begin(self) -> None:
+        """Records that a call begins."""
+        self._begun_s = time.perf_counter()
+
+    def begin_change(self) -> None:
+        """Records that the ranks become others now, in the call that goes on."""
+        self._begun_s, self._changed = time.perf_counter(), True
+
+    def end(self, stepped: bool) -> None:
+        """Records that the call has come to its end; ``stepped``: whether it took a step."""
+        took_s = time.perf_counter() - self._begun_s
+        if stepped and self._changed:
+            self.moving_s, self._changed = took_s, False
+            self._steps_s.clear()
+        elif stepped:
+            self._steps_s.append(took_s)
+
+    def weigh(self, steps_left: int | None) -> tuple[float, float] | None:
+        """Returns (seconds of all steps that are left, seconds to become others); None: it is not known."""
+        if steps_left is None or not self._steps_s:
+            return None
+        return steps_left * statistics.median(self._steps_s), self.moving_s
+
+
+def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool) -> bool:
+    """Tells whether it pays to go from ``ranks`` ranks to all that are ``present``; newcomers are taken to be as fast.
+
+    Args:
+      weighed: as of ``StepTimes.weigh``; None: it does, as far as is known.
+      tell: whether what is known is logged.
+    """
+    if weighed is None:
+        return True
+    left_s, moving_s = weighed
+    saved_s = left_s * (1 - ranks / there)
+    if tell:
+        are = "are taken in" if saved_s > moving_s else "are not taken in"
+        log.info(
+            f"{there - ranks} ranks that have come {are}: it would save {saved_s:.3g} s "
+            f"of {left_s:.3g} s that are left, and take {moving_s:.3g} s"
+        )
+    return saved_s > moving_s
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """A message to a newcomer: how far the others are, and what they have agreed on.
+
+    Attributes:
+      calls, steps: made and taken.
+      programs, elements: how many there were.
+      divisions: how often rows were divided anew; shares: of the rows, by rank, or [].
+      state: what the script has committed.
+    """
+
+    calls: int
+    steps: int
+    programs: int
+    elements: int
+    divisions: int
+    shares: list[int]
+    state: bytes
+
+
+def extend_shares(shares: Sequence[int], size: int) -> list[int]:
+    """Extends shares of rows by those of newcomers, of whose speed nothing is known: as large as the others' on
+    average.
+    """
+    if not shares:
+        return []
+    return [*shares, *[max(1, round(sum(shares) / len(shares)))] * (size - len(shares))]

@@ -1,0 +1,327 @@
+"""Runs a thread that hears from `whale run` that another rank is gone, and reports when this rank waits for long.
+
+Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
+
+    worker -> script   {"rank": 1, "what": "was killed by SIGKILL", "goes_on": false}   a rank is gone; null: mpirun
+                       {"joined": [3], "addresses": {"0": "127.0.0.1:4321", ...}, "goes_on": true, "rank": null}
+                       {"start": ..., "history": [...], "rank": null}   first thing to a newcomer: all of that so far
+                       {"all": {"0": "127.0.0.1:4321", ...}, "rank": null}   where hosts have mpiruns of their own
+    script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
+                       {"address": ..., "start": ...}, {"ready": true}   where ranks may join: see Elastic
+                       {"members": [0, 2]}      the run goes on with these: it has acted on who is gone or has come
+                       {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
+                       {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
+                       {"counters": [...]}                                          what this rank has communicated
+                       {"progress": {...}}, {"plan": {"name": ..., "text": ...}}    steps so far, plans, where asked
+
+Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whale.config import Config
+from whale.distributed.trace import Trace
+from whale.errors import ClusterError
+from whale.log import log
+from whale.replicas import Said
+from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, PROGRESS_VARIABLE, own_descriptor
+from whale_ops import Communicator, Wait
+from whale_ops.communicator import COPIED
+
+_T = TypeVar("_T")
+_NAME_LIMIT = 100  # characters of a program's name: a session's run bears those of all its fetches
+_PAGE_BYTES = resource.getpagesize()
+
+_START_S = 60.0
+_LOOK_EVERY_S = 0.5
+_TELL_EVERY_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RankChange:
+    """A change of a run's ranks: one is ``gone``, or some have ``joined``, by the numbers that they were started as.
+
+    ``read_addresses``: where the ranks listen that can connect with others after it, by number as a text.
+    """
+
+    gone: int | None
+    joined: Sequence[int] | None
+    addresses: Mapping[str, str] | None
+
+
+class LauncherWatch:
+    """A thread that listens from its making to ``stop``, and looks after a communicator once it is given one.
+
+    Args:
+      config: for the keys under ``fault``.
+      trace: shows what is heard and reported here, if there is one.
+
+    Attributes:
+      progress: counts the steps that `whale run` wants to hear of; None when it does not.
+    """
+
+    def __init__(self, config: Config, trace: Trace | None = None):
+        self._config = config
+        self._trace = trace
+        self._comm: Communicator | None = None
+        self._heard: list[dict[str, Any]] = []  # in the order in which `whale run` has told all ranks
+        self._known = 0  # changes that it takes into account
+        self._start = ""
+        self._all: dict[int, str] = {}
+        self._members: Sequence[int] = ()  # of the communicator, by the ranks that `whale run` has started; (): all
+        self._lock = threading.Condition()
+        self._tell_lock = threading.Lock()
+        self._launcher = _open_launcher_socket()
+        self._wake, self._wake_writer = os.pipe()
+        self._report_after_s = config["fault.stall_s"]
+        asked = self._launcher is not None and PROGRESS_VARIABLE in os.environ
+        self.progress = StepProgress() if asked else None
+        self._tell_at_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="whale-watch", daemon=True)
+        self._tell({"joining": True})
+        self._thread.start()
+
+    def look_after(self, comm: Communicator | None, members: Sequence[int] = (), known: int = 0) -> None:
+        """Watches this communicator: from now on its operations fail when another rank is gone, and long waits are
+        reported.
+
+        None: there is one rank. ``members``: which of the ranks that `whale run` has started it connects; all if empty.
+        ``known``: how many of ``list_changes`` it takes into account.
+        """
+        with self._lock:
+            self._comm, self._members, self._known = comm, members, known
+            changes = self._list_messages()
+            for message in self._heard:
+                if not any(message is change for change in changes[:known]):
+                    self._lose(message)
+        config = self._config
+        limits = {"freeze_s": config["fault.freeze_s"], "notice_s": config["fault.notice_s"]}
+        self._tell({"joining": False, **limits, "elastic": bool(config["fault.elastic"])})
+
+    def list_changes(self, more_than: int, timeout_s: float) -> list[RankChange]:
+        """Returns the changes of ranks that `whale run` has told all ranks, in the order in which it told them.
+
+        Waits until there are more than ``more_than``, or the time is up.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: len(self._list_messages()) > more_than, timeout_s)
+            return [RankChange(*map(message.get, ("rank", "joined", "addresses"))) for message in self._list_messages()]
+
+    @property
+    def is_over(self) -> bool:
+        """Tells whether a rank has come to its end, and so the run."""
+        with self._lock:
+            return any(not message.get("goes_on") for message in self._heard)
+
+    def start(self) -> str:
+        """Returns what the ranks have begun with, for a process that joins; one of them has told it by ``tell``.
+
+        Raises:
+          ClusterError: `whale run` does not say it.
+        """
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._start, _START_S):
+                raise ClusterError(
+                    "a process that joins is not told what the others have begun with",
+                    given=f"no word of `whale run` within {_START_S:g} s",
+                    expected="a run of `whale run --hosts-from`, all of whose ranks are elastic",
+                    action="look at the launcher's output",
+                )
+            return self._start
+
+    def read_addresses(self) -> Mapping[int, str]:
+        """Returns where each rank of the run's start listens, once all have told it; empty if one is gone before."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._all or self._heard)
+            return self._all
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends `whale run` a message of this rank."""
+        self._tell(message)
+
+    def _list_messages(self) -> list[dict[str, Any]]:
+        return [message for message in self._heard if message.get("goes_on")]
+
+    def tell_counters(self) -> None:
+        """Tells `whale run`, where it asks for that, what this rank has done so far; the last message counts."""
+        if self._comm is not None and COUNTERS_VARIABLE in os.environ:
+            self._tell({"counters": [dataclasses.asdict(counter) for counter in self._comm.counters()]})
+        if self.progress is not None and (news := self.progress.take_news(self._comm)) is not None:
+            self._tell({"progress": news})
+
+    def tell_plan(self, name: str, text: Callable[[], str]) -> None:
+        """Tells `whale run`, where it asks for progress, the plan under which a program runs."""
+        if self.progress is not None:
+            self._tell({"plan": {"name": name, "text": text()}})
+
+    def tell_end(self, alone: str, held: Callable[[], Said]) -> bool:
+        """Tells `whale run` how this rank's run ends; False where it was not started by that.
+
+        Args:
+          alone: what the rank trained alone, if Whale has distributed nothing.
+          held: says of the variables that it holds, to compare them with those of the other ranks.
+        """
+        if self._launcher is not None:
+            self._tell({"end": {"alone": alone, "held": {} if alone else held()}})
+        return self._launcher is not None
+
+    def stop(self) -> None:
+        """Ends the thread; the next ``LauncherWatch`` of this process finds the socket as it was."""
+        self._tell({"joining": False})
+        os.write(self._wake_writer, b"\0")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._wake_writer)
+        if self._launcher is not None:
+            self._launcher.detach()
+
+    def _run(self) -> None:
+        pending = b""
+        sources = [self._wake] if self._launcher is None else [self._wake, self._launcher.fileno()]
+        while True:
+            ready, _, _ = select.select(sources, [], [], _LOOK_EVERY_S)
+            if self._wake in ready:
+                return
+            if ready:
+                assert self._launcher is not None  # it is the only other source
+                data = self._launcher.recv(1 << 16)
+                if not data:  # the worker is gone, and this process will be in a moment
+                    return
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    self._hear(json.loads(line))
+            if self._comm is not None:
+                self._look(self._comm)
+            if self.progress is not None and time.monotonic() >= self._tell_at_s:
+                self._tell_at_s = time.monotonic() + _TELL_EVERY_S
+                if (news := self.progress.take_news(self._comm)) is not None:
+                    self._tell({"progress": news})
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._start = message.get("start", self._start)
+            if "start" in message:
+                self._heard += message["history"]
+                self._lock.notify_all()
+                return
+            if "all" in message:
+                self._all = {int(rank): address for rank, address in message["all"].items()}
+                self._lock.notify_all()
+                return
+            self._heard.append(message)
+            self._lock.notify_all()
+            if self._comm is not None:
+                self._lose(message)
+                self.tell_counters()  # this process may be ended before it can
+        if self._trace is not None:
+            self._trace.mark(_format_lost(message))
+
+    def _lose(self, message: dict[str, Any]) -> None:
+        rank = message["rank"]
+        if self._comm is None:
+            return
+        if rank is None:
+            self._comm.abort(_format_lost(message))
+        elif not self._members:
+            self._comm.lose(rank, message["what"])
+        elif rank in self._members:
+            self._comm.lose(self._members.index(rank), message["what"])
+
+    def _look(self, comm: Communicator) -> None:
+        stall_s, give_up_s = self._config["fault.stall_s"], self._config["fault.give_up_s"]
+        waits = comm.waits()
+        if not waits or waits[0].seconds < stall_s:
+            self._report_after_s = stall_s
+        elif waits[0].seconds >= self._report_after_s:
+            self._report_after_s = 2 * waits[0].seconds
+            self._report(comm.rank, waits[0])
+        if give_up_s and waits and waits[0].seconds >= give_up_s:
+            comm.abort(f"{_format_wait(comm.rank, waits[0])}, longer than fault.give_up_s")
+
+    def _report(self, rank: int, wait: Wait) -> None:
+        if self._trace is not None:
+            self._trace.mark(_format_wait(rank, wait))
+        if self._launcher is not None:
+            self._tell({"stall": {"what": wait.what, "seconds": wait.seconds, "missing": wait.missing}})
+            return
+        log.warning(f"{_format_wait(rank, wait)}; look at what is going on there")
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._launcher is not None:
+            with self._tell_lock:
+                self._launcher.sendall(json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n")
+
+
+def _format_lost(message: dict[str, Any]) -> str:
+    if "joined" in message:
+        return f"rank {', '.join(map(str, message['joined']))} joins the run"
+    who = "mpirun" if message["rank"] is None else f"rank {message['rank']}"
+    return f"{who} {message['what']}"
+
+
+def _format_wait(rank: int, wait: Wait) -> str:
+    whom = f" for rank{'s' * (len(wait.missing) > 1)} {', '.join(map(str, wait.missing))}" if wait.missing else ""
+    return f"rank {rank} has waited {wait.seconds:.0f} s in {wait.what}{whom}"
+
+
+def _open_launcher_socket() -> socket.socket | None:
+    descriptor = own_descriptor(CONTROL_VARIABLE)
+    return None if descriptor is None else socket.socket(fileno=descriptor)
+
+
+class StepProgress:
+    """Counts the steps of this process, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._programs: dict[str, tuple[int, float]] = {}
+        self._told: dict[str, Any] = {}
+        self._begun_ns = time.monotonic_ns()
+
+    def count_steps(self, call: Callable[..., _T], name: str) -> Callable[..., _T]:
+        """Returns the same callable, whose calls are counted under the program's name."""
+        name = name[:_NAME_LIMIT]
+
+        def run_counted(*args: Any) -> _T:
+            start_s = time.perf_counter()
+            result = call(*args)
+            taken_s = time.perf_counter() - start_s
+            with self._lock:
+                calls, seconds = self._programs.get(name, (0, 0.0))
+                self._programs[name] = calls + 1, seconds + taken_s
+            return result
+
+        return run_counted
+
+    def take_news(self, comm: Communicator | None) -> dict[str, Any] | None:
+        """Returns all sums in the form of `whale.launcher.protocol.Progress`; None if no step ran since they were last
+        asked for.
+        """
+        with self._lock:
+            programs = dict(self._programs)
+        if programs == self._told:
+            return None
+        self._told = programs
+        counters = comm.counters() if comm is not None else []
+        exchanged = [c for c in counters if not c.key.startswith(COPIED)]
+        return {
+            "begun_ns": self._begun_ns,
+            "programs": programs,
+            "logical_bytes": sum(c.logical_bytes for c in exchanged),
+            "sent_bytes": sum(c.wire_bytes for c in counters),
+            "waiting_s": sum(c.waiting_seconds for c in counters),
+            "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }

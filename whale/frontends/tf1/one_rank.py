@@ -1,0 +1,124 @@
+"""Makes runs of a session on one rank, those that bring data in or write files, and gives the others its values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from whale.capture.v1 import GraphCapture
+from whale.distributed.trace import open_span
+from whale.frontends.tf1.fetched_bytes import pack_error, pack_values, unpack_values
+from whale.frontends.tf1.ranks_graph import RanksGraph, Run
+from whale.frontends.tf1.variables import SessionVariables, list_used_names
+from whale.ir.program import Program, remove_work
+from whale.runtime.compile.compile import compile_alone
+from whale.runtime.context import Context
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S
+
+
+class SingleRankRuns:
+    """Runs parts of a graph on one rank of the run.
+
+    Args:
+      captures: of the user's graph.
+      lock: held while something is captured: queue runners run beside the main thread.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        captures: GraphCapture,
+        variables: SessionVariables,
+        graph: RanksGraph,
+        lock: threading.Lock,
+    ) -> None:
+        self._context, self._captures, self._variables = context, captures, variables
+        self._graph, self._lock = graph, lock
+        self._runs: dict[Hashable, Run] = {}
+        self._used: dict[Hashable, list[str]] = {}
+
+    def forget(self) -> None:
+        """Forgets the runs, so that they are built again: variables lie in another memory now."""
+        self._runs.clear()
+
+    def run_on_first_rank(
+        self,
+        outputs: Sequence[tf.Tensor],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        targets: Sequence[Any] | None = None,
+        written: frozenset[str] = frozenset(),
+        and_before: bool = False,
+    ) -> list[np.ndarray]:
+        """Returns the first rank's values on every rank, or raises its error there (an iterator that is at its end).
+
+        Where ``targets`` write files, operations in ``written`` have run already; ``and_before``: and what comes before
+        them.
+        """
+        context = self._context
+        if not context.has_other_processes:
+            return self.run(outputs, targets or (), feeds, (options, None), written, and_before)
+        key = f"whale/element/{context.elements}"
+        context.elements += 1
+        comm = context.comms[0]
+        if context.rank > 0:
+            return unpack_values(comm.broadcast_bytes(key, None, 0, ELEMENT_TIMEOUT_S))
+        try:
+            values = self.run(outputs, targets or (), feeds, (options, None), written, and_before)
+        except tf.errors.OpError as error:
+            comm.broadcast_bytes(key, pack_error(error), 0, ELEMENT_TIMEOUT_S)
+            raise
+        comm.broadcast_bytes(key, pack_values(values), 0, ELEMENT_TIMEOUT_S)
+        return values
+
+    def find_variable_names(
+        self,
+        find: Callable[[Program], list[str]],
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        written: frozenset[str] = frozenset(),
+        and_before: bool = False,
+    ) -> list[str]:
+        """Returns the variables' names that ``find`` tells of a run whose operations in ``written`` are left out (see
+        ``remove_work``).
+        """
+        key = (find, run_key([], wanted, feeds), written)
+        with self._lock:
+            if key not in self._used:
+                captured = self._captures.capture(wanted, {t: v.shape for t, v in feeds.items()})
+                self._used[key] = find(remove_work(captured.program, written, and_before))
+            return self._used[key]
+
+    def run(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        settings: tuple[Any, Any],
+        written: frozenset[str] = frozenset(),
+        and_before: bool = False,
+    ) -> list[np.ndarray]:
+        """Runs in this process only; operations in ``written`` do nothing more."""
+        names = ", ".join(w.name for w in (*fetches, *targets))
+        key = ("alone", run_key(fetches, targets, feeds), written)
+        with open_span(self._context.trace, names, "input"):
+            with self._lock:
+                if key not in self._runs:
+                    captured = self._captures.capture([*fetches, *targets], {t: v.shape for t, v in feeds.items()})
+                    program = compile_alone(remove_work(captured.program, written, and_before), self._context)
+                    on_host = self._variables.on_host
+                    inputs, fed = captured.inputs, captured.fed
+                    run = self._graph.run_of([program], "whale_alone", inputs, fed, alone=True, on_host=on_host)
+                    self._runs[key], self._used[key] = run, list_used_names(program)
+                self._variables.refuse_alone(self._used[key])
+            return [np.asarray(v) for v in self._runs[key](feeds, settings)]
+
+
+def run_key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
+    """Returns a key that tells a run from others: its fetches and targets by name, its feeds by name and shape."""
+    shapes = tuple((t.name, v.shape) for t, v in feeds.items())
+    return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes

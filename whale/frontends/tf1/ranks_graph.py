@@ -1,0 +1,115 @@
+"""The graph in which a session's ranks run: their programs side by side, with what keeps a state from run to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.client import session
+
+from whale.config import Config
+from whale.frontends.tf1.names import rename_resources
+from whale.ir.program import Program
+from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.tensorflow_functions import lower_to_graph, with_streams
+from whale.runtime.context import make_unique_name
+from whale.runtime.input.traces import new_streams
+
+# (what is fed, (options, metadata) of Session.run) -> what is fetched
+Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
+
+
+class RanksGraph:
+    """A graph of its own, and the session that runs it.
+
+    Args:
+      config: a tf.compat.v1.ConfigProto, as for the user's session.
+      offload: the run's configuration, where variables come to lie in the host's memory.
+
+    Raises:
+      ConfigError: they cannot, since that is what this session computes in.
+    """
+
+    def __init__(self, config: Any, offload: Config | None = None) -> None:
+        self.graph = tf.Graph()
+        self.session = PlainSession(graph=self.graph, config=config)
+        device = "" if offload is None else compute_device(offload, self.session.list_devices())
+        # What an accelerator can compute goes there by itself.
+        self._computes = device if "CPU" in device else ""
+        self._streams = new_streams()
+        self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
+
+    def close(self) -> None:
+        """Frees what the ranks hold."""
+        self.session.close()
+
+    def device(self, op: tf.Operation) -> str:
+        """Where what nothing else says is computed: with the variable that it uses, else beside the host's memory."""
+        handles = [t.op.device for t in op.inputs if t.dtype == tf.resource]
+        return str(op.device or next(iter(handles), self._computes))
+
+    def run_of(
+        self,
+        ranks: Sequence[Program],
+        name: str,
+        arguments: Sequence[str],
+        fed: Sequence[str],
+        alone: bool = False,
+        on_host: Collection[str] = (),
+    ) -> Run:
+        """The ranks' programs side by side in the graph, as a function of what is fed.
+
+        Args:
+          name: begins that of the nodes; made unique.
+          arguments: the programs' inputs; fed: names of the tensors of the user's graph that they are fed with.
+          alone: not all ranks make this run, so it must not advance random streams that they share.
+          on_host: names of the variables that lie in the host's memory beside an accelerator.
+        """
+        tag = make_unique_name(name)
+        inputs: list[Any] = []
+        results: list[Any] = []
+        effects: list[Any] = []
+        for position, program in enumerate(ranks):
+            program = rename_resources(program, position, on_host)
+            if not alone:
+                program = with_streams(program, f"{self._streams}/{position}")
+            names = [f"{r.node}:{r.index}" for r in program.outputs]
+            elements = [*names, *program.effects, *(f"{n}:0" for n in arguments)]
+            prefix = f"{tag}_rank{position}"
+            # This kind of iterator goes by its node's name and takes no other: it stays in the run that came first.
+            with_state = {f"{n.name}:0": n.name for n in program.nodes if n.op == "OneShotIterator"}
+            known = {t: self._kept[position, k] for t, k in with_state.items() if (position, k) in self._kept}
+            with self.graph.as_default(), self.graph.device(self.device):
+                found = tf.graph_util.import_graph_def(
+                    lower_to_graph(program, prefix), known, return_elements=elements, name=prefix
+                )
+            found = [known.get(name, element) for name, element in zip(elements, found)]
+            for t, k in with_state.items():
+                self._kept.setdefault((position, k), self.graph.get_tensor_by_name(f"{prefix}/{t}"))
+            if position == 0:
+                results = found[: len(names)]
+            effects += [
+                e if isinstance(e, tf.Operation) else e.op
+                for e in found[len(names) : len(names) + len(program.effects)]
+            ]
+            effects += [t.op for t in found[: len(names)] if position > 0]
+            inputs.append(found[len(names) + len(program.effects) :])
+        feed_list = [t for of_rank in inputs for t in of_rank]
+        call = self.session.make_callable([results, effects], feed_list)
+
+        def run(feeds: Mapping[tf.Tensor, np.ndarray], settings: tuple[Any, Any]) -> list[Any]:
+            # A feed that the fetches do not need is not an input.
+            by_name = {t.name: v for t, v in feeds.items()}
+            values = [by_name[name] for name in fed] * len(inputs)
+            if settings == (None, None):
+                return call(*values)[0]
+            given = {t.ref(): v for t, v in zip(feed_list, values)}
+            return self.session._do_run(None, effects, results, given, *settings)
+
+        return run
+
+
+class PlainSession(session.Session):  # type: ignore[misc]
+    """A session of this process alone, whatever stands for ``tf.compat.v1.Session`` at the time."""

@@ -1,0 +1,259 @@
+"""Saves from a session whose variables lie split: each rank writes its parts into the files that a tf Saver names."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+from whale.distributed.ranks import WRITE_TIMEOUT_S
+from whale.errors import CheckpointError, ProgramError
+from whale.frontends.tf1.one_rank import SingleRankRuns
+from whale.frontends.tf1.variables import SessionVariables, list_changed_names, list_used_names
+from whale.ir.layout import divide_evenly, split
+from whale.ir.mesh import Region, make_one_axis_tiles
+from whale.runtime.context import Context
+from whale.runtime.variables.checkpoint_regions import format_spec, list_regions, slice_spec
+
+Feeds = Mapping[tf.Tensor, np.ndarray]
+Settings = tuple[Any, Any]  # options and metadata of Session.run
+# A part of a checkpoint: its name there, its slice, and a function that reads the values.
+_Part = tuple[str, str, Callable[[], Any]]
+
+
+class CheckpointRuns:
+    """The runs of a session that write checkpoints: on the first rank, but for what others have.
+
+    Args:
+      run_on_all: a run of all ranks, as the session makes it.
+      saves_behind: what writes checkpoints for operations and tensors.
+    """
+
+    def __init__(
+        self,
+        one_rank: SingleRankRuns,
+        variables: SessionVariables,
+        run_on_all: Callable[[Sequence[Any], Sequence[Any], Feeds, Settings], list[Any]],
+        saves_behind: Callable[[Sequence[Any], Feeds], Sequence[tf.Operation]],
+    ) -> None:
+        self._one_rank, self._variables = one_rank, variables
+        self._run_on_all, self._behind = run_on_all, saves_behind
+
+    def run(
+        self,
+        saves: Sequence[tf.Operation],
+        fetches: Sequence[tf.Tensor],
+        targets: Sequence[tf.Operation],
+        feeds: Feeds,
+        settings: Settings,
+    ) -> list[Any]:
+        """Runs and returns what is fetched, once the files are there; no rank goes on before. Collective between
+        processes.
+
+        What changes variables runs on all ranks, with the values that are then to be written.
+
+        Raises:
+          ProgramError: what changes variables waits for a checkpoint.
+          CheckpointError: a rank could not write; on every rank.
+        """
+        files, rest = [op for op in saves if op.type == "SaveV2"], [*fetches, *targets]
+        found: dict[tf.Tensor, Any] = {}
+        changes = bool(self._one_rank.find_variable_names(list_changed_names, rest, feeds))
+        if changes:
+            rest = [w for w in rest if self._behind([w], feeds)]
+            names = frozenset(op.name for op in files)
+            if late := self._one_rank.find_variable_names(list_changed_names, rest, feeds, names, changes):
+                raise ProgramError(
+                    "a run changes variables after it has written a checkpoint",
+                    op=late[0],
+                    given="an operation that waits for one that saves",
+                    expected="changes before the checkpoint, or in another run",
+                    action="save in a run of its own, and run the operation after it",
+                )
+            found = self._run_before(files, rest, fetches, targets, feeds, settings)
+        done = self._write(files, found, feeds, settings[0])
+        self._variables.bring_whole(self._one_rank.find_variable_names(list_used_names, rest, feeds, done, changes))
+        last = [t for t in fetches if t not in found]
+        wait = [op for op in targets if op in rest]
+        values = self._one_rank.run_on_first_rank(last, feeds, settings[0], wait, done, changes)
+        found |= dict(zip(last, (v[()] for v in values)))
+        return [found[t] for t in fetches]
+
+    def _run_before(
+        self,
+        files: Sequence[tf.Operation],
+        rest: Sequence[Any],
+        fetches: Sequence[tf.Tensor],
+        targets: Sequence[tf.Operation],
+        feeds: Feeds,
+        settings: Settings,
+    ) -> dict[tf.Tensor, Any]:
+        """Runs all but the ``rest``, which waits for a checkpoint. Returns the fetched and the saved values."""
+        tensors = dict.fromkeys(t for t in fetches if t not in rest)
+        tensors.update(dict.fromkeys(t for save in files for t in (save.inputs[0], *save.inputs[3:])))
+        first = dict.fromkeys(op for op in targets if op not in rest)
+        first.update((op, None) for save in files for op in save.control_inputs if not self._behind([op], feeds))
+        return dict(zip(tensors, self._run_on_all(list(tensors), list(first), feeds, settings)))
+
+    def _write(
+        self, files: Sequence[tf.Operation], found: Mapping[tf.Tensor, Any], feeds: Feeds, options: Any
+    ) -> frozenset[str]:
+        """Writes what the first rank alone cannot, or what was ``found``. Returns the names of the operations done by
+        that.
+        """
+        done = set()
+        for op in files:
+            values, (prefix, *others) = found, _list_saved_tensors(op)
+            if not found:
+                if not any(map(self._variables.is_not_whole_here, _list_saved_variables(op))):
+                    continue
+                values = {prefix: self._one_rank.run_on_first_rank([prefix], feeds, options, ())[0]}
+                values |= dict(zip(others, self._run_on_all(others, [], feeds, (options, None)) if others else ()))
+            _write_parts(op, tf.compat.as_str(np.asarray(values[prefix]).item()), values, self._variables)
+            done.add(op.name)
+        return frozenset(done)
+
+
+def _list_saved_variables(save: tf.Operation) -> list[str]:
+    """Returns the names of the variables that a SaveV2 writes."""
+    return [name for name in map(_find_variable, save.inputs[3:]) if name is not None]
+
+
+def _list_saved_tensors(save: tf.Operation) -> list[tf.Tensor]:
+    """Returns the tensor that names a SaveV2's files, and what it writes that is no variable's value."""
+    return [save.inputs[0], *(t for t in save.inputs[3:] if _find_variable(t) is None)]
+
+
+def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.ndarray], held: SessionVariables) -> None:
+    """Does what a SaveV2 does, each rank with what it has. Collective between processes.
+
+    Args:
+      path: of the files.
+      values: of what is no variable's value, and of variables of which it is not the present value that is written.
+
+    Raises:
+      CheckpointError: a rank could not write; on every rank.
+    """
+    keys, specs = ([text.decode() for text in tf.get_static_value(t)] for t in save.inputs[1:3])
+    shares: list[list[_Part]] = [[] for _ in range(held.context.size)]
+    for key, spec, tensor in zip(keys, specs, save.inputs[3:]):
+        name = None if tensor in values else _find_variable(tensor)
+        if name is not None and held.is_not_whole_here(name):
+            for rank, part in _list_parts(key, spec, name, held):
+                shares[rank].append(part)
+        elif name is not None:
+            shares[0].append((key, spec, partial(held.read, name, 0, tensor.dtype)))
+        else:
+            shares[0].append((key, spec, partial(np.asarray, values[tensor])))
+    parts = {rank: f"{path}_part-{rank}" for rank, share in enumerate(shares) if share}
+
+    def write() -> None:
+        for rank in held.context.ranks:
+            if rank in parts:
+                keys, specs, reads = zip(*shares[rank])
+                tensors = [read() for read in reads]
+                tf.raw_ops.SaveV2(prefix=parts[rank], tensor_names=keys, shape_and_slices=specs, tensors=tensors)
+
+    def merge() -> None:
+        if held.context.rank == 0:
+            prefixes = list(parts.values())
+            tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=prefixes, destination_prefix=path, delete_old_dirs=False)
+
+    for when, act in (("written", write), ("merged", merge)):
+        try:
+            _act_together(when, act, path, held.context)
+        except CheckpointError:
+            for rank in held.context.ranks:
+                for left in glob.glob(f"{glob.escape(parts[rank])}.*") if rank in parts else ():
+                    os.remove(left)
+            raise
+
+
+def _act_together(when: str, act: Callable[[], None], path: str, context: Context) -> None:
+    """Acts on every rank; raises CheckpointError on all of them where one fails."""
+    said = [b""]
+    try:
+        with tf_context.eager_mode():
+            act()
+    except (OSError, tf.errors.OpError) as error:
+        said = [f"{type(error).__name__}: {error}"[:2000].encode()]
+    if context.has_other_processes:
+        purpose = f"a checkpoint {path} that is to be {when}"
+        said = context.comms[0].allgather_bytes(f"whale/saver/{when}", said[0], WRITE_TIMEOUT_S, purpose)
+    failed = [rank for rank, text in enumerate(said) if text]
+    if failed:
+        raise CheckpointError(
+            f"a checkpoint could not be {when}",
+            given=path,
+            ranks=", ".join(map(str, failed)),
+            reason=said[failed[0]].decode(errors="replace"),
+            expected="a directory with room that every rank can use",
+            action="see the reason; checkpoints before it are intact",
+        )
+
+
+def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
+    """Returns (rank, what it writes) for a variable that lies split, or elsewhere than on the first rank, or waits for
+    its value.
+
+    A value that is waited for is computed, and not kept.
+
+    Args:
+      spec: the slice of what the checkpoint calls ``key`` that the variable is; "": all of it.
+    """
+    initial = held.find_deferred(name)
+    if initial is not None:
+        size, shape = held.context.size, initial.shape
+        if not initial.is_divisible or not shape or shape[0] < size:
+            return [(0, (key, spec, initial.compute_whole))]
+        even = make_one_axis_tiles(split(0, divide_evenly(shape[0], size)))
+
+        def compute_part(place: int) -> tf.Tensor:
+            return initial.make_part(even, place).read_value()
+
+        return [
+            (p.place, (key, _format_slice(spec, p, shape), partial(compute_part, p.place)))
+            for p in list_regions(even, shape)
+        ]
+    lying, held_type = held.find_sharding(name), held.find_type(name)
+    dtype = tf.as_dtype(held_type.dtype)
+
+    def read_part(rank: int) -> np.ndarray:
+        return held.read(name, held.context.ranks.index(rank), dtype)
+
+    if lying.tiles is None:
+        holder = min(lying.ranks)
+        return [(holder, (key, spec, partial(read_part, holder)))]
+    shape = tuple(n or 0 for n in held_type.shape or ())
+
+    def read(region: Region) -> np.ndarray:
+        part = read_part(lying.order[region.place])
+        return part[tuple(slice(i, i + n) for i, n in zip(region.start, region.size))]
+
+    regions = list_regions(lying.tiles, shape)
+    return [(lying.order[p.place], (key, _format_slice(spec, p, shape), partial(read, p))) for p in regions]
+
+
+def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
+    """Returns the slice that a region of a variable is; the variable itself may be a slice."""
+    if not spec:
+        return format_spec(region, shape)
+    *whole, slices = spec.split(" ")
+    begins = [0 if of_one == "-" else int(of_one.partition(",")[0]) for of_one in slices.split(":")]
+    return slice_spec(tuple(map(int, whole)), [b + o for b, o in zip(begins, region.begin)], region.size)
+
+
+def _find_variable(tensor: tf.Tensor) -> str | None:
+    """Returns the name of the variable whose value a tensor is; None: it is something else."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type != "ReadVariableOp" or tensor.op.inputs[0].op.type != "VarHandleOp":
+        return None
+    handle = tensor.op.inputs[0].op
+    return handle.get_attr("shared_name").decode() or str(handle.name)

@@ -1,0 +1,482 @@
+"""Defines ``wh.Session``: TensorFlow 1 sessions whose runs are spread over the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client.session import BaseSession
+
+from whale.capture.captured import Captured
+from whale.capture.retype import is_loose, retype
+from whale.capture.v1 import BEGINS, SAVES, GraphCapture, Source
+from whale.distributed.faults import raise_comm_error
+from whale.distributed.trace import open_span
+from whale.errors import ProgramError
+from whale.frontends.tf1.batches import (
+    find_batch_readers,
+    join_fed_parts,
+    join_parts,
+    read_parts,
+    refuse_fixed_rows,
+    replace_fed_rows,
+    wrap_with_feed_check,
+)
+from whale.frontends.tf1.deferred_initializers import DeferredAssignments
+from whale.frontends.tf1.loss_scaling import ScaledLosses
+from whale.frontends.tf1.one_rank import SingleRankRuns, run_key
+from whale.frontends.tf1.ranks_graph import RanksGraph, Run
+from whale.frontends.tf1.saving import CheckpointRuns
+from whale.frontends.tf1.variables import Layout, SessionVariables
+from whale.ir.ops import READS
+from whale.ir.plan import Plan
+from whale.ir.program import Node, Program, Ref, remove_work
+from whale.passes.normalize.inline import inline
+from whale.passes.normalize.specialise import specialise
+from whale.passes.normalize.unpack_grouped_ops import unpack
+from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
+from whale.runtime.compile.compile import Compiled, compile_program
+from whale.runtime.compile.tensorflow_functions import load_ops
+from whale.runtime.context import Context, require_current
+from whale.runtime.elastic.elastic_run import refuse_session
+from whale.runtime.graph_semantics import BatchReaders
+from whale.runtime.input.local_batches import brought, exchange, rows_of_values
+from whale.runtime.loss_scale import find_loss_scale_feed
+
+_QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
+
+
+class DistributedSession(BaseSession):  # type: ignore[misc]
+    """Runs parts of a graph on all ranks: what the sessions below share.
+
+    Every rank makes the same runs. What is fed is global (the whole batch), and so is what is fetched. The first run of
+    a set of fetches and shapes compiles it. Variables live in this session's ranks: initialise or restore them through
+    it.
+
+    What brings data into the graph (iterators, dequeues, Python functions of feeds and constants) runs on the first
+    rank, before the rest of the run; its values are then the batch that is divided. Queue runners fill every rank's
+    queues; the first rank's are read. With ``batch.mode="local"`` every rank feeds or brings in a batch of its own, and
+    the global batch is all of them in order of ranks.
+
+    Args:
+      target: must be "": Whale starts the processes, TensorFlow's servers take no part.
+      graph: the graph to run; default the current one. Its variables must be resource variables.
+      config: a tf.compat.v1.ConfigProto.
+
+    Raises:
+      ClusterError: made before ``wh.init``.
+      ProgramError: ``target`` names a server.
+      ConfigError: ``memory.offload`` without a device beside the host's memory.
+    """
+
+    def __init__(self, target: str = "", graph: tf.Graph | None = None, config: Any = None):
+        self._whale = require_current("wh.Session")
+        if target:
+            raise ProgramError(
+                "wh.Session runs in this process",
+                given=f"target={target!r}",
+                expected='target=""',
+                action="start the script with `whale run -np N` and leave the target out",
+            )
+        refuse_session(self._whale)
+        super().__init__("", graph, config)
+        self._fed = threading.local()  # ``rows``: of every rank, of what a thread's run is fed with a part of
+        self._acts_between = False
+        offloads = self._whale.dry is None and bool(self._whale.config["memory.offload"])
+        self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
+        self._runs: dict[Hashable, Run] = {}
+        self._plans: dict[Hashable, Compiled] = {}
+        self._saving: dict[Hashable, list[tf.Operation]] = {}  # operations of a run that write checkpoints
+        self._lock = threading.Lock()  # queue runners run beside the main thread
+        self._captures = GraphCapture(self.graph, bool(self._whale.config["memory.recompute"]))
+        self._scaled = ScaledLosses(find_loss_scale_feed(self._whale), self._captures)
+        self._capture_only = False
+        graph = self._ranks_graph
+        self._variables = SessionVariables(self._whale, graph)
+        self._one_rank = SingleRankRuns(self._whale, self._captures, self._variables, graph, self._lock)
+        self._sources = Sources(self._whale, self._captures, self._one_rank, self._lock)
+        self._saves = CheckpointRuns(
+            self._one_rank, self._variables, self._run_on_all, partial(self._find_operations, ops=SAVES)
+        )
+        self._waiting: dict[
+            Hashable, DeferredAssignments
+        ] = {}  # assignments of a run that are made by the run that uses them
+        self._layouts: dict[Hashable, dict[str, Layout]] = {}
+
+    def plan(self, fetches: Any, feed_dict: Any = None) -> Plan:
+        """Returns the plan of a run (compiled now if it is new; collective between processes). Nothing is run."""
+        self._capture_only = True
+        try:
+            self.run(fetches, feed_dict)
+        except _PlanOnly as found:
+            return found.plan
+        finally:
+            self._capture_only = False
+        raise ProgramError(
+            "nothing is computed by this run",
+            given=repr(fetches),
+            expected="fetches that are not fed",
+            action="fetch a tensor or operation of the step",
+        )
+
+    def close(self) -> None:
+        """Frees the session's variables and graphs."""
+        self._ranks_graph.close()
+        super().close()
+
+    def make_callable(self, fetches: Any, feed_list: Any = None, accept_options: bool = False) -> Any:
+        """Returns a callable that runs ``fetches``, fed in the order of ``feed_list``; same results as ``run``."""
+        feeds = list(feed_list or ())
+
+        def call(*values: Any, options: Any = None, run_metadata: Any = None) -> Any:
+            if len(values) != len(feeds):
+                raise ValueError(f"{len(values)} values for {len(feeds)} feeds: pass one value for each of {feeds}")
+            return self.run(fetches, dict(zip(feeds, values)), options, run_metadata)
+
+        return call
+
+    def _make_callable_from_options(self, callable_options: Any) -> Any:
+        """Returns the callable that Keras runs in graphs: a message names its fetches, feeds and targets."""
+        asked = config_pb2.CallableOptions()
+        asked.ParseFromString(callable_options.SerializeToString())
+        if asked.tensor_connection:
+            raise ProgramError(
+                "a run that feeds a tensor with another one cannot be spread over ranks",
+                given="tensor_connection",
+                expected="values",
+                action="feed values, or connect the tensors when the graph is built",
+            )
+        element = self.graph.as_graph_element
+        fetches, feeds = [element(n) for n in asked.fetch], [element(n).ref() for n in asked.feed]
+        targets = [element(n) for n in asked.target]
+
+        def call(*values: Any, run_metadata: Any = None) -> Any:
+            return self._do_run(None, targets, fetches, dict(zip(feeds, values, strict=True)), None, run_metadata)
+
+        return call
+
+    def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
+        """Runs as TensorFlow's session does. Batches of ``wh.shard`` may be fed: each rank feeds its rows of them."""
+        feeds, self._fed.rows = replace_fed_rows(feed_dict, self._whale)
+        try:
+            return super().run(fetches, feeds, options, run_metadata)
+        finally:
+            self._fed.rows = {}
+
+    def _do_run(
+        self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
+    ) -> Any:
+        """Runs fetches and feeds that TensorFlow's session has already flattened and converted."""
+        values = self._run_parts(handle, target_list, fetch_list, feed_dict, options, run_metadata)
+        if self._whale.between_runs and not self._acts_between and not _is_only_filling_queues(target_list, fetch_list):
+            self._acts_between = True  # what is done between runs makes runs
+            try:
+                for act in list(self._whale.between_runs):
+                    act()
+            finally:
+                self._acts_between = False
+        return values
+
+    def _run_parts(
+        self, handle: Any, target_list: Any, fetch_list: Any, feed_dict: Any, options: Any, run_metadata: Any
+    ) -> Any:
+        if handle is not None:
+            raise ProgramError(
+                "a partial run cannot be spread over ranks",
+                given="partial_run",
+                expected="run",
+                action="run the step as a whole with Session.run",
+            )
+        feeds: Mapping[tf.Tensor, np.ndarray] = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
+        settings = options, run_metadata
+        if self._whale.meaning is not None:
+            fetch_list = [self._whale.meaning.find_fetched(self.graph, t) for t in fetch_list]
+        if _is_only_filling_queues(target_list, fetch_list):
+            # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
+            return self._one_rank.run([], target_list, feeds, settings)
+        if saves := self._find_operations([*fetch_list, *target_list], feeds, SAVES):
+            return self._saves.run(saves, fetch_list, target_list, feeds, settings)
+        return self._run_on_all(fetch_list, target_list, feeds, settings)
+
+    def _run_on_all(
+        self,
+        fetch_list: Sequence[Any],
+        target_list: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        settings: tuple[Any, Any],
+    ) -> list[Any]:
+        """Runs on all ranks, after the sources that bring data in for the run."""
+        options = settings[0]
+        batches = find_batch_readers(self._whale, self.graph)
+        feeds = join_fed_parts(feeds, batches, self._whale)
+        begun = self._begin_datasets([*fetch_list, *target_list], feeds, options)
+        given, done = self._sources.bring_in([*fetch_list, *target_list], feeds, options, self._capture_only, batches)
+        done |= begun
+        fetches = [t for t in fetch_list if t not in given]
+        targets = [op for op in target_list if op.name not in done]
+        values = iter(self._run_distributed(fetches, targets, given, done, settings))
+        return [given[t] if t in given else next(values) for t in fetch_list]
+
+    def _find_operations(
+        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any
+    ) -> list[tf.Operation]:
+        """Returns the operations of some kinds that run for what is wanted."""
+        key = ops, tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
+        if key not in self._saving:
+            with self._lock:
+                self._saving[key] = self._captures.find_operations(wanted, feeds, ops)
+        return self._saving[key]
+
+    def _begin_datasets(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any) -> set[str]:
+        """Begins iterators over datasets that are each rank's own. Returns the names of what has run."""
+        if not self._whale.has_local_batch:
+            return set()
+        if begins := self._find_operations(wanted, feeds, BEGINS):
+            self._one_rank.run([], begins, feeds, (options, None))
+        return {op.name for op in begins}
+
+    def _run_distributed(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        done: Collection[str],
+        settings: tuple[Any, Any],
+    ) -> list[Any]:
+        """Runs on all ranks; ``settings`` are the options and metadata buffers of Session.run."""
+        if not fetches and not targets:
+            return []
+        feeds, answers = self._scaled.extend_run([*fetches, *targets], feeds)
+        fetches = [*fetches, *answers]
+        local = self._find_fed_rows(feeds)
+        key: Hashable = (run_key(fetches, targets, feeds), tuple(local.items()))
+        with self._lock:
+            captured = None
+            if key not in self._waiting:
+                captured = self._capture(fetches, targets, feeds, local, done)
+                self._waiting[key] = self._variables.find_deferred_assignments(captured, self.graph)
+            waiting = self._waiting[key]
+            paths = waiting.find_checkpoints(feeds)
+            if paths is None:
+                key, waiting, paths = (key, "at once"), DeferredAssignments({}), {}
+            if key not in self._runs:
+                with open_span(self._whale.trace, "compile run", "compile"):
+                    captured = captured or self._capture(fetches, targets, feeds, local, done)
+                    name = ", ".join(w.name for w in (*fetches, *targets))
+                    self._plans[key] = self._compile(key, name, captured, local, waiting)
+        if self._capture_only:
+            raise _PlanOnly(self._plans[key].plan)
+        try:
+            self._settle(key)
+            results = self._runs[key](feeds, settings)
+            self._variables.wait(waiting, paths)
+            self._scaled.update_scale(results[len(fetches) - len(answers) :])
+            return results[: len(fetches) - len(answers)]
+        except tf.errors.OpError as error:
+            raise_comm_error(error, self._whale)
+            raise
+
+    def _settle(self, key: Hashable) -> None:
+        """Moves variables to where a run has them; forgets runs that were compiled for other layouts."""
+        moved = self._variables.settle(self._layouts[key])
+        for other, layouts in list(self._layouts.items()) if moved else ():
+            if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
+                del self._layouts[other], self._runs[other], self._plans[other]
+        if self._variables.on_host.intersection(moved):
+            self._one_rank.forget()
+
+    def _find_fed_rows(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
+        """Maps fed tensors of which each rank has a part of its own to the rows of every rank. Collective with local
+        batches.
+        """
+        context = self._whale
+        batches, rows = find_batch_readers(context, self.graph), getattr(self._fed, "rows", {})
+        if rows or not context.has_local_batch or not feeds or (batches is not None and batches.whole):
+            return {t.name: rows[t.name] for t in feeds if t.name in rows}
+        names = [t.name for t in feeds]
+        marked = [name for name in names if name.partition(":")[0] in context.config["batch.inputs"]]
+        found = rows_of_values(exchange(brought(list(feeds.values())), context), names, marked)
+        return {name: sizes for name, sizes in zip(names, found) if sizes is not None}
+
+    def _capture(
+        self,
+        fetches: Sequence[Any],
+        targets: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        local: Mapping[str, tuple[int, ...]],
+        done: Collection[str],
+    ) -> Captured:
+        shapes = {t: (sum(local[t.name]), *v.shape[1:]) if t.name in local else v.shape for t, v in feeds.items()}
+        if self._whale.has_local_batch:
+            refuse_fixed_rows(shapes)
+        captured = self._captures.capture([*fetches, *targets], shapes, done)
+        program = read_last(captured.program)
+        if self._whale.has_local_batch:
+            program = remove_work(program, {n for n in done if self.graph.get_operation_by_name(n).type in BEGINS})
+        if self._whale.meaning is not None:
+            program = self._whale.meaning.apply_scopes(program, self.graph)
+        captured = put_in_named_scopes(replace(captured, program=program), self._whale)
+        return replace(captured, program=put_in_default_scope(captured.program, self._whale))
+
+    def _compile(
+        self,
+        key: Hashable,
+        name: str,
+        captured: Captured,
+        local: Mapping[str, tuple[int, ...]],
+        waiting: DeferredAssignments,
+    ) -> Compiled:
+        program = waiting.remove_from(captured.program)
+        self._scaled.refuse(program)
+        known = self._variables.find_known_tiles(program)
+        if is_loose(program):
+            program = retype(unpack(specialise(inline(program))))
+        parts = {name: local[fed] for name, fed in zip(captured.inputs, captured.fed) if fed in local}
+        compiled = compile_program(program, self._whale, parts, known, movable=True)
+        load_ops(compiled.ranks)
+        self._layouts[key] = self._variables.find_wanted_layouts(compiled)
+        on_host = {name for name, (_, _, there) in self._layouts[key].items() if there}
+        run = self._ranks_graph.run_of(
+            compiled.ranks, f"whale_{compiled.number}", captured.inputs, captured.fed, on_host=on_host
+        )
+        if find_batch_readers(self._whale, self.graph) is None:
+            run = wrap_with_feed_check(run, self._whale, name, compiled.number, set(captured.fed) - set(local))
+        self._runs[key] = self._whale.watch_calls(run, name, compiled.number, lambda: compiled.plan)
+        return compiled
+
+
+def _is_only_filling_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
+    """Tells whether a run only puts something into queues, as those of queue runners do."""
+    return bool(targets) and not fetches and all(op.type in _QUEUE_WRITERS for op in targets)
+
+
+class Session(DistributedSession, tf.compat.v1.Session):  # type: ignore[misc]
+    """Takes the place of tf.compat.v1.Session, as a context manager too; see ``DistributedSession``."""
+
+
+class InteractiveSession(DistributedSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
+    """Takes the place of tf.compat.v1.InteractiveSession: the default session from its making on."""
+
+
+class _PlanOnly(BaseException):
+    """Raised to leave Session.run once the plan is known."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+
+def read_last(program: Program) -> Program:
+    """Returns ``program`` with every fetched read of a variable ordered after the run's updates of it.
+
+    Without an order TensorFlow reads a resource variable before or after; a variable of version 1 by reference, after.
+    A read that the script has put in an order keeps it, and so does what else reads the same node.
+    """
+    outputs = list(program.outputs)
+    added: dict[str, Node] = {}
+    for i, ref in enumerate(outputs):
+        read = _find_read(program, ref)
+        if read is None:
+            continue
+        updates = _list_updates(program, read)
+        if updates:
+            name = f"{read.name}/fetched"
+            added[name] = replace(read, name=name, controls=tuple(updates))
+            outputs[i] = Ref(name)
+    if not added:
+        return program
+    return replace(program, nodes=(*program.nodes, *added.values()), outputs=tuple(outputs))
+
+
+def _find_read(program: Program, ref: Ref) -> Node | None:
+    """Returns the read of a variable that a fetched tensor is, if no control input orders it; else None."""
+    node = program.by_name[ref.node]
+    return node if node.op == "ReadVariableOp" and not node.controls else None
+
+
+def _list_updates(program: Program, read: Node) -> list[str]:
+    """Returns the names of the nodes that change what is read, or may."""
+    users = program.consumers.get(read.inputs[0], ())
+    return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))
+
+
+# Runs what brings data into a session's runs (iterators, dequeues, Python functions) on the first rank, ahead of the
+# rest.
+class Sources:
+    """The sources of a session's graph, found once for each set of fetches.
+
+    Args:
+      lock: held while they are looked for.
+    """
+
+    def __init__(
+        self, context: Context, captures: GraphCapture, one_rank: SingleRankRuns, lock: threading.Lock
+    ) -> None:
+        self._context, self._captures, self._one_rank, self._lock = context, captures, one_rank, lock
+        self._sources: dict[Hashable, list[Source]] = {}
+        self._seen: dict[str, Sequence[int]] = {}  # shapes of what they brought in last
+
+    def bring_in(
+        self,
+        wanted: Sequence[Any],
+        feeds: Mapping[tf.Tensor, np.ndarray],
+        options: Any,
+        plan_only: bool,
+        batches: BatchReaders | None = None,
+    ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
+        """Runs what brings data in (iterators, dequeues). Returns (all that is fed then, names of what has run).
+
+        Args:
+          wanted: fetches and targets.
+          plan_only: nothing runs; what would be brought in has its shapes, and no values.
+          batches: the ranks that run it; None: the first one.
+        """
+        given, done = dict(feeds), set[str]()
+        while True:
+            key = (tuple(w.name for w in wanted), tuple(t.name for t in given))
+            if key not in self._sources:
+                with self._lock:
+                    self._sources[key] = self._captures.find_sources(wanted, given)
+            if not self._sources[key]:
+                # Values that were brought in go first: the first input tells which size is the batch's.
+                return {t: given[t] for t in sorted(given, key=lambda t: t in feeds)}, done
+            for source in self._sources[key]:
+                outputs = list(source.operation.outputs)
+                if plan_only:
+                    values = [
+                        np.zeros(shape, t.dtype.as_numpy_dtype) for t, shape in self._find_expected_shapes(outputs)
+                    ]
+                    if batches is not None:
+                        times = batches.turns * (len(batches.readers) if batches.whole else 1)
+                        values = join_parts([values] * times, [t.name for t in outputs])
+                else:
+                    needed = {t: v for t, v in given.items() if t.name in source.fed}
+                    if batches is None:
+                        values = self._one_rank.run_on_first_rank(outputs, needed, options)
+                    else:
+                        read = partial(self._one_rank.run, outputs, [], needed, (options, None))
+                        values = read_parts(read, [t.name for t in outputs], batches, self._context)
+                    self._seen.update({t.name: v.shape for t, v in zip(outputs, values)})
+                given.update(zip(outputs, values))
+                done.add(source.operation.name)
+
+    def _find_expected_shapes(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
+        """Returns the shapes of what a source will bring, known from the graph or else from the last run."""
+        found: list[tuple[tf.Tensor, Sequence[int]]] = []
+        for t in outputs:
+            shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)
+            if shape is None:
+                raise ProgramError(
+                    "a plan needs to know the size of the batch, and only a run brings it in",
+                    op=t.name,
+                    given=t.shape,
+                    expected="a static shape",
+                    action="run the step once before asking for its plan, or batch with drop_remainder=True",
+                )
+            found.append((t, shape))
+        return found

@@ -1,0 +1,384 @@
+"""Plans micro-batches: time is one more mesh axis, whose coordinates run one after the other.
+
+The program of a rank (lowered already for the axes of ranks) is planned over ``micro_batches`` coordinates like over
+ranks: ``S`` in time are slices, ``P`` is accumulated, ``B`` is computed once. Three regions follow:
+
+    before   what does not depend on the micro-batch: variables as they are read, constants
+    each     what is computed once for each micro-batch
+    after    what needs all of them: reductions over ranks, updates, metrics
+
+A second round is not made. What is summed over the micro-batches and read again by ``each`` is computed on the whole
+batch before, if it depends on inputs only (the number of tokens that a mask leaves); its reader is computed on the
+whole batch after, if no update depends on it (the deviation of a metric), or no product of a layer (rows of gradients
+that an optimizer clips by their norm, or divides by sums of squares); everything else is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from whale.errors import AcrossMicroBatchesError, PlanError
+from whale.ir.collector import suspend_garbage_collection
+from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
+from whale.ir.plan import BatchInput, Plan, Reshard
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import UNMOVABLE
+from whale.partition.pipeline.empty_shards import bodies_of, of_no_rows
+from whale.partition.pipeline.prepare_microbatches import acts
+from whale.passes.analysis.scopes import has_split_scopes
+from whale.passes.propagation.fixpoint import settled_layouts
+from whale.passes.propagation.graph_layout import GraphLayout
+from whale.passes.propagation.in_place import make_in_place
+from whale.passes.propagation.partial_sums import reduce_partial_sums
+from whale.passes.propagation.reference_plan import ReferencePlan
+from whale.passes.resharding.reshards import explicit_reshards
+from whale.passes.verify.check import check
+from whale.sharding_rules.graph import list_called_functions
+
+BEFORE, EACH, AFTER = "before", "each", "after"
+
+
+def time_plan(
+    program: Program, micro_batches: int, rows: Mapping[str, Split], streams: bool = False, statistics: bool = False
+) -> tuple[Plan, dict[str, str]]:
+    """Plans a rank's program over an axis of ``micro_batches`` coordinates in time, and returns the region of each
+    node.
+
+    Regions are what runs ``before`` the micro-batches, for ``each``, and ``after`` them.
+
+    Args:
+      program: as ``prepared`` returns it.
+      rows: nodes that yield rows of the batch -> how these are cut into micro-batches: inputs, slices of inputs, and
+        receives of rows from other stages.
+      streams: random tensors with the batch's rows are drawn for each micro-batch; else whole, before.
+      statistics: batch statistics are those of each micro-batch's rows.
+
+    Raises:
+      PlanError: a value of all micro-batches is needed before the last one is through.
+    """
+    fixed = {
+        name: Strategy((B,) * len(program.by_name[name].inputs), (cut,), "rows of a micro-batch")
+        for name, cut in rows.items()
+        if program.by_name[name].op == "WhaleRecv"
+    }
+    no_rows = {g: of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()}
+    devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
+    inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
+    with suspend_garbage_collection():
+        while True:
+            layouts = _layouts(program, micro_batches, rows, statistics, streams, fixed, ReferencePlan(no_rows))
+            plan = Plan(
+                program=program.name,
+                fingerprint="",
+                size=micro_batches,
+                devices=devices,
+                batch_inputs=inputs,
+                strategies={g: layout.strategies for g, layout in layouts.items()},
+                returned={g: layout.outputs for g, layout in layouts.items()},
+                reshards=explicit_reshards(program, layouts, micro_batches),
+                in_time=True,
+            )
+            corrected = _moved_once(program, plan)
+            level = {} if corrected else _levels(program, plan)
+            corrected = corrected or _corrections(program, plan, level)
+            if not corrected:
+                check(program, plan)
+                return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
+            fixed.update(corrected)
+            for body in [b for name in corrected for b in bodies_of(program, program.by_name[name])]:
+                no_rows.pop(body, None)  # a loop that is computed once communicates once
+
+
+def _layouts(
+    program: Program,
+    parts: int,
+    rows: Mapping[str, Split],
+    statistics: bool,
+    streams: bool,
+    fixed: Mapping[str, Strategy],
+    no_rows: ReferencePlan,
+) -> dict[str, GraphLayout]:
+    result = {}
+    layouts = settled_layouts(program, parts, rows, statistics, streams, fixed=fixed, model=no_rows)
+    for graph, layout in layouts.items():
+        body = program if graph == "" else program.functions[graph]
+        result[graph] = make_in_place(body, reduce_partial_sums(body, _computed_once(layout), parts), parts)
+    return result
+
+
+def _computed_once(layout: GraphLayout) -> GraphLayout:
+    """Replicates in time what runs on the first coordinate only: it runs once."""
+
+    def of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        return tuple(B if p == FIRST else p for p in placements)
+
+    strategies = {
+        name: Strategy(of(s.inputs), of(s.outputs), s.why) if s.once or FIRST in s.inputs else s
+        for name, s in layout.strategies.items()
+    }
+    produced = {ref: B if p == FIRST else p for ref, p in layout.produced.items()}
+    return GraphLayout(strategies, produced, layout.preferred, of(layout.outputs), layout.unruled)
+
+
+def _crosses(r: Reshard) -> bool:
+    """Tells whether the reshard needs what all micro-batches have made."""
+    if isinstance(r.source, Broadcast):
+        return False
+    return not (isinstance(r.source, Split | PerRank) and isinstance(r.target, Partial | PerRank)) and not (
+        isinstance(r.source, Partial) and isinstance(r.target, PerRank)
+    )
+
+
+def _level_of(plan: Plan, level: Mapping[str, int], ref: Ref, wanted: Placement) -> int:
+    """Returns the level at which a tensor is there as ``wanted``."""
+    if plan.strategies[""][ref.node].outputs[ref.index] == wanted:
+        return level[ref.node]
+    r = plan.reshard_of["", ref, wanted]
+    base = _level_of(plan, level, ref, r.source)
+    return base + base % 2 if _crosses(r) else base
+
+
+def _is_each(strategy: Strategy) -> bool:
+    return any(not isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
+
+
+def _levels(program: Program, plan: Plan) -> dict[str, int]:
+    """Maps each node to how often the micro-batches have begun (odd) and have ended (even) before it."""
+    strategies, level = plan.strategies[""], dict[str, int]()
+    leading: set[str] = set()  # to what each micro-batch computes
+    for node in reversed(program.nodes):
+        if node.name in leading or _is_each(strategies[node.name]):
+            leading.update(r.node for r in node.inputs)
+    for node in program.nodes:
+        strategy = strategies[node.name]
+        # What is computed again goes where its operands are: it waits for gradients of its own micro-batch.
+        waits_for = () if node.marks.recomputed else node.controls
+        base = max((level[c] for c in waits_for), default=0)
+        for ref, wanted in zip(node.inputs, strategy.inputs):
+            base = max(base, _level_of(plan, level, ref, wanted))
+        # Without rows, sums are alike in each: they are moved once, as where there are some.
+        once = node.op in COLLECTIVES and node.name not in leading
+        if _is_each(strategy) or base % 2 == 0 or once or acts(program, node):
+            level[node.name] = base + (base % 2 != _is_each(strategy))
+        else:
+            # Alike in each micro-batch, and made for each: a loop's counter, a weight that is gathered for its use.
+            level[node.name] = base
+    return level
+
+
+def _moved_once(program: Program, plan: Plan) -> dict[str, Strategy]:
+    """Returns strategies for communication of sums of which each micro-batch has a part: it runs once, after
+    the last.
+    """
+    found: dict[str, Strategy] = {}
+    for node in program.nodes:
+        if node.op in EXCHANGES and any(
+            isinstance(p, Partial | PerRank) for p in plan.strategies[""][node.name].inputs
+        ):
+            found[node.name] = _once(node, "moved once, after the last micro-batch")
+    return found
+
+
+def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict[str, Strategy]:
+    """Returns strategies of nodes that have to be computed once, so that the micro-batches are gone through once; empty
+    if they are.
+
+    Raises:
+      PlanError: there is no such way.
+    """
+    strategies = plan.strategies[""]
+    found: dict[str, Strategy] = {}
+    updating, leading = _leading_to_updates(program), _leading_to_products(program)
+    for node in program.nodes:
+        if level[node.name] == 1 and node.op in HAS_BODIES and (summed := _summed_inside(plan, node)) is not None:
+            if node.name in leading and any(
+                isinstance(p, Split | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
+            ):
+                raise _second_round(node, f"has inside {summed}, which is wanted of the whole batch", plan.size)
+            found[node.name] = _once(node, "of what is summed inside: an update under a condition, an assertion")
+        if level[node.name] != 3:
+            continue
+        if not any(
+            isinstance(p, Split | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
+        ):
+            found[node.name] = _once(node, "linear in what is summed before")
+            continue
+        if (
+            node.inputs
+            and (node.outputs or node.op in HAS_BODIES)
+            and (_takes_whole(strategies[node.name]) or all(_is_whole(r, strategies, found) for r in node.inputs))
+        ):
+            found[node.name] = _once(node, "of what is whole, or computed once")
+            continue
+        if node.op not in HAS_BODIES and _has_no_rows(node, strategies, found):
+            found[node.name] = _once(node, "of sums, which happen to be as large as the batch")
+            continue
+        if node.name not in updating and node.op not in HAS_BODIES:
+            found[node.name] = _once(node, "only looked at, after the last micro-batch")
+            continue
+        before: dict[str, Strategy] = {}
+        try:
+            for ref in _summed_before(program, plan, level, node):
+                before.update(_on_whole_batch(program, strategies, ref, node, plan.size))
+        except AcrossMicroBatchesError:
+            if node.name in leading:
+                raise
+            before = {node.name: _once(node, "of what an update is, after the last micro-batch")}
+        found.update(before)
+    return found
+
+
+def _leading_to_products(program: Program) -> set[str]:
+    """Returns the nodes from which a layer is computed, forward or backward, but not what an optimizer makes of rows of
+    gradients.
+    """
+    found: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.name in found or _has_products(program, node):
+            found.update([node.name, *(r.node for r in node.inputs)])
+    return found
+
+
+def _has_products(program: Program, node: Node) -> bool:
+    bodies = [program.functions[f.name] for f in list_called_functions(node)] if node.op in HAS_BODIES else []
+    return node.op in CONTRACTIONS or any(_has_products(program, inner) for body in bodies for inner in body.nodes)
+
+
+def _takes_whole(strategy: Strategy) -> bool:
+    """Tells whether a node waits for all micro-batches anyway; its result was divided only because that costs nothing,
+    as the gradient of a table is that has as many rows as the batch has words.
+    """
+    return all(isinstance(p, Broadcast) for p in strategy.inputs)
+
+
+def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
+    return ref.node in once or strategies[ref.node].outputs[ref.index] == B
+
+
+def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
+    """Tells whether nothing that a node reads is made in rows: it was divided only because that costs nothing."""
+    made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
+    return not any(isinstance(p, Split | PerRank) for p in made)
+
+
+def _leading_to_updates(program: Program) -> set[str]:
+    """Returns the nodes that some effect of the program depends on: an update, a message."""
+    found: set[str] = set()
+    stack = list(program.effects)
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            stack += [r.node for r in program.by_name[name].inputs]
+            stack += program.by_name[name].controls
+    return found
+
+
+def _once(node: Node, why: str) -> Strategy:
+    return Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), why)
+
+
+def _summed_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
+    """Returns the tensors that all micro-batches together make and that lead to ``node`` of a second round."""
+    strategies = plan.strategies[""]
+    found, seen, stack = dict[Ref, None](), {node.name}, [node]
+    while stack:
+        reader = stack.pop()
+        for ref, wanted in zip(reader.inputs, strategies[reader.name].inputs):
+            if level[ref.node] == 1 and _level_of(plan, level, ref, wanted) == 2:
+                found[ref] = None
+            elif level[ref.node] in (2, 3) and ref.node not in seen:
+                seen.add(ref.node)
+                stack.append(program.by_name[ref.node])
+    if not found:
+        after = ", ".join(c for c in node.controls if level[c] > 1) or "a node that runs once, at the end"
+        raise _second_round(node, f"runs after {after}", plan.size)
+    return list(found)
+
+
+def _on_whole_batch(
+    program: Program, strategies: Mapping[str, Strategy], ref: Ref, reader: Node, parts: int
+) -> dict[str, Strategy]:
+    """Returns strategies that compute ``ref``, and all it is made from, on the whole batch before the first
+    micro-batch.
+
+    Raises:
+      PlanError: it depends on more than inputs, and variables that the step does not write.
+    """
+    found: dict[str, Strategy] = {}
+    stack, seen = [ref.node], {ref.node}
+    while stack:
+        node = program.by_name[stack.pop()]
+        if node.op == "WhaleCommunicator":
+            continue  # what ranks tell each other of their inputs, they can tell before
+        strategy = strategies[node.name]
+        carries = any(program.find_type(r).dtype in UNMOVABLE for r in node.inputs) or any(
+            t.dtype in UNMOVABLE for t in node.outputs
+        )
+        kept = node.op == "ReadVariableOp" and _is_kept(program, node.inputs[0])
+        if node.op not in EXCHANGES and not kept and (node.stateful or carries or node.op in HAS_BODIES):
+            made = program.by_name[ref.node]
+            _refuse_joined_rows(program, ref, parts)
+            raise _second_round(
+                reader, f"reads {ref} ({made.op}) of the whole batch, which depends on {node.name} ({node.op})", parts
+            )
+        if _is_each(strategy):
+            found[node.name] = _once(node, "of the whole batch, before the micro-batches")
+        for operand in () if kept else node.inputs:
+            if operand.node not in seen:
+                seen.add(operand.node)
+                stack.append(operand.node)
+    return found
+
+
+def _is_kept(program: Program, handle: Ref) -> bool:
+    """Tells whether nothing in a step may write a variable: what is read of it is known before the first
+    micro-batch.
+    """
+    return all(reader.op in READS for reader, _ in program.consumers.get(handle, ()))
+
+
+def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
+    """Raises PlanError for rows that ranks bring together, which a scope around some of the layers does."""
+    if not has_split_scopes(program):
+        return  # the operation itself wants all rows
+    for reader, _ in program.consumers.get(ref, ()):
+        if reader.op in ("WhaleAllGather", "WhaleAllToAll"):
+            wants = _that_wants(program, reader)
+            raise PlanError(
+                "the rows of a micro-batch would be brought together at the border of a scope that divides otherwise",
+                op=f"{wants.name} ({wants.op})",
+                given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
+                expected="rows in multiples of the micro-batches, a wh.split scope around the whole model, or none",
+                action="change the rows of a batch or of a rank, or pipeline.micro_batches",
+            )
+
+
+def _that_wants(program: Program, node: Node) -> Node:
+    """Returns the operation of the user's program for whose sake lowering added a node."""
+    while node.name.startswith("whale/"):
+        found = next((reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())), None)
+        if found is None:
+            break
+        node = found
+    return node
+
+
+def _summed_inside(plan: Plan, node: Node) -> Ref | None:
+    """Returns a tensor inside a loop or branch of a micro-batch that is wanted of all: it cannot wait for the
+    others.
+    """
+    bodies = {func.name for func in list_called_functions(node)}
+    return next((r.ref for r in plan.reshards if r.graph in bodies and _crosses(r)), None)
+
+
+def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError:
+    return AcrossMicroBatchesError(
+        "a value of all micro-batches is needed before the last one is through",
+        op=f"{node.name} ({node.op})",
+        given=f"{parts} micro-batches; it {given}",
+        expected="until the gradients are summed, values that each micro-batch computes by itself",
+        action="set pipeline.micro_batches=1; if it is a batch statistic that each micro-batch may take of its own "
+        "rows, set batch.norm_statistics=micro-batch",
+    )

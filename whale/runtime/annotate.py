@@ -1,0 +1,144 @@
+"""Puts layers and variables into scopes by their names, without a change of the model's code: ``wh.annotate``."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from whale.capture.captured import Captured, CapturedVariable
+from whale.errors import ConfigError, PlanError
+from whale.ir.program import Program
+from whale.passes.analysis.patterns import Named, Pattern, in_named_scopes, nearest
+from whale.planner.graph_search.strategies import trains
+from whale.runtime.context import Context, require_current
+from whale.runtime.scopes import NamedScope, format_scope_part
+
+_EVERYTHING = "split_0"  # the scope of a program of which everything stands inside of ``wh.split``
+_EXAMPLE = '{"decoder/layers_[0-5]": {"stage": 0}, "*/mlp/*kernel": {"split": {"dim": -1}}}'
+
+
+def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
+    """Adds patterns to those of this run.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      PlanError: devices that are no ranks of the run, or ranks that each train by themselves.
+    """
+    context = require_current("wh.annotate()")
+    if patterns and (context.solo or context.own_programs is not None):
+        raise PlanError(
+            "annotations say how a program is divided, and the ranks of this run each run one of their own",
+            given=", ".join(map(repr, patterns)),
+            expected="no annotations with wh.init(solo=True) and with scripts for Horovod",
+            action="leave out solo=True, or the annotations (wh.annotate, mesh.annotations, whale run --annotate)",
+        )
+    for text, scopes in patterns.items():
+        for scope in scopes:
+            context.annotations.append(
+                Pattern(text, scope.kind, format_scope_part(scope, len(context.annotations), context))
+            )
+            context.dividing_scope_seen |= scope.kind in ("split", "stage")
+            context.stages_seen |= scope.kind == "stage"
+
+
+class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
+    devices: tuple[int, ...] | None = None
+    dim: int | None = None
+    sequence: int | None = None
+    context: int | None = None
+    axis: str | tuple[str, ...] | None = None
+
+
+class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
+    """The scopes that a file gives to a pattern."""
+
+    replica: _Arguments | None = None
+    split: _Arguments | None = None
+    stage: int | _Arguments | None = None
+
+    def list_scopes(self) -> list[NamedScope]:
+        found = []
+        for kind in ("replica", "split", "stage"):
+            given = getattr(self, kind)
+            if isinstance(given, int):
+                found.append(NamedScope(kind, number=given))
+            elif given is not None:
+                axis = (given.axis,) if isinstance(given.axis, str) else given.axis
+                found.append(NamedScope(kind, given.devices, given.dim, given.sequence, axis, context=given.context))
+        return found
+
+
+def read_annotations(path: str) -> dict[str, list[NamedScope]]:
+    """Reads the argument of ``annotate`` from a JSON file: pattern -> kind of scope -> its arguments, or a stage's
+    number.
+
+    Raises:
+      ConfigError: the file cannot be read, or says something else.
+    """
+    try:
+        found = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=dict[str, _Scopes])
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            "the annotations cannot be read",
+            given=f"{path}: {error}",
+            expected=f"a JSON file like {_EXAMPLE}",
+            action="correct the file, or the path in the key mesh.annotations (whale run --annotate)",
+        ) from error
+    return {text: scopes.list_scopes() for text, scopes in found.items()}
+
+
+def put_in_default_scope(program: Program, context: Context) -> Program:
+    """Returns ``program`` with all that is in no scope inside of ``wh.split``, where the run has that for a default."""
+    if not context.split_everything:
+        return program
+    return program.replace_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
+
+
+def put_in_named_scopes(captured: Captured, context: Context) -> Captured:
+    """Returns ``captured`` with the scopes of this run's annotations.
+
+    Raises:
+      PlanError: the program trains, and nothing in it, and in those before, matches a pattern.
+    """
+    if not context.annotations:
+        return captured
+    named = in_named_scopes(captured.program, context.annotations, find_variable_names(captured.variables))
+    context.annotated.update(named.matched)
+    if trains(captured.program):
+        _refuse_unmatched(named, context)
+    return replace(captured, program=named.program)
+
+
+def _refuse_unmatched(named: Named, context: Context) -> None:
+    missing = [p.text for p in context.annotations if p.text not in context.annotated]
+    if missing:
+        near = nearest(missing[0], named.names)
+        raise PlanError(
+            "an annotation matches no layer and no variable",
+            op=named.program.name,
+            given=", ".join(map(repr, missing)),
+            expected=f"a name of this step; like it are {', '.join(near)}" if near else "a name of this step",
+            action="correct the pattern: a glob that begins and ends where parts of a path do",
+        )
+
+
+def describe_unmatched(context: Context) -> str:
+    """Returns a sentence, for the end of a run, about annotations that matched nothing; "" if there are none."""
+    missing = list(dict.fromkeys(repr(p.text) for p in context.annotations if p.text not in context.annotated))
+    return f"no step of this run had anything for the annotations {', '.join(missing)}" if missing else ""
+
+
+def find_variable_names(captured: Sequence[CapturedVariable]) -> dict[str, str]:
+    """Maps handle nodes to the variable's name with its layers': Keras 3 keeps that in an object of its own."""
+    variables = [c.variable for c in captured if c.variable is not None]
+    paths: dict[int, str] = {}
+    for referrer in gc.get_referrers(*variables) if variables else ():
+        found = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
+        path = found.get("_path")
+        if isinstance(path, str) and found.get("_value") is not None:
+            paths[id(found["_value"])] = path
+    return {c.node: paths.get(id(c.variable), c.name) for c in captured}

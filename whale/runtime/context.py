@@ -1,0 +1,421 @@
+"""Holds the one context of a process: what a run of Whale knows, from ``wh.init`` to ``wh.shutdown``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from cost_model.cluster.cluster_file import Cluster
+from whale.capture.captured import CapturedVariable
+from whale.capture.scaling import LossScale, LossScaleFeed
+from whale.config import Mesh
+from whale.distributed.balance import WatchedSteps
+from whale.distributed.preemption import PreemptionNotice
+from whale.distributed.ranks import Ranks
+from whale.distributed.socket_bootstrap import SocketBootstrap
+from whale.errors import ClusterError, ConfigError
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.ir.strategy import ChosenStrategy
+from whale.partition.variable_use import VariableUse
+from whale.passes.analysis.patterns import Pattern
+from whale.passes.analysis.stages import TENSOR
+from whale.passes.run_passes import PassLog
+from whale.passes.settings import PlanSettings
+from whale.planner.report.planfile import PlanFile
+from whale.runtime.graph_semantics import GraphSemantics
+from whale.runtime.saved_plan import SavedPlan
+from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.runtime.variables.variable_store import VariableStore
+
+_T = TypeVar("_T")
+# Under auto_parallel, variables of up to _SMALL_BYTES are made at once, up to _AT_ONCE_BYTES of them together:
+# recording what their initializers do takes longer than that, and most of them are whole in the end.
+_SMALL_BYTES, _AT_ONCE_BYTES = 1 << 20, 1 << 28
+_REPLICAS = re.compile(r"replica_\d+(/replica_\d+)*")  # paths of wh.replica without devices
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run that only plans: every program is planned for ``size`` ranks and runs on one.
+
+    ``seen`` gets the plan, the normalised program, how it was planned, and what the first ranks run. ``saved``: file of
+    the plan to be under. ``cluster``: the devices that ``auto_parallel`` plans for; None: ranks as fast as this one.
+    ``passes``: gets what passes took and changed.
+    """
+
+    size: int
+    seen: Callable[[Plan, Program, PlanSettings, Sequence[Program]], None]
+    saved: str = ""
+    cluster: Cluster | None = None
+    passes: PassLog | None = None
+
+
+@dataclass
+class OwnPrograms:
+    """The state of a run whose ranks run a program each, which says itself what is exchanged, as scripts for Horovod
+    do.
+
+    Nothing is spread then: batches are a rank's own, and so are random states.
+
+    Attributes:
+      local_ranks: of every rank, its number among those on its host.
+      exchanges: how many exchanges the script has asked for on this rank, or built into its graphs.
+    """
+
+    local_ranks: tuple[int, ...]
+    exchanges: int = 0
+
+
+class Meter(Protocol):
+    """Looks at the steps of a run."""
+
+    def note_plan(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
+        """Takes note that a normalised program is about to run under a plan."""
+
+    def measure_steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+        """Returns the same callable, measured."""
+        ...
+
+
+class ElasticHooks(Protocol):
+    """Has this rank go on when others are gone; see ``whale.runtime.elastic.elastic_run``."""
+
+    @property
+    def number(self) -> int:
+        """Returns how often ranks are gone or have come so far."""
+        ...
+
+    @property
+    def divisions(self) -> int:
+        """Returns how often rows were divided anew, or ranks taken in."""
+        ...
+
+    def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
+        """Returns what counts the steps of a program of this rank under a plan."""
+
+    def take_step(
+        self,
+        run: Callable[[], Any],
+        pack_results: Callable[[Any], Any],
+        early: Sequence[Any],
+        watched: WatchedSteps | None,
+        assigned: Mapping[int, Any],
+    ) -> Any:
+        """Takes a step."""
+
+    def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
+        """Makes a call that exchanges something, as often as it takes."""
+        ...
+
+    drawn: Callable[[Callable[[], Any]], Any]  # a batch that a step reads itself
+    share_again: Callable[[Any], None]  # has a dataset be divided among those that there are
+
+    @property
+    def is_keeping_commits(self) -> bool:
+        """Tells whether other processes may come to take up what the script commits."""
+        ...
+
+    def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
+        """Records that another process can take up the script here with what ``state`` gives, now or later."""
+
+    def come_in(self) -> bytes | None:
+        """Returns, in a process that joins, what the script has committed in the others, once they take this one in."""
+        ...
+
+    def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
+        """Checks a program that is about to divide variables so."""
+
+
+@dataclass
+class Context(Ranks):
+    """The state of one run of Whale.
+
+    Attributes:
+      variables: who holds which part of the run's variables.
+      programs: number of programs compiled so far, equal on all ranks.
+      elements: number of messages so far about what ranks read, equal on all ranks.
+      scopes: paths of the scopes that are entered, the innermost last; scope_count: how many were entered so far.
+      dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
+      stages_seen: whether a stage was: steps then take whole batches.
+      predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
+      offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
+      loss_scale: of float16 steps; None before the first one.
+      fed_scale: the same of the graphs of sessions.
+      failed: whether a step of this rank has failed; the others are told so at the end.
+      dry: what a run is for that only plans; None: it computes.
+      apart: how ranks of hosts are reached that have no MPI in common; None: all have.
+      after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
+      at_once_bytes: of variables that were made before it was known whether they are divided.
+      searched_all: whether `auto_parallel` had time for every way, so that its choice may be kept.
+      auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
+      saved: the plan that one of the programs runs under; None: all are planned.
+      described: the plan of a described or measured model that training programs are spread by, and its file.
+      meter: what measures the steps of this run; None: nobody asks.
+      own_programs: None: the ranks run one program together, which is the usual case.
+      meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
+      split_ranks: ranks in a row that divide tensors together, where the script says so by a number; 0: as configured.
+      split_everything: whether steps are planned as if they stood inside of ``wh.split``.
+      written: paths that the first rank has written, and others might read too early.
+      annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
+      compiled_for: the inputs of the latest program of each name, in words.
+      whole: names of programs that every rank computes whole, which was said.
+      on_device: what was said of tables that are not kept in the host's memory.
+      plans_not_kept: whether it was said why plans are not kept for later runs.
+      outside: what changes variables beside the run's programs; None when no other process takes part.
+      distributed: whether a program of this run updates variables.
+      solo: whether the ranks may each train alone.
+      notice: hears that the run is to end, where it may save then.
+      elastic: has this rank go on when others are gone; None: the run ends then.
+      between_runs: what is done on every rank after a run of a session that all ranks make.
+      at_end: what puts TensorFlow's settings back that the run has changed.
+      before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
+    """
+
+    variables: VariableStore = field(default_factory=VariableStore)
+    programs: int = 0
+    elements: int = 0
+    scopes: list[str] = field(default_factory=list)
+    scope_count: int = 0
+    dividing_scope_seen: bool = False
+    stages_seen: bool = False
+    predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
+    offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    loss_scale: LossScale | None = None
+    fed_scale: LossScaleFeed | None = None
+    failed: bool = False
+    dry: DryRun | None = None
+    after_horovod: bool = False
+    apart: SocketBootstrap | None = None
+    at_once_bytes: int = 0
+    searched_all: bool = True
+    auto: ChosenStrategy | None = None
+    saved: SavedPlan | None = None
+    described: tuple[PlanFile, str] | None = None
+    meter: Meter | None = None
+    own_programs: OwnPrograms | None = None
+    meaning: GraphSemantics | None = None
+    split_ranks: int = 0
+    split_everything: bool = False
+    written: set[str] = field(default_factory=set)
+    annotations: list[Pattern] = field(default_factory=list)
+    annotated: set[str] = field(default_factory=set)
+    compiled_for: dict[str, str] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    on_device: set[str] = field(default_factory=set)
+    plans_not_kept: bool = False
+    outside: ExternalUpdates | None = None
+    distributed: bool = False
+    solo: bool = False
+    notice: PreemptionNotice | None = None
+    elastic: ElasticHooks | None = None
+    between_runs: list[Callable[[], None]] = field(default_factory=list)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    before_shutdown: list[Callable[[], None]] = field(default_factory=list)
+
+    def watch_calls(
+        self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]
+    ) -> Callable[..., _T]:
+        """Wraps a program's callable so that its calls are counted, traced and measured where that is asked for."""
+        if self.watch is not None and self.watch.progress is not None:
+            call = self.watch.progress.count_steps(call, name)
+        if self.trace is not None:
+            call = self.trace.trace_steps(call, name, number)
+        return call if self.meter is None else self.meter.measure_steps(call, plan())
+
+    @property
+    def is_elastic(self) -> bool:
+        """Tells whether this rank goes on when others are gone."""
+        return self.elastic is not None
+
+    def retry_after_loss(self, call: Callable[[], _T]) -> _T:
+        """Calls something that exchanges and returns its result; calls it again where this rank goes on without
+        others.
+        """
+        return call() if self.elastic is None else self.elastic.retry(lambda *_: call())
+
+    @property
+    def lost_count(self) -> int:
+        """Returns how many ranks are gone without which this run goes on."""
+        return 0 if self.elastic is None else self.elastic.number
+
+    @property
+    def division(self) -> tuple[int, ...]:
+        """Returns what steps are compiled for: how often variables moved, ranks were gone, and rows were divided
+        anew.
+        """
+        gone = (0, 0) if self.elastic is None else (self.elastic.number, self.elastic.divisions)
+        return (self.variables.moved, *gone)
+
+    @property
+    def planned_size(self) -> int:
+        """Returns how many ranks programs are planned for: those of the run, or of the one that a dry run stands
+        for.
+        """
+        return self.size if self.dry is None else self.dry.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """Returns the sizes of axes that the configuration gives, or a number of ranks that divide tensors."""
+        said = self.config["mesh"]
+        return said if said or not self.split_ranks else Mesh(**{TENSOR: self.split_ranks})
+
+    @property
+    def local_ranks(self) -> int:
+        """Returns how many of the ranks that programs are planned for share this host."""
+        return max(1, self.place.local_size if self.has_other_processes else self.planned_size)
+
+    @property
+    def has_local_batch(self) -> bool:
+        """Tells whether every rank brings a batch of its own."""
+        spread = self.has_other_processes or self.dry is not None
+        return spread and self.config["batch.mode"] == "local"
+
+    @property
+    def _is_only_replicating(self) -> bool:
+        """Tells whether the scopes that are entered leave variables whole on all ranks, and no plan is given that does
+        not.
+
+        Recording what initializers do costs a first step more than running them: it is not done for what is whole in
+        the end.
+        """
+        given = self.saved is not None or self.described is not None
+        return not given and all(_REPLICAS.fullmatch(path) for path in self.scopes)
+
+    @property
+    def may_divide_variables(self) -> bool:
+        """Tells whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
+        if self.dry is not None or (self.size == 1 and not self.config["memory.offload"]):
+            return False
+        return bool(self._is_asked_to_divide or self.config["mesh.auto_parallel"])
+
+    @property
+    def _is_asked_to_divide(self) -> bool:
+        """Tells whether the script or its configuration divides variables; else the search may."""
+        return bool(
+            self.config["memory.zero"]
+            or self.config["memory.offload"]
+            or (self.scopes and not self._is_only_replicating)
+            or self.dividing_scope_seen
+        )
+
+    def should_defer(self, size_bytes: int | None) -> bool:
+        """Tells whether a variable that is created now waits for a plan to say which part of it a rank holds.
+
+        Args:
+          size_bytes: of the variable; None: nobody knows before its initializer has run.
+        """
+        if not self.may_divide_variables:
+            return False
+        given = self.saved is not None or self.described is not None
+        if size_bytes is None or size_bytes > _SMALL_BYTES or self._is_asked_to_divide or given:
+            return True
+        self.at_once_bytes += size_bytes
+        return self.at_once_bytes > _AT_ONCE_BYTES
+
+
+@dataclass
+class Process:
+    """The state that Whale keeps in a process beside a run's.
+
+    Attributes:
+      context: of the run that goes on.
+      runs: number of runs so far; their communicators are named by it.
+      dry, meter: what the next ``init`` makes of its run.
+      names: number of names made by ``make_unique_name``.
+      alone: why the process ends with code 2, if it does: what its ranks trained alone.
+    """
+
+    context: Context | None = None
+    runs: int = 0
+    dry: DryRun | None = None
+    meter: Meter | None = None
+    names: int = 0
+    alone: str = ""
+
+
+process = Process()
+
+
+def make_unique_name(name: str, digits: int = 1) -> str:
+    """Appends a number to ``name``: TensorFlow's functions and nodes are known by their names in all of the process."""
+    process.names += 1
+    return f"{name}_{process.names:0{digits}}"
+
+
+def find_running() -> Context | None:
+    """Returns the context of the run that goes on, if any."""
+    return process.context
+
+
+@contextmanager
+def measure_run(meter: Meter) -> Iterator[None]:
+    """Has an ``init`` inside begin a run whose steps are measured."""
+    process.meter = meter
+    try:
+        yield
+    finally:
+        process.meter = None
+
+
+def require_current(what: str = "this call") -> Context:
+    """Returns the context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
+    if process.context is None:
+        raise ClusterError(
+            f"{what} needs Whale to be started",
+            given="no context",
+            expected="wh.init() before it",
+            action="call wh.init() at the start of the script",
+        )
+    return process.context
+
+
+def rank() -> int:
+    """Returns the number of this process's rank (the first one with the in-process transport)."""
+    return require_current("wh.rank()").rank
+
+
+def size() -> int:
+    """Returns the number of ranks."""
+    return require_current("wh.size()").size
+
+
+def local_rank() -> int:
+    """Returns the number of this process among those on its host."""
+    return require_current("wh.local_rank()").place.local_rank
+
+
+def local_ranks(context: Context) -> tuple[int, ...]:
+    """Returns each rank's number among those on its host; collective between processes."""
+    if not context.has_other_processes:
+        return (context.place.local_rank,)
+    said = context.comms[0].allgather_bytes("whale/local_ranks", str(context.place.local_rank).encode())
+    return tuple(map(int, said))
+
+
+def preempted() -> bool:
+    """Tells whether the run is to end soon: by SIGTERM to `whale run`, or to the process of any rank; collective.
+
+    All ranks get the same answer. They ask where nothing is half done, as after a step. If it is True, they save:
+
+        if wh.preempted():
+            manager.save()
+            sys.exit(0)
+
+    Raises:
+      ConfigError: ``fault.notice_s`` is 0, so that SIGTERM ends the run at once.
+      CommError: a rank does something else, or is gone.
+    """
+    context = require_current("wh.preempted()")
+    if context.notice is None:
+        raise ConfigError(
+            "nobody waits for what this run would save when it is told to end",
+            given="wh.preempted() with fault.notice_s = 0",
+            expected="the seconds that the machine leaves between SIGTERM and the end",
+            action='set it: wh.init({"fault.notice_s": 60}), or WHALE_FAULT_NOTICE_S=60',
+        )
+    notice = context.notice
+    return context.retry_after_loss(lambda: notice.has_reached(context))

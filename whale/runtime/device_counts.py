@@ -1,0 +1,72 @@
+"""Translates what scripts of the first Whale say by numbers: devices of a replica, micro-batches as configured."""
+
+from __future__ import annotations
+
+from whale.errors import PlanError
+from whale.passes.analysis.stages import TENSOR
+from whale.runtime.context import require_current
+
+_SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "preferforward": "gpipe"}
+
+
+def check_count(kind: str, count: int | None) -> None:
+    """Raises PlanError where so many devices of a replica do not divide the ranks."""
+    size = require_current(f"the scope wh.{kind}").planned_size
+    if count is not None and (count < 1 or (size > 1 and size % count)):
+        raise PlanError(
+            f"the ranks cannot be divided among parts of wh.{kind}",
+            given=f"device_count={count}, {size} ranks",
+            expected=f"a number that divides {size}",
+            action="correct device_count, or start another number of ranks",
+        )
+
+
+def set_split_ranks(count: int | None) -> None:
+    """Has so many ranks in a row divide tensors together, in all of the run.
+
+    Raises:
+      PlanError: it does not divide the ranks, or the run has another number.
+    """
+    context = require_current("the scope wh.split")
+    if count is None or context.planned_size == 1:
+        return
+    check_count("split", count)
+    config = context.config
+    known = context.mesh.get(TENSOR) or (context.planned_size if context.dividing_scope_seen else 0)
+    if (config["mesh"] or known) and known != count:
+        raise PlanError(
+            "tensors of a run are divided over one number of ranks",
+            given=f"device_count={count}, and {config['mesh'] or f'{known} ranks'} before",
+            expected="one number for all splits",
+            action="give every wh.split the same device_count, or name axes with the key mesh",
+        )
+    context.split_ranks = count
+
+
+def refuse_unnamed_stage(count: int | None) -> None:
+    """Raises PlanError for a stage of several ranks that are not named."""
+    if count not in (None, 1):
+        raise PlanError(
+            "a stage has several ranks, and nobody says which",
+            given=f"device_count={count}",
+            expected="its ranks, or 1",
+            action="name them: wh.stage(devices=[0, 1])",
+        )
+
+
+def read_micro_batches() -> int:
+    """Returns the number of micro-batches that the configuration asks for."""
+    return int(require_current("the scope wh.pipeline").config["pipeline.micro_batches"])
+
+
+def check_schedule(strategy: str | None) -> None:
+    """Raises PlanError where a pipeline asks for another order of micro-batches than the run has."""
+    config = require_current("the scope wh.pipeline").config
+    if strategy is None or _SCHEDULES.get(strategy.lower(), strategy) == config["pipeline.schedule"]:
+        return
+    raise PlanError(
+        "a pipeline has the order of micro-batches that the run has",
+        given=f"strategy={strategy!r}, pipeline.schedule={config['pipeline.schedule']!r}",
+        expected="the same",
+        action="set the key pipeline.schedule",
+    )

@@ -1,0 +1,389 @@
+"""Lets a run go on when ranks are taken away: the others continue, each in its process, with the step that failed.
+
+A step's updates wait for all of its exchanges (whale/kernels/updates/last.py), so each rank that is left has taken the
+step whole or not at all; and who has taken it cannot be further ahead, since the next step needs the others. They
+meet on a communicator of their own. Where every variable is whole everywhere, who has taken the step gives the others
+its results and the variables. Where ranks hold parts, the parts that are gone come from who keeps copies of them
+(whale/runtime/elastic/generations.py), and if the step is not whole with these, all take it again, those that had
+taken it too. Programs are compiled anew for as many ranks as are left.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from tensorflow.python.ops import gen_resource_variable_ops
+
+from whale.capture.captured import CapturedVariable
+from whale.distributed.balance import Balance, WatchedSteps
+from whale.distributed.joining import Commits, StepTimes, Welcome, is_worthwhile
+from whale.distributed.msgpack_values import pack, unpack
+from whale.distributed.ranks import TURN_TIMEOUT_S
+from whale.errors import CommError, ConfigError
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.log import log
+from whale.partition.variable_use import VariableUse
+from whale.runtime.context import Context
+from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
+from whale.runtime.elastic.generations import Generations
+from whale.runtime.elastic.group import RankGroup
+from whale.runtime.elastic.membership import (
+    ANEW,
+    GROWN,
+    MET,
+    WHOLE,
+    Agreements,
+    LoneCommunicator,
+    RankStatement,
+    catch_up,
+    gather_bytes,
+    hear_returned,
+)
+from whale.runtime.elastic.recovery import RecoveredState, become_whole, describe_lost, recover
+from whale.runtime.elastic.requirements import (
+    find_host_name,
+    has_divided_variables,
+    make_nothing_to_join_error,
+    refuse,
+    refuse_plan,
+    refuse_variables,
+)
+from whale.started import joins
+
+# Seconds to wait, after an exchange fails, for `whale run` to say that a rank is gone; longer only if none is gone.
+_WORD_S = 3.0
+_T = TypeVar("_T")
+
+
+class Elastic:
+    """The part of a rank that lets it go on when others are gone.
+
+    Attributes:
+      drawn: of what gives a batch that a step reads itself: the next one, or the same when the call is made again.
+      share_again: has a dataset be divided among the ranks that there are (``divide_again``).
+    """
+
+    def __init__(self, context: Context) -> None:
+        refuse(context, joins() > 0)
+        context.variables.keeps_first = True
+        self._context: weakref.ref[Context] = weakref.ref(context)
+        self._balance = Balance() if context.config["fault.rebalance"] else None
+        self._watched: WatchedSteps | None = None  # the program of the latest step
+        self._group = RankGroup(lambda: self._run)
+        self._commits, self._times = Commits(), StepTimes()
+        self._calls = CallLog(lambda value: cut_rows_again(self._run, value))
+        self._at = self._calls.at
+        self.drawn: Callable[[Callable[[], Any]], Any] = self._calls.draw_batch
+        self.share_again: Callable[[Any], None] = self._group.register_dataset
+        self._kept: list[tuple[Any, tf.Tensor]] = []  # handles and values from before the step that is being taken
+        self._pack: Callable[[Any], Any] = lambda results: results
+        self._inside = False
+        self._generations: Generations | None = None
+        self._agreements = Agreements()
+
+    @property
+    def number(self) -> int:
+        """Returns how often ranks are gone or have come so far; equal on all that are left."""
+        return self._group.number
+
+    @property
+    def divisions(self) -> int:
+        """Returns how often rows were divided anew among the same ranks, or ranks were taken in."""
+        return self._group.divisions
+
+    def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
+        """Returns what counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay
+        so.
+        """
+        run = self._run
+        if self._balance is None:
+            return None
+        given = (run.saved is not None or run.described is not None) * "their plan is given"
+        cut = run.auto is not None and run.auto.strategy.is_pipelined
+        return self._balance.watch(plan, program, run, given or run.stages_seen * "each has its stage", cut)
+
+    def take_step(
+        self,
+        run: Callable[[], Any],
+        pack_results: Callable[[Any], Any],
+        early: Sequence[Any],
+        watched: WatchedSteps | None = None,
+        assigned: Mapping[int, tf.Tensor] | None = None,
+    ) -> Any:
+        """Takes a step.
+
+        Args:
+          run: gives its flat results.
+          early: (handle, dtype) of variables that it writes before its exchanges have come to their end.
+          watched: counts it.
+          assigned: handle's number -> whole value that the script gave to a variable of which ranks hold parts.
+        """
+        step, generations = self._at.steps + 1, self._generations if self._run.comms else None
+        if generations is not None:
+            generations.record_before(step, assigned or {})
+        self._kept = [(handle, gen_resource_variable_ops.read_variable_op(handle, dtype)) for handle, dtype in early]
+        self._pack = pack_results
+        results = run() if watched is None else watched.take(run)
+        self._kept, self._watched = [], watched
+        self._at.results, self._at.steps = results, step
+        if generations is not None:
+            generations.record_after(step)
+        return pack_results(results)
+
+    def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
+        """Calls ``take(args, kwargs)``, which exchanges something, as often as it takes.
+
+        Where another rank has made this call before somebody was gone, returns what it returned there. Of a call that
+        takes no
+        step, that is something that ``pack`` takes.
+
+        Raises:
+          CommError: it failed though nobody is gone, or what is gone cannot be had again.
+        """
+        if self._inside:
+            return take(args, kwargs)
+        if not self._group.members:
+            raise make_nothing_to_join_error()
+        self._inside = True
+        self._calls.begin()
+        self._times.begin()
+        calls, steps = self._at.calls, self._at.steps
+        try:
+            while True:
+                try:
+                    if self._take_in():
+                        args, kwargs = self._calls.prepare_again(args, kwargs)
+                    calls, steps = self._calls.redo()
+                    result = take(args, kwargs)
+                    break
+                except CommError as error:
+                    self._go_on(error)
+                if self._calls.undone is None and self._at.steps > steps:  # by itself, or by another rank
+                    result = self._pack(self._at.results)
+                    break
+                if self._at.calls > calls:
+                    return self._at.returned  # type: ignore[no-any-return]
+                args, kwargs = self._calls.prepare_again(args, kwargs)
+            if self._generations is not None and self._at.steps > steps:
+                self._calls.record_step(wrap_in_scopes(self._run.scopes, take), args, kwargs)
+        finally:
+            self._inside = False
+        self._at.calls = calls + 1
+        self._times.end(self._at.steps > steps)
+        self._at.returned = result if self._at.steps == steps else None
+        if self._at.steps > steps and self._balance is not None and self._watched is not None and self._run.comms:
+            self._look(self._balance, self._watched)
+        return result
+
+    def _look(self, balance: Balance, watched: WatchedSteps) -> None:
+        """Divides rows anew, after a step, where ranks are faster or slower than their shares."""
+        context = self._run
+        self._calls.begin()  # a step that is gone now is one that an earlier call has taken
+        try:
+            rows, why = balance.check_after_step(watched, context.comms[0])
+            if why and not rows and self._group.ranks.present == self._group.members:
+                said = self._hear_statements(context.comms[0])
+                if watched.is_replanning_worthwhile(said[0].weighed):
+                    self._make_variables_whole(context.comms[0], said, ANEW)
+        except CommError as error:
+            self._go_on(error)
+            return
+        if why:
+            self._group.divide_work(rows, why)
+
+    def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
+        """Checks a program that is about to divide variables so. Collective where it is the first that does.
+
+        Raises:
+          PlanError: one of them would be gone with its ranks, or could not be divided anew.
+          CommError: a rank is gone.
+        """
+        context = self._run
+        if not has_divided_variables(uses, context.size) or not context.comms:
+            return
+        copies = context.config["fault.elastic"] == "memory"
+        refuse_variables(variables)
+        refuse_plan(uses, {c.node: c.name for c in variables}, context.size, copies)
+        if self._generations is None:
+            host = find_host_name(context.config.network.hosts, self._group.me)
+            said = context.comms[0].allgather_bytes("whale/elastic/hosts", host.encode(), TURN_TIMEOUT_S)
+            self._generations = Generations(context, context.variables, [one.decode() for one in said], copies)
+
+    # -- a rank is gone
+
+    @property
+    def _run(self) -> Context:
+        context = self._context()
+        assert context is not None  # it owns this
+        return context
+
+    def _go_on(self, error: CommError) -> None:
+        while True:
+            if not self._group.hear(_WORD_S):
+                raise error
+            try:
+                self._meet()
+                return
+            except CommError as another:  # one more is gone, or soon will be known to be
+                error = another
+
+    def _meet(self) -> None:
+        """Meets all ranks that are there, also if they have not been taken in, and agrees who goes on, and from
+        where.
+        """
+        context, group = self._run, self._group
+        self._times.begin_change()
+        for handle, value in self._kept:
+            gen_resource_variable_ops.assign_variable_op(handle, value)
+        self._kept = []
+        there = group.ranks.present
+        meeting = group.make_meeting(there, 0)
+        self._agreements.catch_up(meeting)
+        members = group.ranks.active
+        if group.me not in members:
+            return
+        if members != there:
+            meeting = group.make_meeting(members, 2)
+        said = self._hear_statements(meeting)
+        me, recovered = members.index(group.me), None
+        if self._generations is not None and all(one.keeps for one in said):
+            taken = [one.steps for one in said]
+            recovered = recover(meeting, self._generations, max(taken), min(taken))
+        if recovered is None or not recovered.back:
+            hear_returned(meeting, said, me, self._at)
+        if recovered is None:
+            catch_up(meeting, said, me, self._at, context.variables.known)
+        self._agreements.agree(group.number, MET, meeting, partial(self._become_ranks, members, said, recovered))
+        group.connect(group.make_survivors(members))
+
+    def _hear_statements(self, meeting: Any) -> list[RankStatement]:
+        """Returns what every rank of a meeting says of itself."""
+        context = self._run
+        keeps = self._generations is not None and bool(self._generations.begun)
+        counted = self._at.calls, self._at.steps, len(context.variables.known), context.programs, context.elements
+        mine = *counted, socket.gethostname(), self.divisions, list(context.config["batch.shares"]), keeps
+        left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
+        return [RankStatement(*unpack(one)) for one in gather_bytes(meeting, pack((*mine, self._times.weigh(left))))]
+
+    def _become_ranks(
+        self,
+        members: tuple[int, ...],
+        said: Sequence[RankStatement],
+        recovered: RecoveredState | None,
+        divisions: int = 0,
+    ) -> None:
+        """Makes the run one of these ranks; what was compiled before is compiled again."""
+        context, group, generations = self._run, self._group, self._generations
+        if recovered is not None and generations is not None:
+            self._calls.go_back(recovered.steps, generations.list_rewritten)
+        become_whole(context.variables.list_holdings(context.size), recovered)
+        group.update_places([one.host for one in said], members.index(group.me))
+        self._generations = None
+        context.programs = max(one.programs for one in said)
+        context.elements = max(one.elements for one in said)
+        last = max(said, key=lambda one: one.divisions)  # some may not have come to divide rows anew
+        group.divisions, self._watched = max(divisions, last.divisions), None
+        if last.shares:
+            group.divide([share for rank, share in zip(group.members, last.shares) if rank in members])
+        fewer = len(members) < len(group.members)
+        group.members = members
+        if context.rank == 0 and fewer:
+            log.info(
+                f"{len(said)} ranks go on after {max(one.steps for one in said)} steps, {describe_lost(recovered)}"
+            )
+
+    def _make_variables_whole(self, meeting: Any, said: Sequence[RankStatement], kind: int) -> None:
+        """Makes every variable whole on all ranks, which stay the same; nothing is compiled for them."""
+        self._times.begin_change()
+        group, generations, recovered = self._group, self._generations, None
+        if generations is not None and generations.begun:
+            recovered = recover(meeting, generations, self._at.steps, self._at.steps)
+        divisions = group.divisions + (kind == ANEW)
+        act = partial(self._become_ranks, group.members, said, recovered, divisions)
+        self._agreements.agree(group.number, kind, meeting, act, divisions)
+
+    # -- ranks have come
+
+    @property
+    def is_keeping_commits(self) -> bool:
+        """Tells whether other processes may come to take up what the script commits."""
+        return self._group.door is not None
+
+    def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
+        """Records that another process can take up the script here with what ``state`` gives, now or later."""
+        self._commits.keep(self._at.calls, state, steps_left)
+
+    def come_in(self) -> bytes | None:
+        """Waits for the others in a process that joins, and returns what the script has committed there; elsewhere
+        returns None.
+
+        Raises:
+          CommError: one of them is gone while they take this one in.
+          SystemExit: they have come to their end before they took it in.
+        """
+        if self._group.members:
+            return None
+        self._group.wait_until_asked_in()
+        while not self._group.members:
+            try:
+                self._meet()
+                if not self._group.members:
+                    self._take_in_newcomers(None)
+            except CommError:
+                if self._group.is_over:
+                    log.warning("the others have come to their end, and this process has not joined them")
+                    self._run.outside = None  # it has trained nothing that could be compared
+                    raise SystemExit(0) from None
+                if not self._group.hear(_WORD_S):
+                    raise
+        return self._commits.held[self._at.calls]()
+
+    def _take_in_newcomers(self, welcome: Welcome | None) -> None:
+        comm, members, hosts, known = self._group.offer(welcome)
+        act = partial(self._apply_growth, comm, members, hosts, known)
+        self._agreements.agree(self._group.number, GROWN, comm, act)
+
+    def _apply_growth(self, comm: Any, members: tuple[int, ...], hosts: Sequence[str], known: Welcome) -> None:
+        more = len(members) - len(self._group.members)
+        self._group.grow(comm, members, hosts, known)
+        self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
+        self._commits.keep(known.calls, lambda: known.state)
+        if self._run.rank == 0:
+            log.info(f"{more} ranks join after {known.steps} steps: {len(members)} ranks go on")
+
+    def _take_in(self) -> bool:
+        """Takes in, before a call, ranks that have come, where the script has just committed; tells whether there were
+        any.
+        """
+        context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
+        if state is not None and not context.comms and group.hear(0.0):  # nothing fails here when somebody comes
+            self._meet()
+        there = group.ranks.present
+        if state is None or there in (group.members, self._times.declined):
+            return False
+        meeting = context.comms[0] if context.comms else LoneCommunicator()
+        said = self._hear_statements(meeting)
+        if not is_worthwhile(said[0].weighed, len(said), len(there), tell=context.rank == 0):
+            self._times.declined = there
+            return False
+        self._make_variables_whole(meeting, said, WHOLE)
+        counted = self._at.calls, self._at.steps, context.programs, context.elements, group.divisions + 1
+        self._take_in_newcomers(Welcome(*counted, list(context.config["batch.shares"]), state()))
+        return True
+
+
+def refuse_session(context: Context) -> None:
+    """Raises ConfigError where a session is made in a run that is to go on when ranks are gone."""
+    if context.elastic is not None:
+        raise ConfigError(
+            "sessions do not go on when ranks are gone",
+            given="elastic, and a session of TensorFlow 1",
+            expected="steps of wh.function or of Keras",
+            action="leave elastic out, and use `whale run --max-restarts` with checkpoints",
+        )

@@ -1,0 +1,59 @@
+"""Makes the scale of a run's losses under ``precision.compute_dtype=float16``."""
+
+from __future__ import annotations
+
+from whale.capture.scaling import LossScale, LossScaleFeed
+from whale.config import Config
+from whale.errors import ConfigError
+from whale.runtime.context import Context, require_current
+
+FIRST_SCALE, GROWTH_STEPS = 2.0**15, 2000  # of a scale that adapts, as Keras' LossScaleOptimizer has them
+_NEVER = 2**31 - 1  # steps until a scale grows that does not
+
+
+def _first_and_growth(config: Config) -> tuple[float, int]:
+    """Returns the scale at first, and after how many steps without overflow it grows."""
+    fixed = config["precision.loss_scale"]
+    return (fixed, _NEVER) if fixed else (FIRST_SCALE, GROWTH_STEPS)
+
+
+def find_loss_scale(context: Context) -> LossScale | None:
+    """Returns the scale that all steps of the run share, made for the first one; None where losses are not scaled."""
+    config = context.config
+    if config["precision.compute_dtype"] != "float16":
+        return None
+    if context.loss_scale is None:
+        context.loss_scale = LossScale(*_first_and_growth(config))
+    return context.loss_scale
+
+
+def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
+    """Returns the scale of the losses of graphs that sessions run; None where losses are not scaled."""
+    config = context.config
+    if config["precision.compute_dtype"] != "float16":
+        return None
+    if context.fed_scale is None:
+        context.fed_scale = LossScaleFeed(*_first_and_growth(config))
+    return context.fed_scale
+
+
+def loss_scale() -> float:
+    """Returns what losses are multiplied by at present, in float16; a step that overflows halves it.
+
+    Under ``wh.stage`` all ranks have to ask, as for other values of variables.
+
+    Raises:
+      ClusterError: called before ``wh.init``.
+      ConfigError: losses are not scaled.
+    """
+    context = require_current("wh.loss_scale()")
+    if context.fed_scale is not None and context.loss_scale is None:
+        return context.fed_scale.scale
+    found = find_loss_scale(context)
+    if found is None:
+        raise ConfigError(
+            "losses are not scaled",
+            expected='precision.compute_dtype="float16"',
+            action="set it, or leave wh.loss_scale() out",
+        )
+    return float(found.scale.numpy())

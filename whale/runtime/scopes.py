@@ -1,0 +1,304 @@
+"""Enters scopes: nodes built under one carry its path, and so do variables created under it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from whale.capture.attrs import AGAIN, CHECKPOINT, SCOPE_ATTR, mark_attributes
+from whale.errors import PlanError
+from whale.passes.analysis.scopes import micro_batches_in, ranks_of_scope, split_scope
+from whale.passes.analysis.stages import CONTEXT, stage_of
+from whale.runtime.context import Context, require_current
+
+_DEVICE = re.compile(
+    r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?(?:/(?:device:)?(?:cpu|gpu|CPU|GPU):(?P<device>\d+))?"
+)
+
+
+@contextmanager
+def enter_scope(
+    kind: str,
+    devices: tuple[int | str, ...] | None,
+    dim: int | None = None,
+    sequence: int | None = None,
+    axis: tuple[str, ...] | None = None,
+    context: int | None = None,
+) -> Iterator[None]:
+    """Annotates what is built inside with a new scope of ``kind``; its settings and some of the ranks go into its name.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: devices that are no ranks of the run; ``sequence`` or ``context`` is neither 0 nor 1, or stands beside
+        what it excludes; ``axis`` is no name.
+    """
+    run = require_current(f"the scope wh.{kind}")
+    with _enter_path(run, kind, _format_settings(NamedScope(kind, devices, dim, sequence, axis, context=context), run)):
+        yield
+
+
+def _format_settings(scope: NamedScope, context: Context) -> str:
+    """Returns what a replica's or a split's part of a path says behind its number."""
+    size, devices = context.planned_size, _check_devices(scope.kind, scope.devices, context)
+    axis = (CONTEXT,) if scope.axis is None and scope.context is not None else scope.axis
+    settings = [f"axis={'+'.join(_check_axes(axis))}"] if axis is not None else []
+    settings += [f"dim={scope.dim}"] if scope.dim is not None else []
+    if scope.context is not None and (scope.dim is not None or scope.sequence is not None):
+        raise PlanError(
+            "a split that divides the sequence on every layer divides nothing else",
+            given=f"context={scope.context!r}, dim={scope.dim!r}, sequence={scope.sequence!r}",
+            expected="context alone",
+            action="leave the others out, or split weights in a scope inside, over another axis",
+        )
+    for name, at in (("sequence", scope.sequence), ("context", scope.context)):
+        if at is None:
+            continue
+        if at not in (0, 1) or isinstance(at, bool):
+            raise PlanError(
+                "a split names a dimension that is none of a sequence",
+                given=f"{name}={at!r}",
+                expected="1 for activations [batch, sequence, features], 0 for [sequence, batch, features]",
+                action=f"correct {name}, or leave it out",
+            )
+        settings.append(f"{name}={at}")
+    inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
+    if devices is not None and (len(devices) < size or inside_of is not None):
+        settings.append(_format_ranks(sorted(devices)))
+    return f"({','.join(settings)})" if settings else ""
+
+
+def _check_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns ``axes``; raises PlanError for what cannot be the name of one."""
+    for axis in axes:
+        if not isinstance(axis, str) or not axis.isidentifier() or axis == "stage":
+            raise PlanError(
+                "a split is over an axis that no mesh can have",
+                given=f"axis={axis!r}",
+                expected="a name as in mesh=data=2,tensor=4; stages are made by wh.stage",
+                action="correct axis, or leave it out for the axis tensor",
+            )
+    return axes
+
+
+@dataclass(frozen=True)
+class NamedScope:
+    """A scope: kind (replica, split or stage) and arguments; ``number`` is that of a stage of ``wh.annotate``."""
+
+    kind: str
+    devices: tuple[int | str, ...] | None = None
+    dim: int | None = None
+    sequence: int | None = None
+    axis: tuple[str, ...] | None = None
+    number: int | None = None
+    context: int | None = None
+
+
+def format_scope_part(scope: NamedScope, number: int, context: Context) -> str:
+    """Returns the part of a path that a scope of ``wh.annotate`` stands for.
+
+    Args:
+      number: of the annotation; a stage that has a number has that one.
+
+    Raises:
+      PlanError: devices that are no ranks of the run; a ``sequence`` that is none.
+    """
+    if scope.kind != "stage":
+        return f"{scope.kind}_{number}{_format_settings(scope, context)}"
+    devices = _check_devices("stage", scope.devices, context)
+    ranks = "" if devices is None else f"({_format_ranks(devices)})"
+    return f"stage_{number if scope.number is None else scope.number}{ranks}"
+
+
+@contextmanager
+def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
+    """Annotates what is built inside with a new stage of a pipeline.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: a stage inside a stage, or devices that are no ranks of the run.
+    """
+    context = require_current("the scope wh.stage")
+    ranks = _check_devices("stage", devices, context)
+    if stage_of("/".join(context.scopes[-1:])):
+        raise PlanError(
+            "a stage inside a stage",
+            given=context.scopes[-1],
+            expected="stages beside each other",
+            action="leave the inner wh.stage out",
+        )
+    with _enter_path(context, "stage", "" if ranks is None else f"({_format_ranks(ranks)})"):
+        yield
+
+
+def refuse_number(number: int) -> None:
+    """Raises PlanError for a stage that is entered by its number."""
+    raise PlanError(
+        "a stage by its number is for wh.annotate",
+        given=f"with wh.stage({number})",
+        expected="wh.stage(), which is a stage of its own each time, or its ranks: wh.stage([0, 1])",
+        action="leave the number out, or write its ranks as a list",
+    )
+
+
+def _format_ranks(devices: Iterable[int]) -> str:
+    return f"ranks={'+'.join(map(str, devices))}"
+
+
+def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
+    """Returns the ranks of ``devices``; raises PlanError for devices that are none of them. None: those that are left
+    choose anew.
+    """
+    if devices is None or context.lost_count:
+        return None
+    size = context.planned_size
+    ranks = _number_devices(kind, devices, context)
+    if not ranks or not set(ranks) <= set(range(size)) or len(set(ranks)) < len(ranks):
+        raise PlanError(
+            f"wh.{kind} is on ranks that do not exist, on one twice, or on none",
+            given=f"devices={list(devices)}, {size} ranks",
+            expected=f"different ranks below {size}",
+            action="correct devices, or leave them out",
+        )
+    return ranks
+
+
+def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context) -> tuple[int, ...]:
+    """Returns ranks by number, or by TensorFlow's names of devices: a task has as many ranks as this host, or one."""
+    named = [d for d in devices if isinstance(d, str)]
+    found = [_DEVICE.fullmatch(name) for name in named]
+    places = [(int(m["task"] or 0), int(m["device"] or 0)) for m in found if m is not None]
+    hosts = context.local_ranks < context.planned_size
+    if len(places) < len(named) or not (
+        hosts or len({task for task, _ in places}) <= 1 or not any(d for _, d in places)
+    ):
+        raise PlanError(
+            f"wh.{kind} is on devices of which nobody knows which ranks they are",
+            given=f"devices={list(devices)}",
+            expected='names like "/job:worker/task:1" or "/device:GPU:1"; on one host tasks or devices, not both',
+            action="give the numbers of the ranks",
+        )
+    each = context.local_ranks if hosts else 1
+    ranks = iter([task * each + device for task, device in places])
+    return tuple(next(ranks) if isinstance(d, str) else d for d in devices)
+
+
+@contextmanager
+def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
+    """Annotates what is built inside with a new pipeline.
+
+    Raises:
+      ClusterError: ``wh.init`` was not called.
+      PlanError: no positive integer; a pipeline inside a stage or split, or where another number holds.
+    """
+    context = require_current("the scope wh.pipeline")
+    if not isinstance(num_micro_batch, int) or isinstance(num_micro_batch, bool) or num_micro_batch < 1:
+        raise PlanError(
+            "a batch cannot be cut into that many micro-batches",
+            given=f"num_micro_batch={num_micro_batch!r}",
+            expected="an integer of at least 1",
+            action="correct num_micro_batch",
+        )
+    path = "".join(context.scopes[-1:])
+    if stage_of(path) or any(map(split_scope, path.split("/"))):
+        raise PlanError(
+            "a pipeline inside a stage or a split",
+            given=path,
+            expected="replica, pipeline, stage and split inside each other in this order",
+            action="enter wh.pipeline around them",
+        )
+    settings = f"(micro_batches={num_micro_batch})"
+    find_micro_batches(context, [*context.scopes[-1:], f"pipeline_0{settings}"])
+    with _enter_path(context, "pipeline", settings):
+        yield
+
+
+def find_micro_batches(context: Context, paths: Iterable[str]) -> int:
+    """Returns into how many micro-batches a program with scopes of these ``paths`` cuts each rank's rows.
+
+    Raises:
+      PlanError: scopes ask for different numbers, or for another one than the configuration sets.
+    """
+    key = "pipeline.micro_batches"
+    asked = {n: f"wh.pipeline(num_micro_batch={n})" for n in micro_batches_in(paths)}
+    origin = context.config.origin(key)
+    if origin != "default" or not asked:
+        asked.setdefault(context.config[key], f"{key}={context.config[key]} ({origin})")
+    if len(asked) > 1:
+        raise PlanError(
+            "a step cannot be computed in different numbers of micro-batches",
+            given=", ".join(asked.values()),
+            expected="one number for the whole step",
+            action=f"give every wh.pipeline of the step the same number, and leave {key} out or set it to that",
+        )
+    return next(iter(asked))
+
+
+@contextmanager
+def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    # Numbered within a graph, so that tracing it again gives the same names; behind those that layers were created in.
+    number = getattr(graph, "_whale_scopes", context.scope_count) if graph is not None else context.scope_count
+    path = "/".join([*context.scopes[-1:], f"{kind}_{number}{settings}"])
+    if graph is not None:
+        graph._whale_scopes = number + 1
+    else:
+        context.scope_count = number + 1
+
+    def create_in_scope(next_creator: Any, **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        setattr(variable, SCOPE_ATTR, path)
+        return variable
+
+    context.dividing_scope_seen |= kind in ("split", "stage")
+    context.stages_seen |= kind == "stage"
+    context.scopes.append(path)
+    with ExitStack() as stack:
+        stack.callback(context.scopes.pop)
+        stack.enter_context(tf.variable_creator_scope(create_in_scope))
+        if graph is not None:
+            attribute = attr_value_pb2.AttrValue(s=path.encode())
+            stack.enter_context(graph._attr_scope({SCOPE_ATTR: attribute}))
+        yield
+
+
+def mark_held(tensor: Any) -> Any:
+    """Marks ``tensor`` as held until the backward pass; returns it as it is outside of a graph."""
+    if tf.executing_eagerly():
+        return tensor
+    with tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(CHECKPOINT)):
+        return tf.identity(tensor, "checkpoint")
+
+
+@contextmanager
+def enter_mark(mark: str) -> Iterator[None]:
+    """Gives what is built inside a mark of ``whale.capture.attrs``; outside of a graph nothing is marked."""
+    with ExitStack() as stack:
+        if not tf.executing_eagerly():
+            stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(mark)))
+        yield
+
+
+def mark_recomputed() -> AbstractContextManager[None]:
+    """Marks what is built inside as what is computed again for the backward pass."""
+    return enter_mark(AGAIN)
+
+
+def join_path(context: Context, path: str) -> str:
+    """Returns the path of an earlier scope for code that is built inside the scopes that are entered now."""
+    outer = "".join(context.scopes[-1:])
+    if not outer or outer == path or path.startswith(f"{outer}/"):
+        return path
+    return outer if stage_of(outer) and stage_of(path) else f"{outer}/{path}"
+
+
+@contextmanager
+def enter_path(path: str) -> Iterator[None]:
+    """Puts what is built inside into the scope of this path, in the graph at hand; there need be no run."""
+    with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: attr_value_pb2.AttrValue(s=path.encode())}):
+        yield

@@ -1,1 +1,0 @@
-"""Spreads runs of TensorFlow 1 sessions over the ranks."""

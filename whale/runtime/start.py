@@ -1,0 +1,459 @@
+"""``wh.init`` and ``wh.shutdown``: ranks are connected and made equal, and end in order or with a reason."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tensorflow.python.autograph.pyct import loader
+
+import whale_ops
+from whale.config import Config
+from whale.distributed import device_exchange, horovod
+from whale.distributed.common_seeds import (
+    CommonSeeds,
+    compute_state_number,
+    read_random_state,
+    restart_streams,
+    take_random_state,
+)
+from whale.distributed.connect import configure_communicator, share_tensors_if_possible
+from whale.distributed.preemption import PreemptionNotice
+from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
+from whale.distributed.trace import Trace, open_span, open_trace
+from whale.distributed.watch import LauncherWatch
+from whale.errors import ClusterError, ConfigError, WhaleError
+from whale.log import log, set_level
+from whale.runtime.annotate import annotate, describe_unmatched, read_annotations
+from whale.runtime.context import Context, DryRun, OwnPrograms, local_ranks, process, require_current
+from whale.runtime.elastic.elastic_run import Elastic
+from whale.runtime.reinit import begin_again
+from whale.runtime.saved_plan import SavedPlan, read_saved_plan
+from whale.runtime.tf_config import check_alone
+from whale.runtime.unsynchronized_training import find_unsynchronized_training
+from whale.runtime.variables import deferred
+from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.started import FILES_VARIABLE, PROGRESS_VARIABLE, ProcessPlace, joins, process_place
+
+_FOLDER = "python"
+_FREE_BYTES = 1 << 24  # a folder in memory that is all but full stays as it is
+
+_ANY_TEXT = "whale"  # of which each rank says its hash
+
+
+@contextmanager
+def plan_only(dry: DryRun) -> Iterator[None]:
+    """An ``init`` inside makes a dry run, which ends with the scope."""
+    process.dry = dry
+    try:
+        yield
+    finally:
+        process.dry = None
+        shutdown()
+
+
+def init(
+    config: Config | Mapping[str, Any] | None = None,
+    plan: str | os.PathLike[str] = "",
+    solo: bool = False,
+    *,
+    ranks: int | None = None,
+    elastic: bool = False,
+) -> None:
+    """Starts Whale in this process; every rank calls it before scopes and steps.
+
+    Connects the ranks that a launcher started (`whale run`, mpirun, srun), or makes ``ranks`` of them inside this
+    process, as a notebook wants them. Rank 0's random states of Python, NumPy, TensorFlow and Keras become those of all
+    ranks, so that seeds which a program draws are equal. What is made from now on without a seed gets equal ones:
+    shuffles of tf.data, and unless each rank brings batches of its own, operations that run eagerly, and generators of
+    NumPy and TensorFlow.
+
+    A second call, on every rank, gives the run that goes on another configuration, without scopes and annotations of
+    before; the ranks stay connected.
+
+    Args:
+      config: a ``wh.Config`` or a mapping of dotted keys.
+      plan: file of the plan that the script's step runs under, as the key ``mesh.plan``.
+      solo: whether each rank may train by itself. Otherwise a run of several processes that trains, and of which Whale
+        distributes nothing, ends with exit code 2.
+      elastic: whether the ranks go on in their processes when others are killed, frozen or lost; "memory" for the key
+        ``fault.elastic`` that says nothing.
+      ranks: so many ranks as threads of this process; the key ``communication.in_process_ranks``.
+
+    Raises:
+      ConfigError: an unknown key or a wrong value; ``TF_CONFIG`` names tasks that are no workers.
+      PlanError: the saved plan cannot be read, or is for another number of ranks.
+      ClusterError: the ranks cannot be connected; or ``TF_CONFIG`` names several workers, and nothing has started ranks
+        for them; or a second call has a ``plan`` or ``solo``, or other keys that say
+        how ranks are connected, or the ranks run programs of their own.
+    """
+    if ranks is not None:
+        config = config if isinstance(config, Config) else Config(config or {})
+        config = config.but({"communication.in_process_ranks": ranks})
+    if elastic:
+        config = config if isinstance(config, Config) else Config(config or {})
+        config = config if config["fault.elastic"] else config.but({"fault.elastic": "memory"})
+    going_on = process.context
+    if going_on is not None and going_on.own_programs is None and not plan and not solo:
+        begin_again(config)
+        return
+    _begin(config, plan, own_programs=False, solo=solo)
+
+
+def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
+    """Starts Whale where each rank runs a program of its own, which says itself what is exchanged; collective.
+
+    As ``init``, but nothing is spread, and Python's, NumPy's and TensorFlow's random states stay a rank's own.
+
+    Raises:
+      ConfigError: as ``init``, and with several ranks in one process.
+      ClusterError: the ranks cannot be connected, or Whale runs.
+    """
+    config = config if isinstance(config, Config) else Config(config or {})
+    if _is_in_process(config) and config["communication.in_process_ranks"] > 1:
+        raise ConfigError(
+            "the ranks of one process have no programs of their own",
+            given=f"communication.in_process_ranks={config['communication.in_process_ranks']}",
+            expected="a process for each rank",
+            action="start the ranks with `whale run` or mpirun, and leave communication.in_process_ranks out",
+        )
+    _begin(config, "", own_programs=True, solo=True)
+
+
+def _begin(
+    config: Config | Mapping[str, Any] | None, plan: str | os.PathLike[str], own_programs: bool, solo: bool
+) -> None:
+    if process.context is not None:
+        raise ClusterError(
+            "wh.init was called twice",
+            given="a second call in one process",
+            expected="one call, before scopes and steps",
+            action="call wh.shutdown() in between, or remove one",
+        )
+    config = config if isinstance(config, Config) else Config(config or {})
+    if config.origin("debug.log") != "default":
+        set_level(config["debug.log"])
+    place = process_place()
+    _check_in_process(config, place)
+    if place.launcher == "none" and not (solo or _is_in_process(config) or process.dry is not None):
+        check_alone()
+    # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
+    path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["mesh.plan"]
+    saved = read_saved_plan(path, _find_planned_size(config, place)) if path else None
+    annotations = read_annotations(config["mesh.annotations"]) if config["mesh.annotations"] else {}
+    process.runs += 1
+    keep_sources_with_run()
+    trace = None
+    if process.dry is None:
+        ranks = tuple(range(config["communication.in_process_ranks"])) if _is_in_process(config) else (place.rank,)
+        trace = open_trace(config, place, ranks, process.runs)
+    try:
+        with open_span(trace, "wh.init", "init"):
+            context = _start(config, place, f"whale{process.runs}", trace)
+            if own_programs:
+                context.own_programs = OwnPrograms(local_ranks(context))
+            elif context.has_other_processes or joins():
+                _share_random_state(context, solo)
+            if isinstance(saved, SavedPlan):
+                context.saved, context.auto = saved, saved.chosen_strategy
+            elif saved is not None:
+                context.described = saved, path
+            context.solo = solo
+            annotate(annotations)
+            deferred.install(lambda size_bytes: not context.ended and context.should_defer(size_bytes))
+            context.at_end.append(restart_streams())
+    except BaseException as error:
+        _undo()
+        if trace is not None:
+            trace.stop(f"wh.init failed: {type(error).__name__}")
+        raise
+    if trace is not None:
+        for comm in context.comms:
+            comm.trace_start(trace.descriptor)
+    if process.runs == 1:
+        atexit.register(_end_at_exit)
+    log.debug(f"rank {context.rank} of {context.size} takes part ({place.launcher})")
+
+
+def _undo() -> None:
+    """Nothing is left of an ``init`` that failed; ranks for which it did not are told that this one has left."""
+    context, process.context = process.context, None
+    if context is None:
+        return
+    context.ended = True
+    for taken in (context.seeds, context.outside):
+        if taken is not None:
+            taken.take_back()
+    if context.notice is not None:
+        context.notice.stop()
+    for comm in context.comms:
+        comm.leave()
+    if context.watch is not None:
+        context.watch.stop()
+
+
+def _find_planned_size(config: Config, place: ProcessPlace) -> int:
+    """How many ranks programs will be planned for."""
+    if process.dry is not None:
+        return process.dry.size
+    return config["communication.in_process_ranks"] if _is_in_process(config) else place.size
+
+
+def _is_in_process(config: Config) -> bool:
+    return bool(config["communication.in_process_ranks"])
+
+
+def _check_in_process(config: Config, place: ProcessPlace) -> None:
+    if not _is_in_process(config) or process.dry is not None:
+        return
+    if place.size > 1:
+        raise ConfigError(
+            "all ranks are asked for in one process, but a launcher started several",
+            given=f"{place.size} processes ({place.launcher})",
+            expected="one process",
+            action="start the script alone, or leave communication.in_process_ranks out",
+        )
+    if config["batch.mode"] == "local":
+        raise ConfigError(
+            "the ranks of one process have no batches of their own",
+            given='communication.in_process_ranks with batch.mode "local"',
+            expected='batch.mode "global": the script runs once and passes one batch',
+            action="start the ranks with `whale run`, or leave batch.mode out",
+        )
+
+
+def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) -> Context:
+    """Connects the ranks; what has been made is the process's context as soon as there is something to undo."""
+    after_horovod = horovod.is_running()
+    ranks: tuple[int, ...]
+    comms: Sequence[whale_ops.Communicator]
+    watch: LauncherWatch | None = None
+    apart: SocketBootstrap | None = None
+    if process.dry is not None:
+        size, ranks, comms = 1, (0,), ()
+    elif _is_in_process(config):
+        size = config["communication.in_process_ranks"]
+        ranks = tuple(range(size))
+        comms = whale_ops.connect_in_process(name, size, hosts=config.network.hosts) if size > 1 else ()
+    elif place.size > 1 and not joins():
+        watch = LauncherWatch(config, trace)
+        try:
+            comms, apart = connect_ranks(name, place, config, watch)
+        except BaseException:
+            watch.stop()
+            raise
+        watch.look_after(comms[0])
+        size, ranks = comms[0].size, (comms[0].rank,)
+    elif joins():
+        if not config["fault.elastic"]:
+            raise ConfigError(
+                "a process cannot join a run that is not elastic",
+                given="a process that `whale run --hosts-from` has started, and elastic=False",
+                expected="the configuration of the other ranks",
+                action="call wh.init(elastic=True) in all of them",
+            )
+        watch = LauncherWatch(config, trace)
+        size, ranks, comms = 1, (0,), ()
+        if config["communication.shared_memory"] == "tensors":
+            share_tensors_if_possible(config, place)
+        watch.look_after(None)
+    else:
+        size, ranks, comms = 1, (0,), ()
+        if PROGRESS_VARIABLE in os.environ or config["fault.notice_s"]:  # what `whale run` hears of a lone rank
+            watch = LauncherWatch(config, trace)
+            watch.look_after(None)
+    process.context = Context(
+        config, place, size, ranks, comms, name, watch, trace,
+        dry=process.dry, meter=process.meter, after_horovod=after_horovod, apart=apart,
+    )  # fmt: skip
+    if config["communication.backend"] == "horovod" and process.dry is None:
+        horovod.start(config, size, ranks)
+    if process.dry is None and config["fault.notice_s"]:
+        process.context.notice = PreemptionNotice()
+        process.context.at_end.append(process.context.notice.stop)
+    if process.dry is None and config["fault.elastic"] and (size > 1 or joins()):
+        process.context.elastic = Elastic(process.context)
+    if process.dry is None:
+        device_exchange.start_device_exchange(config, place, size, comms)
+    for comm in comms:
+        configure_communicator(comm, config)
+    return process.context
+
+
+def shutdown() -> None:
+    """Ends Whale in this process: tells the others that this rank leaves, frees communicators. Safe to repeat.
+
+    Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. Where Horovod
+    came first, MPI is Horovod's to end, and both go on.
+    """
+    try:
+        while process.context is not None and process.context.before_shutdown:
+            process.context.before_shutdown.pop()()
+    finally:
+        _end()
+
+
+def _end() -> None:
+    context, process.context = process.context, None
+    if context is None:
+        return
+    context.ended = True
+    _conclude(context)
+    context.variables.clear()
+    for put_back in context.at_end:
+        put_back()
+    if context.seeds is not None:
+        context.seeds.take_back()
+    if context.outside is not None:
+        context.outside.take_back()
+    if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
+        log.warning(f"no step of this run was the one of the saved plan {context.saved.path}")
+    if context.dry is None and context.rank == 0 and (missing := describe_unmatched(context)):
+        log.warning(missing)
+    if not context.after_horovod:
+        horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread
+    if context.watch is not None:
+        context.watch.tell_counters()
+    with open_span(context.trace, "wh.shutdown", "end"):
+        for comm in context.comms:
+            comm.close_device()
+            comm.leave()
+    if context.watch is not None:
+        context.watch.stop()
+    _end_trace(context, "end")
+
+
+def _conclude(context: Context) -> None:
+    """What this rank has to say at the end of its run: that it trained alone, or what trainable variables hold."""
+    if (error := find_unsynchronized_training(context)) is not None:
+        process.alone = str(error)
+    if context.watch is None or context.outside is None or context.solo:
+        return
+    outside = context.outside
+    if not context.watch.tell_end(
+        process.alone, lambda: context.variables.describe_held(context, outside, trainable=True)
+    ):
+        if process.alone:
+            log.warning(process.alone)
+
+
+def check_replicas() -> int:
+    """Compares the copies of variables that the run's programs use, and of others that were trained; collective.
+
+    Those others are trainable, of floating point, and were trained after ``wh.init``. What no program uses and nobody
+    has trained is not compared: the first step that uses it gets the first rank's value.
+
+    Returns:
+      how many variables were compared, which the first rank prints as well.
+
+    Raises:
+      CommError: copies differ from the first rank's, with the variables and ranks.
+    """
+    context = require_current("wh.check_replicas()")
+    compared = context.variables.check(context, context.outside)
+    if context.rank == 0:
+        log.info(f"{compared} variables are equal on all ranks")
+    return compared
+
+
+def _end_at_exit() -> None:
+    """An orderly end tells the others that this rank leaves; after an exception they hear what happened instead."""
+    context = process.context
+    error = getattr(sys, "last_value", None)
+    if context is None:
+        if error is None:
+            _end_alone()
+        return
+    if error is None and not context.failed:
+        try:
+            shutdown()
+        except WhaleError as e:
+            log.error(str(e))
+            os._exit(1)
+        _end_alone()
+        return
+    failure = "failed" + (f": {type(error).__name__}: {error}" if error else "")
+    for comm in context.comms:
+        comm.abort(f"rank {context.rank} {failure}")
+    _end_trace(context, failure)
+    if context.watch is not None:
+        context.watch.tell_counters()
+
+
+def _end_alone() -> None:
+    """Ends a process whose run trained, and of which Whale distributed nothing, with exit code 2."""
+    if process.alone:
+        whale_ops.finish()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
+
+
+def _end_trace(context: Context, reason: str) -> None:
+    if context.trace is not None:
+        for comm in context.comms:
+            comm.trace_stop()
+        context.trace.stop(reason)
+
+
+def _share_random_state(context: Context, solo: bool) -> None:
+    """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave.
+
+    Python's string hashes cannot be changed any more; it is said where they differ.
+    """
+    first = context.rank == 0 and not joins()
+    mine = read_random_state() if first else b""
+    if first and context.elastic is not None and context.elastic.is_keeping_commits:
+        context.watch.tell({"start": mine.hex()})  # type: ignore[union-attr]
+    if joins():
+        said = bytes.fromhex(context.watch.start())  # type: ignore[union-attr]
+    else:
+        timeout_s, known = context.config["debug.check_timeout_s"], hash(_ANY_TEXT).to_bytes(8, "little", signed=True)
+        everyone = context.comms[0].allgather_bytes("whale/random", known + mine, timeout_s)
+        said = everyone[0][8:]
+        context.other_hashes = tuple(r for r, one in enumerate(everyone) if one[:8] != everyone[0][:8])
+        if first and context.other_hashes:
+            log.warning(
+                "Python's string hashes differ between the ranks, and with them the order of sets, and what the script "
+                "makes in that order: start the ranks with PYTHONHASHSEED=0 in their environment, or by `whale run`"
+            )
+    number = compute_state_number(said) if first else take_random_state(said)
+    context.seeds = CommonSeeds(number)
+    if solo or context.has_local_batch:
+        context.seeds.leave_draws_to_ranks()
+    context.outside = ExternalUpdates()
+
+
+# Keeps the Python that AutoGraph writes in the run's own folder: TensorFlow removes it at the end of a process only.
+def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
+    """Has AutoGraph write, from now on, into the folder that `whale run` removes, if this process has one from it.
+
+    A rank that is killed, as the others are after a fault, would leave its files in the temporary folder for ever.
+    """
+    folder = (os.environ if environment is None else environment).get(FILES_VARIABLE)
+    if folder:
+        loader.tempfile = _Files(os.path.join(folder, _FOLDER))
+
+
+class _Files:
+    """The part of the module ``tempfile`` that AutoGraph uses, with files in a given folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def NamedTemporaryFile(self, **options: Any) -> Any:
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            free = os.statvfs(self._folder)
+            folder = self._folder if free.f_bavail * free.f_frsize >= _FREE_BYTES else None
+        except OSError:
+            folder = None
+        return tempfile.NamedTemporaryFile(**{"dir": folder, **options})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tempfile, name)

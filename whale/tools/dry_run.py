@@ -1,0 +1,400 @@
+"""Plans steps without processes: ``wh.plan`` and `whale plan script`."""
+
+from __future__ import annotations
+
+import math
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cost_model.cluster.allocation import read_named_cluster
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine_profile import MachineProfile, default_path, read
+from whale.capture.function import capture_function
+from whale.cgroup import cpu_quota
+from whale.distributed.gpus import describe_processor_operations
+from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
+from whale.ir.plan import Plan, strategy_of
+from whale.ir.plan_text import format_bytes, format_step
+from whale.ir.prediction import Prediction
+from whale.ir.program import Program
+from whale.kernels.substitute import REWRITE
+from whale.partition.lower import PARTITION, add_memory, lower_shown_ranks, make_any_plan
+from whale.passes.memory.step_bytes import nccl_memory
+from whale.passes.pass_manager import NORMALIZE, PLAN, make_plan, normalise
+from whale.passes.plan_builder import expand
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_lines
+from whale.passes.run_passes import PassLog, PassObserver
+from whale.passes.settings import PlanSettings
+from whale.passes.verify.explain import explained
+from whale.planner.graph_search.plan_prediction import (
+    Planned,
+    as_carried,
+    kept,
+    machine,
+    predict_plan,
+    predicted_on,
+    rank_programs,
+)
+from whale.planner.graph_search.predict import completed
+from whale.planner.graph_search.strategies import trains
+from whale.planner.report import planfile
+from whale.planner.report.draw_captured import Drawn
+from whale.planner.report.planfile import PlanFile
+from whale.planner.report.show import show, terminal_width
+from whale.planner.report.sliders import captured_sliders
+from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
+from whale.runtime.compile.settings import settings_of
+from whale.runtime.context import DryRun, find_running, process
+from whale.runtime.loss_scale import find_loss_scale
+from whale.runtime.start import plan_only
+from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.tools.plan_model import planned_again
+from whale.tools.run_as_main import as_main, beside, failures_told, located
+from whale.tools.what_if import compared, read_what_if
+
+_MOST = 5
+
+
+def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
+    """Returns the plan of a step for so many ranks, made in this process alone.
+
+    Args:
+      fn: a Python function, a tf.function or a wh.function.
+      ranks: None: as many as the run has; 1 before ``wh.init``.
+      args, kwargs: its arguments; tf.TensorSpec with static shapes (the global batch) stand for tensors.
+
+    Raises:
+      CaptureError: the step cannot be captured.
+      PlanError: the batch cannot be split as asked.
+    """
+    settings, scale = PlanSettings(size=ranks or 1), None
+    if (run := find_running()) is not None:
+        scale = find_loss_scale(run)
+        settings = settings_of(run).but(size=ranks or run.size)
+    marked = bool(settings.memory.recompute)
+    captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
+    program = normalise(captured.program, settings)
+    found = make_any_plan(program, settings)
+    found = replace(found, strategy=completed(strategy_of(found), settings))
+    return add_memory(found, lower_shown_ranks(program, found, settings), settings)
+
+
+@dataclass(frozen=True)
+class PredictionTarget:
+    """The machine on which a plan's time is predicted: a file that `whale profile` wrote, or a cluster file.
+
+    Without either it is the file that `whale profile` writes unless told otherwise, if there is one.
+    """
+
+    profile: str | None = None
+    cluster: str | None = None  # or local, this machine
+    network: str | None = None  # between the hosts of this job, where the cluster is local
+
+    def read(self) -> MachineProfile | Cluster:
+        """Reads the file's figures.
+
+        Raises:
+          ClusterError: it cannot be read, or none was named and this machine has not been measured.
+        """
+        return self.machines() or read(self.profile or default_path())
+
+    def machines(self) -> Cluster | None:
+        """Returns the cluster, where one is named; else None.
+
+        Raises:
+          ClusterError: its file cannot be read.
+        """
+        return None if self.cluster is None else read_named_cluster(self.cluster, self.network, cpu_quota())
+
+    def devices(self) -> int:
+        """Returns how many devices a cluster file has; 0: none is named, or this machine, which has no number of ranks.
+
+        Raises:
+          ClusterError: it cannot be read.
+        """
+        on = self.machines()
+        return on.device_count if on is not None and self.cluster != "local" else 0
+
+    def of(self, planned: Planned) -> tuple[Prediction | None, str]:
+        """Returns (what the plan is predicted to take or None, why that is not known or "").
+
+        Raises:
+          ClusterError: a file that was named cannot be read, or does not fit the plan.
+          PlanError: a file was named, and the program has no predicted time.
+        """
+        if (on := self.machines()) is not None:
+            return predicted_on(planned, on), ""
+        path = Path(self.profile) if self.profile is not None else default_path()
+        if self.profile is None and not path.exists():
+            return None, "No predicted time: this machine has not been measured (`whale profile`)\n"
+        try:
+            return predicted_on(planned, read(path)), ""
+        except WhaleError as error:
+            if self.profile is not None:
+                raise
+            return None, f"No predicted time: {error}\n"
+
+    def check_memory(self, planned: Planned) -> None:
+        """Compares the plan's memory with that of the cluster's devices, or with ``memory.limit_bytes``.
+
+        Raises:
+          PlanError: it does not fit.
+        """
+        plan, settings = planned.plan, planned.settings
+        if not plan.memory:
+            return
+        ranks = len(next(iter(plan.memory.values())))
+        limits: Sequence[float] = [settings.memory.limit_bytes or math.inf] * ranks
+        on = self.machines()
+        if on is not None and not settings.memory.limit_bytes:
+            limits = machine(on, settings.size).memory_bytes
+        memory = plan.memory
+        if settings.exchange.backend == "nccl" and (programs := rank_programs(planned)[:ranks]):
+            beside = [nccl_memory(one, rank, settings).get("NCCL", 0) for rank, one in enumerate(programs)]
+            memory = {**memory, "NCCL": tuple(beside)}
+        totals = [sum(sizes) for sizes in zip(*memory.values())]
+        if any(total > limit for total, limit in zip(totals, limits)):
+            # The program is normalised as it was planned; that changes nothing when it is done again.
+            beside_host = on is not None and on.kinds == {"gpu"}
+            options = options_text(settings, min(limits), planned.program, None, beside_host)
+            raise refusal_of_plan(plan.program, memory, limits, options)
+
+
+def main(
+    script: str,
+    args: Sequence[str],
+    ranks: int | None,
+    out: str | None = None,
+    prediction: PredictionTarget = PredictionTarget(),
+    is_model: bool = False,
+    explain: str | None = None,
+    fixed: Sequence[str] = (),
+    found: Callable[[], None] = lambda: None,
+    verbose: bool = False,
+) -> int:
+    """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
+
+    Args:
+      args: the script's arguments.
+      ranks: None: as many as the devices of a cluster file, else 2.
+      out: file that receives the plan as JSON.
+      prediction: on what the time is predicted.
+      is_model: ``script`` is a model file (see whale.tools.models).
+      explain: name or pattern of operations of which it is said why they lie as they do.
+      fixed: choices, each of which is tried beside the plan (see whale.tools.what_if).
+      found: called when the plan is there, before it is printed.
+      verbose: what each pass took and changed is printed as well.
+
+    Raises:
+      ClusterError: the script or a file does not exist.
+      PlanError: a choice cannot be read, or the plan does not fit.
+      ProgramError: the script ended without a step that takes a batch.
+    """
+    asked, ranks = [read_what_if(text) for text in fixed], ranks or prediction.devices() or 2
+    passes = PassLog() if verbose else None
+    if is_model:
+        planned = _described(script, ranks, passes)
+    else:
+        planned = first_step(script, args, ranks, on=prediction.machines(), passes=passes)
+    predicted, why = prediction.of(planned)
+    plan = planfile.of_program(
+        replace(planned.plan, predicted=predicted), prediction.machines() if prediction.devices() else None
+    )
+    found()
+    if out is not None:
+        planfile.save(msgspec.structs.replace(plan, script=beside(plan.script, out) if plan.script else ()), out)
+    sys.stdout.write(show(plan, terminal_width()) + "\n")
+    if planned.settings.exchange.backend in DEVICE_BACKENDS:
+        programs = rank_programs(planned)
+        memory = nccl_memory(programs[0], 0, planned.settings)
+        taken = [f"{name} takes some {format_bytes(size)} of the first rank's GPU" for name, size in memory.items()]
+        sys.stdout.write("\n".join([*host_lines(programs), *taken, *describe_processor_operations(programs), ""]))
+    sys.stdout.write(why)
+    if passes is not None:
+        sys.stdout.write("\n".join(["", *passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE))]) + "\n")
+    if explain is not None:
+        expanded = expand(planned.program, planned.plan.expanded, planned.settings)
+        sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
+    if asked:
+        sys.stdout.write("\n")
+    for one in asked:
+        sys.stdout.write(compared(planned, one, prediction.read() if predicted else None) + "\n")
+    prediction.check_memory(planned)
+    return 0
+
+
+def captured_again(plan: PlanFile, path: str) -> Planned:
+    """Captures the step of a saved program's plan again, from its script or description, under that plan.
+
+    Args:
+      path: of the plan's file.
+
+    Raises:
+      ClusterError: the script does not exist here.
+      PlanError: the plan names no script, or the program is not the plan's any more.
+      ProgramError: the script ends without the plan's step.
+    """
+    if plan.description:
+        return planned_again(plan, path)
+    if not plan.script:
+        raise PlanError(
+            "the plan names no script that could be captured again",
+            given=path,
+            expected="a plan that `whale plan -o FILE train.py` wrote",
+            action="make it so",
+        )
+    script = located(plan.script, path)
+    return first_step(script[0], script[1:], plan.strategy.ranks, os.path.abspath(path))
+
+
+def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders: bool = False) -> Drawn:
+    """Captures a saved plan's step again, and simulates it on what ``prediction`` names, or the plan's own cluster.
+
+    Args:
+      path: of the plan's file.
+      with_sliders: also where exchanges, or ranks, are faster or slower.
+
+    Raises:
+      ClusterError: the script does not exist here, or there is nothing to predict by.
+      PlanError: the program is not the plan's any more.
+    """
+    planned, ranks = captured_again(plan, path), plan.strategy.ranks
+    own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
+    on = own or prediction.read()
+    alone = planned.settings.but(
+        size=1,
+        devices=(),
+        batch__shares=(),
+        batch__local={},
+        mesh=(),
+        zero__level=0,
+        time__micro_batches=1,
+    )
+    alone_plan = make_plan(planned.program, alone)
+    programs = rank_programs(planned)
+    found = predict_plan(planned, on, with_timelines=True, programs=programs)
+    alone_s = predict_plan(Planned(planned.program, alone_plan, alone), on).step_s
+    here = machine(on, ranks)
+    name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
+    slowest = max(range(ranks), key=lambda rank: found.ranks[rank].end_s)
+    sliders = captured_sliders(as_carried(programs, planned.settings), here, slowest) if with_sliders else None
+    return Drawn(planned.plan, planned.program, found, alone_s, here.memory_bytes, name, sliders)
+
+
+def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
+    """Returns (what a step of a model file is predicted to take on a machine that `whale profile` measured, whether it
+    fits).
+
+    Raises:
+      ClusterError: a file cannot be read.
+    """
+    table = read(measured)
+    planned = _described(model, ranks)
+    found = predict_plan(planned, table)
+    text = "\n".join(format_step(kept(found, f"{table.host} as `whale profile` measured it", measured=True))) + "\n"
+    limits = machine(table, ranks).memory_bytes
+    fits = True
+    for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):
+        if ran.peak_bytes > limit:
+            fits = False
+            text += f"does not fit: rank {rank} lacks {format_bytes(ran.peak_bytes - limit)}\n"
+    return text, fits
+
+
+def _described(path: str, ranks: int, passes: PassLog | None = None) -> Planned:
+    from whale.runtime import described
+
+    description = described.read_description(path)
+    settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "marked")
+    watched = settings.but(observer=PassObserver("", passes))
+    program = normalise(described.capture_program(description), watched)
+    plan = make_any_plan(program, watched)
+    return Planned(
+        program, plan, settings, tuple(lower_shown_ranks(program, plan, watched)) if passes is not None else ()
+    )
+
+
+def first_step(
+    script: str,
+    args: Sequence[str],
+    ranks: int,
+    saved: str = "",
+    on: Cluster | None = None,
+    passes: PassLog | None = None,
+) -> Planned:
+    """Runs ``script`` up to its first step with a batch, plans that step for ``ranks`` ranks, and stops there.
+
+    Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
+
+    Args:
+      saved: file of a plan that the step is under, instead of being planned.
+      on: the devices that ``auto_parallel`` plans for; None: ranks as fast as this process.
+      passes: gets what the passes of that step took and changed.
+
+    Raises:
+      ClusterError: the script does not exist.
+      ProgramError: the script failed, or ended without a step that takes a batch.
+    """
+    if not Path(script).is_file():
+        raise ClusterError(
+            "the script does not exist", given=script, expected="a Python file", action="correct the path"
+        )
+    planned: list[Planned] = []
+    seen: dict[str, None] = {}
+
+    def stop(plan: Plan, program: Program, settings: PlanSettings, ranks: Sequence[Program]) -> None:
+        # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
+        if plan.batch_inputs or (plan.searched and trains(program)):
+            plan = replace(plan, script=(os.path.abspath(script), *args))
+            planned.append(Planned(program, plan, settings.but(observer=PassObserver()), tuple(ranks)))
+            raise _Planned
+        seen[program.name] = None
+
+    runs, outside, dry = process.runs, ExternalUpdates(), DryRun(ranks, stop, saved, on, passes)
+    try:
+        with as_main(script, args), plan_only(dry), suppress(_Planned), failures_told(script):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        outside.take_back()
+    if not planned:
+        raise _nothing_to_plan(script, process.runs > runs, outside, list(seen))
+    return planned[0]
+
+
+def _nothing_to_plan(script: str, started: bool, outside: ExternalUpdates, seen: Sequence[str]) -> ProgramError:
+    """Returns the error of a script that ended without a step to plan.
+
+    Args:
+      started: whether it called ``wh.init``.
+      outside: what it trained beside Whale.
+      seen: names of the programs that it ran, which take no batch.
+    """
+    facts, action = {"given": script}, "check that the script calls its step when started alone"
+    if outside.trained:
+        facts["trained beside Whale"] = "; ".join(list(outside.trained)[:_MOST])
+        action = "make what is named a wh.function (in the place of tf.function), or a wh.Session"
+    if seen:
+        facts["without a batch"] = ", ".join(seen[:_MOST])
+    if not started:
+        facts["given"] += ", which never calls wh.init()"
+        action = "put `import whale as wh; wh.init()` at the beginning of the script"
+    if "whale.horovod" in sys.modules:
+        action = "start it with `whale run`: ranks of a script for Horovod run programs of their own, without a plan"
+    return ProgramError(
+        "the script ended before it ran a step that takes a batch",
+        **facts,
+        expected="after wh.init(), Keras' fit, a call of a wh.function, or a wh.Session.run, with a batch",
+        action=action,
+    )
+
+
+class _Planned(BaseException):
+    """Raised to end the script: its plan is known. Not an Exception, so that the script's own handlers let it pass."""

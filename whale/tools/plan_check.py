@@ -1,0 +1,58 @@
+"""Checks a script's saved plan for `whale check`: captures its program again, and looks at what the ranks would run.
+
+Nothing of the planner's own reasoning is used: a plan from a file is proved legal for its program before it is taken
+(`whale/partition/verify_saved_plan.py`), and the memory of its ranks is compared here with what the devices have.
+"""
+
+from __future__ import annotations
+
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine import cluster_machine
+from whale.errors import PlanError
+from whale.ir.plan import Plan
+from whale.ir.plan_text import format_bytes
+from whale.partition.verify_saved_plan import format_in_a_line
+from whale.passes.memory.step_bytes import taken_bytes
+from whale.planner.graph_search.plan_prediction import rank_programs
+from whale.planner.report.planfile import PlanFile
+from whale.tools.dry_run import captured_again
+
+
+def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
+    """Lists what is wrong with a plan for its program, and for a cluster if one is given; empty: nothing.
+
+    Args:
+      path: of the plan's file.
+
+    Raises:
+      ClusterError: the script does not exist here.
+      PlanError: the plan names no script.
+      ProgramError: the script ends without the plan's step.
+    """
+    ranks, cluster = plan.strategy.ranks, cluster or plan.cluster
+    devices = cluster_machine(cluster).memory_bytes if cluster is not None else ()
+    if cluster is not None and len(devices) < ranks:
+        return [f"{ranks} ranks, and {cluster.name} has {len(devices)} devices"]
+    found = []
+    try:
+        planned = captured_again(plan, path)
+        programs = rank_programs(planned)
+    except PlanError as error:  # made_plan has proved it
+        return [format_in_a_line(error)]
+    for rank, program in enumerate(programs):
+        needed = sum(taken_bytes(program, rank, planned.settings).values())
+        if cluster is not None and needed > devices[rank]:
+            lacking = format_bytes(round(needed - devices[rank]))
+            found.append(
+                f"rank {rank} needs {format_bytes(needed)}, and its device has {format_bytes(round(devices[rank]))}: "
+                f"{lacking} too much"
+            )
+    return found
+
+
+def summary(plan: Plan) -> str:
+    """Returns one line about a plan in which nothing is wrong."""
+    operations, stages = sum(map(len, plan.strategies.values())), len(plan.stage_groups)
+    return f"{plan.program} on {plan.ranks} ranks, {operations} operations, {len(plan.reshards)} reshards" + (
+        f", {stages} stages' groups with {len(plan.edges)} tensors between them" if stages else ""
+    )

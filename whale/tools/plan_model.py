@@ -1,0 +1,173 @@
+"""Plans described models of the families `FAMILIES` (`whale plan --describe bert:...`).
+
+A described step is captured, and spread as `auto_parallel` would spread it over the devices of a cluster.
+What is predicted is what the ranks would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+
+from cost_model.cluster.allocation import read_named_cluster
+from cost_model.cluster.cluster_file import Cluster
+from whale.cgroup import cpu_quota
+from whale.errors import DoesNotFitError, PlanError
+from whale.ir.fingerprint import compute_fingerprint
+from whale.ir.plan import Plan
+from whale.ir.program import Program
+from whale.ir.strategy import ParallelStrategy
+from whale.partition.lower import add_memory, lower_shown_ranks
+from whale.partition.verify_saved_plan import verify_saved_plan
+from whale.passes.pass_manager import normalise
+from whale.passes.settings import FuseSettings, PlanSettings
+from whale.planner.evaluate import ProgramEvaluator
+from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.plan_prediction import Planned, predicted_on
+from whale.planner.graph_search.predict import completed
+from whale.planner.graph_search.search import Found, best_way
+from whale.planner.report import planfile
+from whale.planner.report.planfile import Alternative, PlanFile
+from whale.planner.report.show import show, terminal_width
+from whale.runtime.compile.memory_plan import options_text
+from whale.runtime.compile.settings import fused_on
+from whale.tools.models import Description, capture_program
+from whale.tools.models.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
+
+FAMILIES: dict[str, type[Description]] = {
+    "bert": Bert,
+    "t5": T5,
+    "vit": Vit,
+    "resnet": Resnet,
+    "dlrm": Dlrm,
+    "classifier": Classifier,
+}
+SPREAD = ("split", "tensor_parallel", "sequence_parallel", "recompute")  # fields that say how a model is spread
+
+
+def read(text: str, batch: int | None = None) -> Description:
+    """Reads a description such as `dlrm:tables=26,rows=1000000,factors=16,batch=4096`: a family of FAMILIES and its
+    fields.
+
+    Raises:
+      PlanError: it cannot be read, or names no batch and none is given.
+    """
+    family, _, rest = text.partition(":")
+    fields: dict[str, str | int] = {} if batch is None else {"batch": batch}
+    for part in filter(None, rest.split(",")):
+        name, _, value = part.partition("=")
+        if name.strip() in SPREAD:
+            raise PlanError(
+                "how a model is spread is no part of its description", given=part, action="leave it out: it is chosen"
+            )
+        fields[name.strip()] = value.strip()
+    try:
+        # Lists of widths are for model files.
+        return msgspec.convert({"family": family, **fields}, FAMILIES[family], strict=False)
+    except msgspec.ValidationError as error:
+        names = ", ".join(f.name for f in msgspec.structs.fields(FAMILIES[family]) if f.name not in SPREAD)
+        raise PlanError("a description cannot be read", given=text, reason=str(error), expected=names) from error
+
+
+def found_for(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Found, Plan]:
+    """Returns what a search over all devices finds, and the plan of the fastest that fits, with its prediction.
+
+    Args:
+      budget_s: seconds on the clock, after which no further way is looked at; None: as long as a run has.
+
+    Raises:
+      PlanError: the model can be spread in no way, or fits in none.
+    """
+    captured = capture_program(described, mark_gradients=True)
+    settings = _settings(cluster)
+    program = normalise(captured, settings)
+    environment = SearchEnvironment.of_cluster(cluster, program, settings.size, captured)
+    try:
+        found = best_way(program, settings, environment, budget_s=budget_s)
+    except DoesNotFitError as error:
+        limit_bytes, apart = min(environment.limits_bytes), cluster.kinds == {"gpu"}
+        error.action = options_text(settings, limit_bytes, captured, lambda: captured, apart)
+        raise
+    made = Planned(found.made.program, found.made.plan, found.made.settings)
+    return found, _told(found.chosen.strategy, made, cluster)
+
+
+def planned_as(strategy: ParallelStrategy, captured: Program, cluster: Cluster) -> Plan:
+    """Returns the plan of a captured step under a strategy over all devices, with what it is predicted to take.
+
+    Raises:
+      PlanError: it cannot be spread so.
+    """
+    return _told(strategy, ProgramEvaluator(captured, _settings(cluster), cluster).planned(strategy), cluster)
+
+
+def planned_again(plan: PlanFile, path: str) -> Planned:
+    """Captures a described model's step again, under a saved plan of it.
+
+    Raises:
+      PlanError: the plan is not legal for the step.
+    """
+    assert plan.cluster is not None
+    layouts = plan.plan
+    assert layouts is not None
+    captured = capture_program(read(plan.description, plan.batch), mark_gradients=True)
+    program, settings = ProgramEvaluator(captured, _settings(plan.cluster), plan.cluster).applied(plan.strategy)
+    if compute_fingerprint(program) != layouts.fingerprint:
+        raise PlanError("the saved plan was made for another program", given=path, op=program.name)
+    return Planned(program, layouts, settings, tuple(verify_saved_plan(program, layouts, settings, path)))
+
+
+def _settings(cluster: Cluster) -> PlanSettings:
+    return PlanSettings(size=cluster.device_count, fuse=fused_on(cluster, FuseSettings.all_on()))
+
+
+def _told(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
+    """Returns the plan of a strategy with what it is predicted to take."""
+    program, settings = made.program, made.settings
+    plan = add_memory(made.plan, lower_shown_ranks(program, made.plan, settings), settings)
+    return replace(plan, predicted=predicted_on(made, cluster), strategy=completed(strategy, settings), searched=True)
+
+
+def file_of(text: str, cluster: Cluster, found: Found, plan: Plan) -> PlanFile:
+    """Returns the plan file of a described model's step, with the strategies that lost."""
+    step_s = found.chosen.step_s
+    others = []
+    for one in found.others:
+        if one.refused:
+            others.append(Alternative(one.strategy, refused=one.refused))
+        elif one.lacking_bytes > 0:
+            others.append(Alternative(one.strategy, lacking_bytes=one.lacking_bytes))
+        else:
+            others.append(Alternative(one.strategy, slower_s=one.step_s - step_s))
+    return planfile.of_program(plan, cluster, text, others)
+
+
+def main(
+    text: str,
+    batch: int | None,
+    cluster: str,
+    network: str | None,
+    out: str | None,
+    budget_s: float | None,
+    found: Callable[[], None],
+) -> int:
+    """Prints the plan of the fastest strategy that fits, and what others take.
+
+    Args:
+      out: file that receives that plan as JSON.
+      budget_s: see `spread`.
+      found: called when all are known, before anything is printed.
+
+    Raises:
+      ClusterError: the cluster cannot be read.
+      PlanError: the description cannot be read, or nothing fits.
+    """
+    machines = read_named_cluster(cluster, network, cpu_quota())
+    plan = file_of(text, machines, *found_for(read(text, batch), machines, budget_s))
+    found()
+    if out is not None:
+        planfile.save(plan, out)
+    print(show(plan, terminal_width()))
+    return 0

@@ -1,0 +1,206 @@
+"""Measures exchanges between the ranks of this run: ``whale run -np N -m whale.tools.profile.links FILE``.
+
+Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
+small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`).
+
+The host's exchanges are of tensors in its memory. Where ``communication.backend`` names what carries tensors from GPU
+to GPU, the same are measured through that as well, between the GPUs that ``wh.init`` would give these ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+import whale_ops
+from cost_model.graph.machine_profile import Curve
+from whale.config import Config
+from whale.distributed import device_exchange
+from whale.distributed.device_exchange import ExchangeOps
+from whale.distributed.gpus import await_gpus
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS
+from whale.started import process_place
+
+SIZES_BYTES = (1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+SECONDS_PER_SIZE = 0.25
+MOST_CALLS = 100
+CHAIN = 4  # least number of exchanges in a call
+MOST_CHAIN = 16
+# Operands and results of a call's exchanges together: in a step they have rarely been in a cache since they were made.
+COLD_BYTES = 64 << 20
+ROWS = 8  # rows of tensors whose parts do not lie in one piece
+PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
+
+
+Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # exchanges a vector, under a key
+
+
+class Links(msgspec.Struct):
+    """The measurements; ``wake_s``: what an engine waits for a core where all compute."""
+
+    curves: list[Curve]
+    wake_s: float
+
+
+def main() -> None:
+    """Measures all kinds and sizes.
+
+    Raises:
+      ClusterError: ``communication.backend`` asks for GPUs, and a rank has none that it can use.
+    """
+    config, comm = Config(), whale_ops.connect_mpi("measure")
+    backend = config["communication.backend"]
+    device_exchange.start_device_exchange(config, process_place(), comm.size, [comm])
+    with tf.device("CPU:0"):
+        curves = _measure_curves(comm, "")
+        first, (small_bytes, idle_s) = curves[0].kind, curves[0].samples[0]
+        with _keep_computing(max(1, len(os.sched_getaffinity(0)) // comm.size)):
+            call = _make_exchanges(comm.rank, comm.size)[first]
+            loaded_s = _measure_seconds(comm, "", first, call, int(small_bytes), "loaded")
+    if backend in DEVICE_BACKENDS:
+        curves += _measure_curves(comm, backend)
+    if comm.rank == 0:
+        links = Links(curves, max(0.0, loaded_s - idle_s) / PAUSES)
+        Path(sys.argv[1]).write_bytes(msgspec.json.encode(links))
+    comm.close_device()
+    comm.leave()
+
+
+def _measure_curves(comm: whale_ops.Communicator, through: str) -> list[Curve]:
+    return [
+        Curve(
+            kind, comm.size, [(float(n), _measure_seconds(comm, through, kind, call, n)) for n in SIZES_BYTES], through
+        )
+        for kind, call in _make_exchanges(comm.rank, comm.size).items()
+    ]
+
+
+@contextlib.contextmanager
+def _keep_computing(threads: int) -> Iterator[None]:
+    """Has so many threads of this process compute meanwhile."""
+    over = threading.Event()
+    x = np.ones((384, 384), np.float32)
+
+    def compute() -> None:
+        while not over.is_set():
+            x @ x
+
+    running = [threading.Thread(target=compute) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in running:
+            thread.join()
+
+
+def _make_exchanges(rank: int, size: int) -> dict[str, Exchange]:
+    """Maps each kind to the op on a vector of the whole tensor's bytes; all-reduces first."""
+
+    def cut_own(x: tf.Tensor) -> tf.Tensor:
+        return x[: x.shape[0] // size]
+
+    def list_sizes(x: tf.Tensor) -> list[int]:
+        return [x.shape[0] // size] * size
+
+    def make_matrix(x: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(x, (size, x.shape[0] // size))
+
+    def make_rows(x: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(x, (ROWS, x.shape[0] // ROWS))
+
+    def list_columns(x: tf.Tensor) -> list[int]:
+        return [x.shape[0] // ROWS // size] * size
+
+    def send_and_receive(do: ExchangeOps, x: tf.Tensor, key: str) -> Any:
+        if rank == 0:
+            return do("send", x, peer=1, key=key)
+        return do("recv", peer=0, key=key, T=x.dtype, shape=x.shape) if rank == 1 else tf.no_op()
+
+    return {
+        "all_reduce": lambda do, x, key: do("all_reduce", [x], key=key)[0],
+        "all_reduce packed": lambda do, x, key: do("all_reduce", tf.split(x, 2), key=key)[0],
+        "all_gather packed": lambda do, x, key: do(
+            "all_gather", tf.reshape(cut_own(x), (ROWS, -1)), key=key, axis=1, sizes=list_columns(x)
+        ),
+        "reduce_scatter packed": lambda do, x, key: do(
+            "reduce_scatter", make_rows(x), key=key, axis=1, sizes=list_columns(x)
+        ),
+        "all_gather": lambda do, x, key: do("all_gather", cut_own(x), key=key, axis=0, sizes=list_sizes(x)),
+        "reduce_scatter": lambda do, x, key: do("reduce_scatter", x, key=key, axis=0, sizes=list_sizes(x)),
+        "all_to_all": lambda do, x, key: do(
+            "all_to_all",
+            make_matrix(x),
+            key=key,
+            split_axis=0,
+            split_sizes=[1] * size,
+            concat_axis=1,
+            concat_sizes=list_sizes(x),
+        ),
+        "broadcast": lambda do, x, key: do("broadcast", [x], key=key, root=0, shapes=[x.shape])[0],
+        "point_to_point": send_and_receive,
+    }
+
+
+def _measure_seconds(
+    comm: whale_ops.Communicator, through: str, kind: str, call: Exchange, size_bytes: int, when: str = "idle"
+) -> float:
+    """Returns the seconds of one exchange on the slowest rank."""
+    chain = max(CHAIN, min(MOST_CHAIN, COLD_BYTES // (2 * size_bytes)))
+    x = [tf.ones(size_bytes // 4) for _ in range(chain)]
+
+    @tf.function
+    def run_step(x: list[tf.Tensor]) -> list[Any]:
+        do = ExchangeOps(comm, through)
+        found: list[Any] = []  # handed on, so that none lies in another one's memory
+        for number, operand in enumerate(x):
+            with tf.control_dependencies(found[-1:]):
+                found.append(call(do, tf.identity(operand), f"{key}/{number}"))
+        with tf.control_dependencies(found[-1:]):
+            return [tf.identity(one) for one in found if isinstance(one, tf.Tensor)] or [tf.constant(0.0)]
+
+    @tf.function
+    def run_nothing(x: list[tf.Tensor]) -> tf.Tensor:
+        return tf.constant(0.0)
+
+    key = f"{through}/{kind}/{size_bytes}/{when}"
+    for _ in range(3):  # the first call traces
+        started_s = time.perf_counter()
+        run_step(x)
+        await_gpus()
+        once_s = time.perf_counter() - started_s
+    run_nothing(x)
+    wanted = b"%d" % max(5, min(MOST_CALLS, int(SECONDS_PER_SIZE / once_s)))
+    calls = int(comm.broadcast_bytes(f"calls/{key}", wanted if comm.rank == 0 else None))
+    times_s, empty_s = [], []
+    for _ in range(calls):
+        started_s = time.perf_counter()
+        run_nothing(x)
+        await_gpus()
+        empty_s.append(time.perf_counter() - started_s)
+        comm.barrier(f"start/{key}")
+        started_s = time.perf_counter()
+        run_step(x)
+        await_gpus()
+        times_s.append(time.perf_counter() - started_s)
+    # Under load few take very long, and a step adds up many: there their mean counts.
+    middle = statistics.mean if when == "loaded" else statistics.median
+    mine = max(1e-6, middle(times_s) - middle(empty_s)) / chain
+    return max(float(one) for one in comm.allgather_bytes(f"seconds/{key}", str(mine).encode()))
+
+
+if __name__ == "__main__":
+    main()

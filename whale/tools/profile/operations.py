@@ -1,0 +1,299 @@
+"""Measures seconds and scratch memory of single operations, run as a step runs them: by TensorFlow's executor.
+
+Each operation becomes a function of its own that holds several copies of it, one after the other, on operands of their
+own; what a call of an empty function takes is subtracted. Operands that the program has as constants stay constants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+from cost_model.graph.buffers import copied_reads
+from cost_model.graph.executor_graph import copying
+from cost_model.graph.machine_profile import Operation
+from cost_model.graph.signature import signature
+from cost_model.graph.unroll_loops import unrolled
+from cost_model.kernels.op_work import Work, estimate_work
+from whale.distributed.gpus import await_gpus
+from whale.errors import ProgramError
+from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
+from whale.ir.program import Node, Program, Ref, Variable, make_const
+from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
+from whale.kernels.matmuls.einsums import EINSUM
+from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
+from whale.kernels.updates.fuse import UPDATE
+from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
+from whale_ops.memory import read_memory, reset_peak
+
+_tags = itertools.count()
+COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps find most of theirs in a cache, too
+MOST_COPIES = 8
+ROUNDS = 5
+LEAST_S = 1e-3  # a round is at least so long, by repeated calls
+_OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
+_TAKES_INDICES = ROW_LOOKUPS | _OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
+_OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM))  # that have the same work whatever else there is
+_NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
+# Ops that indices pass through on their way to a table; Keras adds the number of rows to indices below zero.
+_HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
+
+
+def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
+    """Returns the operations of programs that take time, one of each signature."""
+    found: dict[str, tuple[Program, Node]] = {}
+    for program in map(unrolled, programs):
+        copied = copied_reads(program)
+        for node in program.nodes:
+            if node.op == "ReadVariableOp" and node.name not in copied:
+                continue
+            if node.op in _NOT_ALONE or (node.op.startswith("Whale") and node.op not in _OURS):
+                continue
+            if not _find_work(program, node).kernels:
+                continue
+            found.setdefault(signature(program, node), (program, node))
+    return found
+
+
+def measure(
+    operations: Sequence[tuple[Program, Node]], budget_s: float = 60.0, said: Callable[[str], None] = lambda text: None
+) -> tuple[list[Operation], list[str]]:
+    """Measures operations. Returns (what was measured, what could not be, and why).
+
+    Args:
+        budget_s: larger operations come first; what is left when the time is over stays unmeasured.
+        said: is told how far it is.
+    """
+    end_s = time.monotonic() + budget_s
+    order = sorted(operations, key=lambda one: -_estimate_size(*one))
+    found, skipped = [], []
+    empty_s = _measure_call_s(_compile_program(Program("empty", ()), []))
+    for number, (program, node) in enumerate(order):
+        if time.monotonic() > end_s:
+            skipped += [f"{n.op}: out of time" for _, n in order[number:]]
+            break
+        try:
+            found.append(_measure_one(program, node, empty_s))
+        except (tf.errors.OpError, _NotMeasurableError) as error:
+            skipped.append(f"{node.op}: {str(error).splitlines()[0][:120]}")
+        if number % 50 == 49:
+            said(f"{number + 1} of {len(order)} operations")
+    return found, skipped
+
+
+class _NotMeasurableError(Exception):
+    """Raised for an operation that cannot be run alone."""
+
+
+def _find_work(program: Program, node: Node) -> Work:
+    """Returns the work of a node; reads that are measured are copies."""
+    return (
+        copying(node)
+        if node.op == "ReadVariableOp"
+        else estimate_work(node, [program.find_type(r) for r in node.inputs])
+    )
+
+
+def _estimate_size(program: Program, node: Node) -> float:
+    done = _find_work(program, node)
+    return done.flops / 10 + done.moved_bytes
+
+
+def _measure_one(program: Program, node: Node, empty_s: float) -> Operation:
+    types = [program.find_type(r) for r in node.inputs]
+    if not all(t.is_static for t in (*types, *node.outputs) if t.dtype not in ("resource", "variant")):
+        raise _NotMeasurableError("unknown sizes")
+    done = _find_work(program, node)
+    copies = int(max(1, min(MOST_COPIES, COPIES_BYTES // max(1.0, done.moved_bytes))))
+    chain, values, keep = _make_chain(program, node, types, copies)
+    call = _compile_program(chain, values)
+    call()
+    reset_peak()
+    before = read_memory().live_bytes
+    call()
+    scratch = read_memory().peak_bytes - before
+    seconds = max(1e-7, _measure_call_s(call) - empty_s) / copies
+    del keep
+    return Operation(
+        signature(program, node),
+        node.op,
+        done.flops,
+        done.moved_bytes,
+        seconds,
+        max(0, scratch - _count_new_bytes(node)),
+    )
+
+
+def _count_new_bytes(node: Node) -> int:
+    return sum(t.bytes for t in node.outputs if t.bytes >= 256 << 10)
+
+
+def _make_chain(
+    program: Program, node: Node, types: Sequence[TensorType], copies: int
+) -> tuple[Program, list[Any], Any]:
+    """Returns a program with so many copies of the node, one after the other; its arguments; what has to stay alive."""
+    nodes: list[Node] = []
+    inputs: list[str] = []
+    variables: list[Variable] = []
+    values: list[Any] = []
+    handles: list[Any] = []
+    alive: list[Any] = []
+    generator = np.random.default_rng(0)
+    before: str | None = None
+    for copy in range(copies):
+        operands = []
+        for i, (ref, t) in enumerate(zip(node.inputs, types)):
+            name = f"operand_{copy}_{i}"
+            if t.dtype == "resource":
+                variable = program.variable_of.get(ref.node)
+                if variable is None:
+                    raise _NotMeasurableError("a resource that is no variable")
+                made = tf.Variable(_draw_value(variable.type, generator))
+                if node.op == "ReadVariableOp":  # a variable whose rows were taken is copied from then on
+                    tf.raw_ops.ResourceGather(resource=made.handle, indices=[0], dtype=made.dtype)
+                alive.append(made)
+                handles.append(made.handle)
+                nodes.append(Node(name, "Placeholder", (), (), program.by_name[ref.node].attrs, (t,)))
+                variables.append(Variable(name, name, variable.type))
+            elif (constant := program.const(ref)) is not None:
+                nodes.append(make_const(name, constant, t.dtype))
+            elif t.dtype in ("variant", "string"):
+                raise _NotMeasurableError(f"an operand of dtype {t.dtype}")
+            else:
+                nodes.append(Node(name, "Placeholder", (), (), {"dtype": DType(t.dtype)}, (t,)))
+                inputs.append(name)
+                values.append(_draw_operand(node, i, types, t, generator))
+            operands.append(Ref(name))
+        name = f"copy_{copy}"
+        nodes.append(replace(node, name=name, inputs=tuple(operands), controls=(before,) if before else ()))
+        before = name
+    assert before is not None
+    chain = Program("chain", tuple(nodes), tuple(inputs), tuple(variables), (), (before,))
+    return chain, [*values, *handles], alive
+
+
+def _draw_value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
+    shape = tuple(d or 0 for d in t.shape or ())
+    if t.dtype == "bool":
+        return tf.constant(generator.random(shape) > 0.5)
+    scale = 0.05 if t.dtype.startswith(("float", "bfloat", "complex")) else 2.0
+    return tf.constant((scale * generator.random(shape)).astype(find_numpy_dtype(t.dtype)))
+
+
+def _draw_operand(
+    node: Node, i: int, types: Sequence[TensorType], t: TensorType, generator: np.random.Generator
+) -> tf.Tensor:
+    if not t.dtype.startswith(("int", "uint")):
+        return _draw_value(t, generator)
+    if i and t.elements <= 8 and node.op not in _TAKES_INDICES and len(types) > 1 and types[0].dtype != t.dtype:
+        raise _NotMeasurableError("sizes or positions that are not constants")
+    bound = 2
+    if node.op in ROW_LOOKUPS or node.op == "ResourceScatterAdd":
+        bound = (types[0].shape or (2,))[0] or 2
+    elif node.op in _OF_CLASSES:
+        bound = (types[0].shape or (2,))[-1] or 2
+    elif node.op == "UnsortedSegmentSum":
+        bound = (node.outputs[0].shape or (2,))[0] or 2
+    return tf.constant(generator.integers(bound, size=require_static_shape(t)).astype(find_numpy_dtype(t.dtype)))
+
+
+def _compile_program(program: Program, values: Sequence[Any], outputs: int = 0) -> Callable[[], Any]:
+    load_ops([program])
+    lowered = lower_to_function([program], f"whale_measured_{next(_tags)}")
+    context = tf_context.context()
+    context.ensure_initialized()
+    for definition in lowered.definitions:
+        context.add_function_def(definition)
+    name, arguments = lowered.name.encode(), list(values)
+    return lambda: context.call_function(name, arguments, outputs)
+
+
+def _measure_call_s(call: Callable[[], Any]) -> float:
+    """Returns the median over rounds of one call's seconds."""
+    start_s = time.perf_counter()
+    call()
+    await_gpus()
+    once_s = time.perf_counter() - start_s
+    repeats = max(1, min(200, int(LEAST_S / max(once_s, 1e-6))))
+    rounds = []
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        await_gpus()
+        rounds.append((time.perf_counter() - start_s) / repeats)
+    return statistics.median(rounds)
+
+
+def compile_whole_step(program: Program) -> Callable[[], Any]:
+    """Returns a callable that runs a program of one device on random values; its variables are made anew.
+
+    Raises:
+      ProgramError: it takes an argument that is no tensor of numbers with a static shape.
+    """
+    generator = np.random.default_rng(0)
+    values: list[Any] = []
+    for name in program.inputs:
+        (t,) = program.by_name[name].outputs
+        if t.dtype in ("variant", "string", "resource") or not t.is_static:
+            raise ProgramError(
+                "the step takes an argument that cannot be made up",
+                given=f"{name}: {t}",
+                expected="tensors of numbers with static shapes",
+                action="leave the script out: `whale profile` without it measures the machine",
+            )
+        if t.dtype.startswith(("int", "uint")):
+            bound = _find_bound(program, Ref(name))
+            values.append(
+                tf.constant(generator.integers(bound, size=require_static_shape(t)).astype(find_numpy_dtype(t.dtype)))
+            )
+        else:
+            values.append(_draw_value(t, generator))
+    variables = [tf.Variable(_draw_value(v.type, generator)) for v in program.variables]
+    run = _compile_program(program, [*values, *(v.handle for v in variables)], len(program.outputs))
+
+    def call(variables: Sequence[tf.Variable] = variables) -> Any:  # which keeps them alive
+        return run()
+
+    return call
+
+
+def _find_bound(program: Program, ref: Ref) -> int:
+    """Returns how many different numbers an argument may hold: rows of the tables that it is looked up in, classes;
+    else 2.
+    """
+    found, waiting, seen = [], [ref], {ref}
+    while waiting:
+        one = waiting.pop()
+        for node, place in program.consumers.get(one, ()):
+            first = program.find_type(node.inputs[0])
+            if node.op in ROW_LOOKUPS and place == 1:
+                variable = program.variable_of.get(node.inputs[0].node)
+                found.append((variable.type if variable else first).shape)
+            elif node.op in _OF_CLASSES and place == 1:
+                found.append((first.shape or ())[-1:])
+            elif node.op in _HANDS_ON:
+                following = [Ref(node.name, k) for k in range(len(node.outputs))]
+                waiting += [r for r in following if r not in seen]
+                seen.update(following)
+    return min((shape[0] or 2 for shape in found if shape), default=2)
+
+
+def measure_overheads() -> tuple[float, float]:
+    """Measures (seconds of calling an empty step, seconds that the executor takes for a node that computes nothing)."""
+    empty_s = _measure_call_s(_compile_program(Program("empty", ()), []))
+    count = 200
+    t = TensorType("float32", ())
+    nodes = [Node("x", "Placeholder", (), (), {"dtype": DType("float32")}, (t,))]
+    for i in range(count):
+        nodes.append(Node(f"n{i}", "Identity", (Ref(nodes[-1].name),), (), {"T": DType("float32")}, (t,)))
+    chain = Program("chain", tuple(nodes), ("x",), (), (), (nodes[-1].name,))
+    return empty_s, max(1e-8, (_measure_call_s(_compile_program(chain, [tf.constant(0.0)])) - empty_s) / count)

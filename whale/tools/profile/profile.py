@@ -1,0 +1,329 @@
+"""Measures this machine's operations and exchanges, or a script's own operations and step: ``whale profile``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from cost_model.graph import machine_profile as tables
+from cost_model.graph.machine import measured_machine
+from cost_model.graph.machine_profile import Copies, Gpu, MachineProfile, Step
+from cost_model.graph.predict import predict_ranks
+from cost_model.graph.signature import dtype_of
+from whale import python
+from whale.errors import ClusterError
+from whale.ir.fingerprint import compute_fingerprint
+from whale.ir.ops import EXCHANGES, MEETINGS
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import DType, TensorType, require_static_shape
+from whale.partition.mesh import plan_program
+from whale.partition.spmd import partition_for_rank
+from whale.passes.normalize.emitter import NodeEmitter
+from whale.passes.pass_manager import make_plan
+from whale.planner.graph_search.plan_prediction import Planned, rank_programs
+from whale.tools.dry_run import first_step
+from whale.tools.profile import operations as measure
+from whale.tools.profile.links import Links
+from whale.tools.profile.steps import measure_step_seconds
+from whale_ops import gpu_driver
+
+_JOINED = MEETINGS | {"WhaleCommunicator"}  # what only holds ranks together
+
+SIZES_BYTES = (1 << 16, 1 << 20, 1 << 24)
+ROUNDS, COPIES = 5, 4
+
+SECONDS_FOR_OPERATIONS = 25.0
+SECONDS_FOR_LINKS = 120.0
+LEAST_PAUSE_S = 3e-4  # shorter ones are interrupts
+_WATCH = """
+import sys, time
+clock, least = time.perf_counter, float(sys.argv[1])
+last = clock()
+end = last + 0.6
+while last < end:
+    now = clock()
+    if now - last > least:
+        print(now - last)
+    last = now
+"""
+
+
+def measure_machine(
+    out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]
+) -> MachineProfile:
+    """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and returns the table.
+
+    Raises:
+      ClusterError: the ranks did not start.
+    """
+    links = measure_links(ranks)
+    curves, wake_s = links.curves, links.wake_s
+    say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    from whale.tools.profile import samples
+
+    found, _ = measure.measure(
+        list(measure.find_distinct(samples.make_programs()).values()), SECONDS_FOR_OPERATIONS, say
+    )
+    call_s, node_s = measure.measure_overheads()
+    name = platform.node() or "local"
+    devices = [one.name for one in tf.config.list_logical_devices("GPU")]
+    gpus, copied = (find_gpus(), measure_copies(["/device:CPU:0", *devices])) if devices else ([], [])
+    table = MachineProfile(
+        name, cores, memory_gb, call_s, node_s, _measure_slice_s(), wake_s, found, curves, [], gpus, copied
+    )
+    tables.write(table, out)
+    return table
+
+
+def _measure_slice_s() -> float:
+    """Measures seconds that a computing thread keeps its core when another waits: two on each see how long they stand
+    still.
+    """
+    found = []
+    count = 2 * len(os.sched_getaffinity(0))
+    command = [sys.executable, "-S", "-c", _WATCH, str(LEAST_PAUSE_S)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    for process in running:
+        found += [float(pause) for pause in process.communicate()[0].split()]
+    if len(found) < 4:  # next to none stood still: there are more cores than affinity tells
+        return LEAST_PAUSE_S
+    return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
+
+
+def measure_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({})) -> Links:
+    """Measures what exchanges between so many ranks take.
+
+    Args:
+      variables: of the ranks, beside this process's environment.
+
+    Raises:
+      ClusterError: the ranks did not start, or have not the GPUs for which ``communication.backend`` asks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "links.json"
+        command = python.module("whale", "run", "-np", str(ranks), "-m", "whale.tools.profile.links", str(path))
+        whole = {**python.environment(), **variables}
+        done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
+        if done.returncode or not path.exists():
+            raise ClusterError(
+                "the exchanges between ranks could not be measured",
+                given=python.last_lines(done.stderr.strip() or done.stdout),
+                action="see whether `whale doctor` finds why runs fail here",
+            )
+        return msgspec.json.decode(path.read_bytes(), type=Links)
+
+
+def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> MachineProfile:
+    """Measures what a script's first step consists of, on one device and as ``ranks`` ranks would run it.
+
+    The step is captured, not run; it is measured on random values. The table of the machine is completed.
+
+    Raises:
+      ClusterError: the machine has not been measured.
+      ProgramError: the script has no step that takes a batch.
+    """
+    table = tables.read(out)
+    planned = first_step(path, args, ranks)
+    return measure_programs(table, [planned], out, say)
+
+
+def measure_programs(
+    table: MachineProfile, planned: Sequence[Planned], out: Path, say: Callable[[str], None]
+) -> MachineProfile:
+    """Measures what all ranks of some plans run, and whole steps side by side; writes the larger table."""
+    ranks = {id(p): rank_programs(p) for p in planned}
+    runs: dict[int, dict[str, list[Program]]] = {}  # by the number of ranks
+    for p in planned:
+        programs = ranks[id(p)]
+        marked = runs.setdefault(len(programs), {})
+        marked[compute_fingerprint(p.program)] = [_make_alone(p)] * len(programs)
+        if any(map(has_inner_exchanges, programs)):
+            say(f"{p.program.name}: a loop communicates, so only its step on one device is measured")
+        elif len(programs) > 1:
+            marked[compute_fingerprint(programs[0])] = list(map(remove_exchanges, programs))
+    measured_s: dict[tuple[str, int], float] = {}
+    for count, marked in runs.items():
+        for (mark, run), seconds in zip(marked.items(), measure_step_seconds(list(marked.values()))):
+            measured_s[mark, count] = max(1e-6, seconds - table.call_s)
+            what = "on one device" if run[0] is run[-1] else "as the ranks run it but for exchanges"
+            say(f"{run[0].name}: {1e3 * seconds:.1f} ms {what}, {count} side by side")
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    every = [one for marked in runs.values() for run in marked.values() for one in run]
+    every += [one for programs in ranks.values() for one in programs]
+    known = {o.signature for o in table.operations}
+    new = [one for name, one in measure.find_distinct(every).items() if name not in known]
+    found, skipped = measure.measure(new, 120.0, say)
+    say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
+    table = table.merged(found)
+    steps = [
+        Step(mark, measured_s[mark, count], _predict_s(table, run), count)
+        for count, marked in runs.items()
+        for mark, run in marked.items()
+    ]
+    table = table.merged((), steps)
+    tables.write(table, out)
+    return table
+
+
+def _make_alone(planned: Planned) -> Program:
+    settings = planned.settings.but(size=1, devices=(), batch__shares=(), batch__local={}, mesh=(), zero__level=0)
+    plan = make_plan(planned.program, settings)
+    return partition_for_rank(planned.program, plan, 0, "", None)
+
+
+def _predict_s(table: MachineProfile, run: Sequence[Program]) -> float:
+    """Predicts seconds of steps side by side by their operations as they are alone, calls left out."""
+    found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
+    return sum(one.end_s for one in found) / len(found)
+
+
+def replan(planned: Planned, **changes: object) -> Planned:
+    """Plans the same program under other settings (see whale.passes.settings.PlanSettings)."""
+    settings = replace(planned.settings, **changes)  # type: ignore[arg-type]
+    return Planned(planned.program, plan_program(planned.program, settings), settings)
+
+
+def format_summary(table: MachineProfile) -> str:
+    """Returns some lines about a table, for people."""
+    fastest: dict[tuple[str, str], tuple[float, str]] = {}  # by op and dtype: the rate and its unit
+    for o in table.operations:
+        if o.op in ("MatMul", "Conv2D", "AddV2"):
+            amount, unit = (o.moved_bytes, "GB/s") if o.op == "AddV2" else (o.flops, "GFLOP/s")
+            kind = o.op, dtype_of(o.signature)
+            fastest[kind] = max(fastest.get(kind, (0.0, unit)), (amount / o.seconds / 1e9, unit))
+    lines = [f"{table.host}: {table.cores:g} cores, {len(table.operations)} operations, {len(table.steps)} steps"]
+    lines += [f"  {gpu.name}, {gpu.memory_gb:.0f} GB" for gpu in table.gpus]
+    lines += [f"  {op:<8} {dtype:<8} up to {rate:.1f} {unit}" for (op, dtype), (rate, unit) in sorted(fastest.items())]
+    for one in table.copies:
+        (_, first_s), (last, last_s) = one.samples[0], one.samples[-1]
+        way = f"{one.source.removeprefix('/device:')} to {one.target.removeprefix('/device:')}"
+        lines.append(f"  {way:<14} copied: {1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s")
+    for c in table.curves:
+        (_, first_s), (last, last_s) = c.samples[0], c.samples[-1]
+        through = f" through {c.through}" if c.through else ""
+        rate = f"{1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s"
+        lines.append(f"  {c.kind:<14} {c.ranks} ranks{through}: {rate}")
+    return "\n".join(lines) + "\n"
+
+
+# Measures a machine's GPUs: their memory, and how fast TensorFlow copies tensors between them and the host's memory.
+def find_gpus() -> list[Gpu]:
+    """Returns the GPUs of this process."""
+    driver = gpu_driver.look()
+    return [Gpu(gpu.name, gpu.memory_bytes / 1e9) for gpu in driver.gpus] if driver is not None else []
+
+
+def measure_copies(devices: Sequence[str]) -> list[Copies]:
+    """Measures seconds of copies from each device to each other one.
+
+    Args:
+      devices: names of TensorFlow's; the host's memory is that of a processor.
+    """
+    found = []
+    for source, target in itertools.permutations(devices, 2):
+        samples = [(float(size), _measure_copy_s(source, target, size)) for size in SIZES_BYTES]
+        found.append(Copies(source, target, samples))
+    return found
+
+
+def _measure_copy_s(source: str, target: str, size_bytes: int) -> float:
+    with tf.device(source):
+        tensors = [tf.random.uniform([size_bytes // 4]) for _ in range(COPIES)]
+    rounds = []
+    for _ in range(ROUNDS):
+        tf.test.experimental.sync_devices()
+        start_s = time.perf_counter()
+        with tf.device(target):
+            there = [tf.identity(tensor) for tensor in tensors]
+        tf.test.experimental.sync_devices()
+        rounds.append((time.perf_counter() - start_s) / COPIES)
+        del there
+    return statistics.median(rounds[1:])
+
+
+# Removes a rank's exchanges from its program, so that what it computes alone can be measured.
+#
+# What came from others is taken from what this rank hands over, in the shape that comes out, so that every kernel still
+# runs, on as many numbers and after the same ones. Values are of no use.
+def has_inner_exchanges(program: Program) -> bool:
+    """Tells whether a loop or branch communicates: its exchanges cannot be left out."""
+    return any(n.op in EXCHANGES or n.op in _JOINED for body in program.functions.values() for n in body.nodes)
+
+
+def remove_exchanges(program: Program) -> Program:
+    """Returns ``program`` without exchanges; what it only receives becomes inputs, what it only sends outputs."""
+    nodes: dict[str, Node] = {}
+    inputs, outputs = list(program.inputs), list(program.outputs)
+    stands_for: dict[Ref, Ref] = {}
+    waits_for: dict[str, tuple[str, ...]] = {n.name: () for n in program.nodes if n.op in _JOINED}
+    taken = set(program.by_name)
+    for node in program.nodes:
+        if node.op in _JOINED:
+            continue
+        node = replace(
+            node,
+            inputs=tuple(stands_for.get(r, r) for r in node.inputs if r.node not in waits_for or r in stands_for),
+            controls=tuple(dict.fromkeys(name for c in node.controls for name in waits_for.get(c, (c,)))),
+        )
+        if node.op not in EXCHANGES:
+            nodes[node.name] = node
+            continue
+        outputs += node.inputs if not node.outputs else ()
+        for k, kind in enumerate(node.outputs):
+            if k < len(node.inputs):
+                found = _reshape_to(NodeEmitter(program, node, nodes, taken), node.inputs[k], kind, inputs)
+            else:
+                found = _add_input(f"{node.name}/given", kind, nodes, inputs)
+            stands_for[Ref(node.name, k)] = found
+        stand = [stands_for[r].node for r in node.list_refs()] or [r.node for r in node.inputs]
+        waits_for[node.name] = tuple(dict.fromkeys(stand))
+    return replace(
+        program,
+        nodes=tuple(nodes.values()),
+        inputs=tuple(inputs),
+        outputs=tuple(stands_for.get(r, r) for r in outputs),
+        effects=tuple(name for e in program.effects for name in waits_for.get(e, (e,))),
+    )
+
+
+def _add_input(name: str, kind: TensorType, nodes: dict[str, Node], inputs: list[str]) -> Ref:
+    nodes[name] = Node(name, "Placeholder", (), (), {"dtype": DType(kind.dtype)}, (kind,))
+    inputs.append(name)
+    return Ref(name)
+
+
+def _reshape_to(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[str]) -> Ref:
+    """Returns ``source`` in the shape of ``kind``: its first numbers, or followed by as many as are missing."""
+    own = emit.type_of(source)
+    if own.shape == kind.shape:
+        return emit.node_of("apart", "Identity", (source,), kind, {"T": DType(kind.dtype)})
+    index, dtype = DType("int32"), DType(kind.dtype)
+    flat = emit.const("flat", np.array([-1], np.int32))
+    shaped = {"T": dtype, "Tshape": index}
+    row = emit.node_of("row", "Reshape", (source, flat), TensorType(kind.dtype, (own.elements,)), shaped)
+    missing = kind.elements - own.elements
+    part = TensorType(kind.dtype, (kind.elements,))
+    if missing > 0:
+        rest = _add_input(f"{emit.node.name}/rest", TensorType(kind.dtype, (missing,)), emit.nodes, inputs)
+        axis = emit.const("axis", np.array(0, np.int32))
+        row = emit.node_of("more", "ConcatV2", (row, rest, axis), part, {"N": 2, "T": dtype, "Tidx": index})
+    elif missing < 0:
+        begin, size = (emit.const(n, np.array([v], np.int32)) for n, v in (("begin", 0), ("size", kind.elements)))
+        row = emit.node_of("part", "Slice", (row, begin, size), part, {"T": dtype, "Index": index})
+    shape = emit.const("shape", np.array(require_static_shape(kind), np.int32))
+    return emit.node_of("apart", "Reshape", (row, shape), kind, shaped)

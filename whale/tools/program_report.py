@@ -1,0 +1,34 @@
+"""Checks and draws the plan of a program: its step is captured again, and what the ranks would run is looked at.
+
+`whale.planner.report.of_model` has the same functions for plans of described models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from whale.planner.report import draw_captured
+from whale.planner.report.draw_captured import Drawn
+from whale.planner.report.planfile import PlanFile
+from whale.tools.dry_run import PredictionTarget, replayed
+from whale.tools.plan_check import problems
+
+__all__ = ["page", "problems", "trace"]
+
+Measured = Callable[[float], Mapping[str, Any] | None]
+
+
+def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -> str:
+    """Returns the simulated timeline of all ranks as a Chrome trace."""
+    return draw_captured.trace(_drawn(plan, path, profile, cluster))
+
+
+def page(plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured) -> str:
+    """Returns one self-contained page; `measured`: a step as it ran, for the seconds that are predicted."""
+    drawn = _drawn(plan, path, profile, cluster, with_sliders=True)
+    return draw_captured.html(drawn, measured(drawn.prediction.step_s))
+
+
+def _drawn(plan: PlanFile, path: str, profile: str | None, cluster: str | None, with_sliders: bool = False) -> Drawn:
+    return replayed(plan, path, PredictionTarget(profile, cluster), with_sliders)
