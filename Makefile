@@ -71,7 +71,7 @@ demo: build
 
 test: build $(VENV)/.nvrtc
 ifeq ($(TESTS),tests)
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not long" --junitxml=$(REPORT) $(PYTEST_ARGS) tests
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" --junitxml=$(REPORT) $(PYTEST_ARGS) tests
 else
 	@$(RUN) -m pytest $(PYTEST_ARGS) $(TESTS)
 endif
@@ -81,12 +81,12 @@ check: build lint
 	@$(RUN) -m tests.affected $(PYTEST_ARGS)
 
 test-all: test
-	@code=0; $(RUN) -m pytest -n $(JOBS) --dist loadfile -m long $(PYTEST_ARGS) tests || code=$$?; \
+	@code=0; $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(PYTEST_ARGS) tests || code=$$?; \
 	for draw in $(DRAWS); do echo "== $$draw"; $(RUN) -m tests.$$draw || code=$$?; done; exit $$code
 
 coverage: build
 	@rm -rf build/coverage && mkdir -p build/coverage
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not long" --cov --cov-report= $(PYTEST_ARGS) tests; code=$$?; \
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" --cov --cov-report= $(PYTEST_ARGS) tests; code=$$?; \
 	$(RUN) -m coverage report --skip-covered --show-missing > build/coverage/report.txt; \
 	tail -n 1 build/coverage/report.txt; echo "line by line: build/coverage/report.txt"; exit $$code
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import forkserver
-from tests.times import Times
+from tests.times import Times, starts_processes, uses_tensorflow
 
 _TIMES = pytest.StashKey[Times]()
 # No test runs under a plan that another one, or the user, has kept; those of the keeping name a folder of their own.
@@ -106,6 +106,13 @@ def pytest_make_collect_report(
     if report.skipped and isinstance(collector, pytest.Module):
         sys.modules.pop(collector.nodeid.removesuffix(".py").replace("/", "."), None)
     return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts files that start processes first, and those without TensorFlow last, so that no long file ends the suite."""
+    modules = {getattr(item, "module", None) for item in items}
+    turns = {one: 0 if starts_processes(one) else 1 if uses_tensorflow(one) else 2 for one in modules}
+    items.sort(key=lambda item: turns[getattr(item, "module", None)])
 
 
 @pytest.hookimpl(trylast=True)

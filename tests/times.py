@@ -11,7 +11,7 @@ import sys
 import time
 import xml.etree.ElementTree as xml
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -20,7 +20,6 @@ from typing import Any
 from tests import forkserver
 
 KINDS = ("pure Python", "TensorFlow in the process", "processes started")
-_PACKAGES = ("tests", "whale", "whale_ops", "cost_model")
 _SLOWEST = 40
 
 
@@ -88,6 +87,15 @@ def _processor_s() -> float:
 
 def uses_tensorflow(module: ModuleType | None) -> bool:
     """Tells whether a test's module, or one of ours that it refers to, refers to TensorFlow or Keras."""
+    return _refers_to(module, {"tensorflow", "keras", "tf_keras"}, ("tests", "whale", "whale_ops", "cost_model"))
+
+
+def starts_processes(module: ModuleType | None) -> bool:
+    """Tells whether a test's module, or one of the tests' that it refers to, can start processes."""
+    return _refers_to(module, {"subprocess"}, ("tests",))
+
+
+def _refers_to(module: ModuleType | None, packages: Collection[str], through: Collection[str]) -> bool:
     seen: set[str] = set()
     waiting = [] if module is None else [module]
     while waiting:
@@ -96,9 +104,9 @@ def uses_tensorflow(module: ModuleType | None) -> bool:
             if isinstance(value, (ModuleType, FunctionType, type)) and isinstance(name, str) and name not in seen:
                 seen.add(name)
                 first = name.partition(".")[0]
-                if first in ("tensorflow", "keras", "tf_keras"):
+                if first in packages:
                     return True
-                if first in _PACKAGES and name in sys.modules:
+                if first in through and name in sys.modules:
                     waiting.append(sys.modules[name])
     return False
 

@@ -9,6 +9,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_script_has_frozen = False  # objects; found out once, as counting them goes through all
+
 
 @contextmanager
 def suspend_garbage_collection() -> Iterator[None]:
@@ -17,13 +19,15 @@ def suspend_garbage_collection() -> Iterator[None]:
     What was made inside is of the oldest generation then, as if it had lived through collections. Else the first ones
     afterwards would walk all of it: a second for the graph of a step of 12,000 operations.
     """
+    global _script_has_frozen
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what a script froze stays so
+            _script_has_frozen = _script_has_frozen or gc.get_freeze_count() > 0
+            if not _script_has_frozen:  # else they would be thawed
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
