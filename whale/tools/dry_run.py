@@ -310,12 +310,12 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
 
 
 def _described(path: str, ranks: int, passes: PassLog | None = None) -> Planned:
-    from whale.runtime import described
+    from whale.tools import models
 
-    description = described.read_description(path)
+    description = models.read_description(path)
     settings = PlanSettings(size=ranks).but(memory__recompute="" if description.recompute == "none" else "marked")
     watched = settings.but(observer=PassObserver("", passes))
-    program = normalise(described.capture_program(description), watched)
+    program = normalise(models.capture_program(description), watched)
     plan = make_any_plan(program, watched)
     return Planned(
         program, plan, settings, tuple(lower_shown_ranks(program, plan, watched)) if passes is not None else ()
