@@ -30,7 +30,7 @@ PEERS := .venv-peers
 TESTS ?= tests
 PYTEST_ARGS ?=
 # Some tests mostly wait, so that more are run side by side than there are cores.
-JOBS ?= 4
+JOBS ?= 5
 REPORT := build/tests.xml
 # Long draws have programs of their own, with a table or a seed that they print.
 DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill streams

@@ -63,7 +63,7 @@ def importing_rules() -> float:
 
 def strategies() -> float:
     """Seconds for each of 3,000 questions about 100 additions of unlike shapes."""
-    from whale.ir.layout import B, split
+    from whale.ir.layout import B, shard
     from whale.ir.program import Node
     from whale.ir.values import TensorType
     from whale.sharding_rules import OpView, find_rule
@@ -74,7 +74,7 @@ def strategies() -> float:
     for rows in range(2, 102):
         kinds = tuple(TensorType("float32", shape) for shape in ((rows, 6), (6,)))
         node = Node(f"add{rows}", "AddV2", (), (), {}, kinds[:1])
-        asked.append((OpView(node, kinds, 2, lambda _: None), (split(0, (rows - 1, 1)), B)))
+        asked.append((OpView(node, kinds, 2, lambda _: None), (shard(0, (rows - 1, 1)), B)))
     start_s = time.perf_counter()
     for _ in range(30):
         for op, current in asked:

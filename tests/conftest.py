@@ -109,9 +109,15 @@ def pytest_make_collect_report(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts files that start processes first, and those without TensorFlow last, so that no long file ends the suite."""
-    modules = {getattr(item, "module", None) for item in items}
-    turns = {one: 0 if starts_processes(one) else 1 if uses_tensorflow(one) else 2 for one in modules}
+    """Orders files so that both cores are busy until the end: files that start processes, which mostly wait, alternate
+    with those that compute, and those without TensorFlow, which are short, come last.
+    """
+    files = list(dict.fromkeys(getattr(item, "module", None) for item in items))
+    waiting = [one for one in files if starts_processes(one)]
+    computing = [one for one in files if one not in waiting and uses_tensorflow(one)]
+    turns = dict.fromkeys(files, 1.0)  # later than any place below
+    for kind in (waiting, computing):
+        turns |= {one: place / len(kind) for place, one in enumerate(kind)}
     items.sort(key=lambda item: turns[getattr(item, "module", None)])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.numpy_kernels import run_kernel
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import Placement, split
+from whale.ir.layout import Placement, shard
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType, find_numpy_dtype
@@ -186,7 +186,7 @@ def planned(program: Program, *sizes: int, group_bytes: int = 1 << 20, **placed:
         if len(sizes) == 1
         else placed
         or {
-            n: split(0, sizes)
+            n: shard(0, sizes)
             for n in program.inputs
             if program.by_name[n].outputs[0].shape[:1] == (sum(sizes),)  # type: ignore[index]
         }

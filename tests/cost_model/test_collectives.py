@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cost_model import hardware
 from cost_model.kernels import collectives
 from cost_model.kernels.collectives import ALL_REDUCE, COLLECTIVES, Group, make_group, point_to_point_s
-from whale.ir.layout import Broadcast, Partial, Split, count_moved_bytes
+from whale.ir.layout import Partial, Replicate, Shard, count_moved_bytes
 
 NVSWITCH, HDR = hardware.find_link("nvswitch2"), hardware.find_network("infiniband-hdr-200")
 BYTES = st.floats(1, 1e11)
@@ -94,8 +94,8 @@ def test_all_to_all_is_bound_by_adapters_between_hosts() -> None:
 def test_bytes_on_the_links_are_those_of_the_table_of_reshards(ranks: int) -> None:
     """For large tensors a collective takes as long as its share of the logical bytes does on each rank's link."""
     size = 2**40 * ranks**2
-    whole, partial = Broadcast(), Partial("sum")
-    first, second = (Split(dim, (2**20,) * ranks) for dim in (0, 1))
+    whole, partial = Replicate(), Partial("sum")
+    first, second = (Shard(dim, (2**20,) * ranks) for dim in (0, 1))
     here = over(ranks, 8)
     for formula, source, target, ranks_tensor in (
         (collectives.ring_all_reduce_s, partial, whole, size),

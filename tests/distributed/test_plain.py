@@ -14,7 +14,7 @@ import pytest
 from whale.distributed.msgpack_values import pack, unpack
 
 pytestmark = pytest.mark.core
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def same(a: Any, b: Any) -> bool:

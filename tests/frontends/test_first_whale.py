@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.errors import ClusterError, PlanError
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 
 Start = Callable[..., None]
 
@@ -64,7 +64,7 @@ def test_a_split_is_the_default_strategy_of_steps_and_sessions(ranks: Start) -> 
         with wh.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             session.run(train, {x: np.ones((4, 3))})
-            assert isinstance(session.plan(train, {x: np.ones((4, 3))}).variables["w"], Split)
+            assert isinstance(session.plan(train, {x: np.ones((4, 3))}).variables["w"], Shard)
             np.testing.assert_allclose(session.run(w), 1 - 0.1 * 2 * 4 * 3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from whale.ir.layout import FIRST, REDUCTIONS, B, Partial, Placement, Strategy, split
+from whale.ir.layout import FIRST, REDUCTIONS, B, Partial, Placement, Strategy, shard
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.plan import BatchInput, Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction, RankPrediction
@@ -96,8 +96,8 @@ placements: st.SearchStrategy[Placement] = st.one_of(
     st.just(B),
     st.just(FIRST),
     st.sampled_from(REDUCTIONS).map(Partial),
-    st.builds(split, st.integers(0, 4), sizes, st.integers(1, 3)),
-    st.builds(split, st.integers(0, 4), sizes, st.just(1), st.tuples(st.integers(0, 3), st.integers(0, 3))),
+    st.builds(shard, st.integers(0, 4), sizes, st.integers(1, 3)),
+    st.builds(shard, st.integers(0, 4), sizes, st.just(1), st.tuples(st.integers(0, 3), st.integers(0, 3))),
 )
 strategies = st.builds(Strategy, st.lists(placements, max_size=3).map(tuple),
                        st.lists(placements, max_size=2).map(tuple),

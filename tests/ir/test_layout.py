@@ -14,14 +14,14 @@ from whale.ir.layout import (
     B,
     Partial,
     Placement,
-    Split,
+    Shard,
     count_moved_bytes,
     divide_evenly,
     divide_proportionally,
     find_identity,
     local_shape,
     parse_placement,
-    split,
+    shard,
 )
 
 ITEM_BYTES = 8
@@ -44,7 +44,7 @@ def test_what_is_no_placement_is_refused(text: str) -> None:
 
 
 def test_texts() -> None:
-    assert [str(p) for p in (B, FIRST, P_MAX, split(1, (3, 0, 2)))] == ["B", "O", "P(max)", "S(1)[3,0,2]"]
+    assert [str(p) for p in (B, FIRST, P_MAX, shard(1, (3, 0, 2)))] == ["B", "O", "P(max)", "S(1)[3,0,2]"]
 
 
 @given(st.integers(0, 50), st.integers(1, 8))
@@ -56,25 +56,25 @@ def test_even_sizes(size: int, parts: int) -> None:
 
 def test_a_dimension_of_several_runs() -> None:
     """Two batches behind each other: a coordinate holds its part of both."""
-    s = split(1, (3, 0, 2), 2)
+    s = shard(1, (3, 0, 2), 2)
     assert str(s) == "S(1)[3,0,2]*2" and s.extent == 10
     assert [s.local_size(i) for i in range(3)] == [6, 0, 4]
     assert [s.list_indices(i).tolist() for i in range(3)] == [[0, 1, 2, 5, 6, 7], [], [3, 4, 8, 9]]
     assert local_shape((2, 10), s, 2) == (2, 4)
-    assert s != split(1, (3, 0, 2)) and split(1, (3, 2)).list_indices(1).tolist() == [3, 4]
+    assert s != shard(1, (3, 0, 2)) and shard(1, (3, 2)).list_indices(1).tolist() == [3, 4]
 
 
 def test_equal_splits_are_one_object_and_know_their_offsets() -> None:
-    s = split(0, (3, 0, 2))
-    assert s is split(0, (3, 0, 2)) and s == Split(0, (3, 0, 2))
+    s = shard(0, (3, 0, 2))
+    assert s is shard(0, (3, 0, 2)) and s == Shard(0, (3, 0, 2))
     assert [s.offset(i) for i in range(3)] == [0, 3, 3]
 
 
 @pytest.mark.parametrize(
     ("shape", "placement", "coordinate", "expected"),
     [
-        ((5, 4), split(0, (3, 2)), 1, (2, 4)), ((5, 4), split(1, (4, 0)), 1, (5, 0)), ((5, 4), B, 1, (5, 4)),
-        ((5, 4), P_SUM, 0, (5, 4)), (None, split(0, (3, 2)), 0, None), ((None, 4), split(0, (3, 2)), 0, (3, 4)),
+        ((5, 4), shard(0, (3, 2)), 1, (2, 4)), ((5, 4), shard(1, (4, 0)), 1, (5, 0)), ((5, 4), B, 1, (5, 4)),
+        ((5, 4), P_SUM, 0, (5, 4)), (None, shard(0, (3, 2)), 0, None), ((None, 4), shard(0, (3, 2)), 0, (3, 4)),
         ((), B, 0, ()),
     ],
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_an_unknown_reduction_has_no_identity() -> None:
 def _holds(placement: Placement, coordinate: int, shape: tuple[int, ...]) -> np.ndarray:
     """Which elements ``coordinate`` has (S, B, O) before or needs after."""
     mask = np.zeros(shape, bool)
-    if isinstance(placement, Split):
+    if isinstance(placement, Shard):
         run = np.zeros(sum(placement.sizes), bool)
         run[placement.offset(coordinate) : placement.offset(coordinate) + placement.sizes[coordinate]] = True
         mask[(slice(None),) * placement.dim + (np.tile(run, placement.blocks),)] = True
@@ -140,8 +140,8 @@ def moves(draw) -> tuple[tuple[int, int], int, Placement, Placement]:
         dim = draw(st.integers(0, 1))
         wanted = tuple(draw(st.permutations(sizes[dim])))
         if draw(st.booleans()):
-            return split(dim, wanted, blocks[dim])
-        return split(dim, tuple(blocks[dim] * n for n in wanted))
+            return shard(dim, wanted, blocks[dim])
+        return shard(dim, tuple(blocks[dim] * n for n in wanted))
 
     return shape, parts, placement(), placement()
 
@@ -150,12 +150,12 @@ def moves(draw) -> tuple[tuple[int, int], int, Placement, Placement]:
 def test_moves_without_partial_sums_cost_what_ranks_lack(move) -> None:
     shape, parts, source, target = move
     tensor_bytes = ITEM_BYTES * shape[0] * shape[1]
-    runs = [p for p in (source, target) if isinstance(p, Split) and p.blocks > 1]
+    runs = [p for p in (source, target) if isinstance(p, Shard) and p.blocks > 1]
     if (
         runs
         and source != target
-        and isinstance(source, Split)
-        and isinstance(target, Split)
+        and isinstance(source, Shard)
+        and isinstance(target, Shard)
         and source.dim == target.dim
     ):
         assert count_moved_bytes(source, target, tensor_bytes, parts) == (parts - 1) * tensor_bytes, (
@@ -168,7 +168,7 @@ def test_moves_without_partial_sums_cost_what_ranks_lack(move) -> None:
 def _table(parts: int, tensor_bytes: int) -> dict[tuple[Placement, Placement], int]:
     """The same-devices column, for even splits."""
     p, t = parts, tensor_bytes
-    s0, s1 = split(0, (6,) * p), split(1, (6,) * p)
+    s0, s1 = shard(0, (6,) * p), shard(1, (6,) * p)
     return {
         (s0, s0): 0, (s0, s1): (p - 1) * t // p, (s0, B): (p - 1) * t, (B, B): 0, (B, s0): 0, (B, P_SUM): 0,
         (s0, P_SUM): 0,
@@ -189,12 +189,12 @@ def test_the_table(parts: int) -> None:
 
 def test_large_tensors_are_counted_exactly() -> None:
     tensor_bytes = 8 * 3 * (2**53 + 1)
-    assert count_moved_bytes(FIRST, split(0, (1, 1, 1)), tensor_bytes, 3) == 2 * tensor_bytes // 3
+    assert count_moved_bytes(FIRST, shard(0, (1, 1, 1)), tensor_bytes, 3) == 2 * tensor_bytes // 3
 
 
 def test_an_empty_tensor_moves_nothing() -> None:
-    for source in (B, FIRST, P_SUM, split(0, (0, 0)), split(1, (2, 1))):
-        for target in (B, FIRST, split(0, (0, 0)), split(1, (1, 2))):
+    for source in (B, FIRST, P_SUM, shard(0, (0, 0)), shard(1, (2, 1))):
+        for target in (B, FIRST, shard(0, (0, 0)), shard(1, (1, 2))):
             assert count_moved_bytes(source, target, 0, 2) == 0
 
 
@@ -214,6 +214,6 @@ def test_a_part_is_rounded_and_not_cut_off() -> None:
 
 
 def test_with_a_halo_a_coordinate_holds_what_is_there_of_its_neighbours() -> None:
-    s = split(0, (3, 0, 3, 2), 1, (1, 2))
+    s = shard(0, (3, 0, 3, 2), 1, (1, 2))
     assert [s.find_span(i) for i in range(4)] == [(0, 5), (3, 3), (2, 8), (5, 8)]
     assert [s.local_size(i) for i in range(4)] == [5, 0, 6, 3]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from tests.ir.strategies import plans
 from tests.programs import mlp, planned
-from whale.ir.layout import P_SUM, B, split
+from whale.ir.layout import P_SUM, B, shard
 from whale.ir.plan import Plan, PlanRecord, Reshard, file_text, load_plan, plan_from_json, record_from_text, strategy_of
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Ref
@@ -93,7 +93,7 @@ def test_derived_numbers() -> None:
     assert plan.reshard_of["", Ref("a", 1), B] is rows[1]
     assert plan.split_flops_fraction == 0.75
     assert Plan("p", "f", 2).split_flops_fraction == 1.0
-    assert ("", Ref("a", 1), split(0, (1, 1))) not in plan.reshard_of
+    assert ("", Ref("a", 1), shard(0, (1, 1))) not in plan.reshard_of
 
 
 def test_a_notebook_shows_what_whale_plan_prints() -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.ir.strategies import nodes, programs
 from tests.programs import body, mlp
-from whale.ir.layout import B, Strategy, split
+from whale.ir.layout import B, Strategy, shard
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.plan_text import format_bytes, format_flops, format_plan
 from whale.ir.prediction import Prediction, RankPrediction
@@ -141,7 +141,7 @@ def test_what_runs_once_is_counted_as_that() -> None:
 
 
 def test_a_predicted_plan_says_what_a_step_takes_and_what_bounds_it() -> None:
-    rows = split(0, (6, 2))
+    rows = shard(0, (6, 2))
     ranks = (RankPrediction(0.3, 0.1, 0.05, 2_000_000, 1_000_000), RankPrediction(0.4, 0.3, 0.05, 2_000_000, 1_000_000))
     inputs, layouts = (BatchInput("x", rows, ""),), {"": {"x": Strategy((), (rows,), "")}}
     plan = Plan("p", "f", 2, batch_inputs=inputs, strategies=layouts, predicted=Prediction("some", 0.4, ranks))
@@ -158,6 +158,6 @@ def test_a_plan_of_one_rank_says_that_nothing_is_divided() -> None:
 
 def test_a_plan_lists_ops_without_a_rule() -> None:
     plan = Plan(
-        "p", "f", 2, strategies={"": {"x": Strategy((split(0, (1, 1)),), (B,), "")}}, unruled={"m (Mystery)": 2048}
+        "p", "f", 2, strategies={"": {"x": Strategy((shard(0, (1, 1)),), (B,), "")}}, unruled={"m (Mystery)": 2048}
     )
     assert "m (Mystery)" in format_plan(plan) and "2.0 KiB gathered" in format_plan(plan)

@@ -70,9 +70,9 @@ MUTANTS = (
     Mutant(
         "sum_counted_on_every_rank",  # what all have becomes a partial sum
         "whale/partition/resharding.py",
-        "        return local if e.rank == 0 else e.fill(name, local, t, want.op)\n    if isinstance(have, Split):",
+        "        return local if e.rank == 0 else e.fill(name, local, t, want.op)\n    if isinstance(have, Shard):",
         "        return local if e.rank == 0 or t.elements == 1 else e.fill(name, local, t, want.op)\n"
-        "    if isinstance(have, Split):",
+        "    if isinstance(have, Shard):",
         "sum",
         ("tests/partition/test_resharding.py::test_every_change",),
     ),
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "stream_repeated_in_time",  # micro-batch 1 of rank 0 draws what micro-batch 0 of rank 1 draws
         "whale/partition/spmd.py",
-        "return value * np.array(_TIME_STREAM, value.dtype) if in_time else value",
+        "return value * np.array(_TIME_STREAM, value.dtype) if microbatched else value",
         "return value",
         "state",
         ("tests/runtime/layouts/test_per_rank.py::test_micro_batches_draw_from_streams_of_their_own",),

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.interpreter import Outcome, run
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles, find_tiles, make_mesh
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
-from whale.partition.identical_ranks import is_alike, is_surely_as_first
+from whale.partition.identical_ranks import is_alike, is_surely_identical
 from whale.partition.mesh import lower_mesh
 from whale.partition.spmd import partition_for_rank
 from whale.passes.settings import PlanSettings
@@ -31,7 +31,7 @@ def feeds_of(program: Program, seed: int = 0) -> tuple[dict[str, np.ndarray], di
 def lowered(program: Program, plan: Plan) -> list[Program]:
     """What each rank runs: the same but for values, where the plan says that it surely is."""
     ranks = [partition_for_rank(program, plan, rank, "comm", program.name) for rank in range(plan.size)]
-    if is_surely_as_first(program, plan):
+    if is_surely_identical(program, plan):
         assert all(is_alike(ranks[0], other) for other in ranks[1:])
     return ranks
 
@@ -125,6 +125,6 @@ def assert_equal_mesh(
     if not program.functions:
         moved = sum(call.bytes for call in spread.calls)
         # What only a rank without rows would read is not there to be sent.
-        empty = any(isinstance(b.placement, Split) and 0 in b.placement.sizes for b in plan.batch_inputs)
+        empty = any(isinstance(b.placement, Shard) and 0 in b.placement.sizes for b in plan.batch_inputs)
         assert moved <= plan.logical_bytes if empty else moved == plan.logical_bytes
     return spread

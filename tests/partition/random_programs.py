@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.programs import Builder
-from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, split
+from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, shard
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.rank_groups import RankGroups
@@ -199,7 +199,7 @@ def placements(draw: Draw, program: Program, parts: int) -> dict[str, Placement]
             continue
         marks = sorted(draw(st.lists(st.integers(0, shape[dim] or 0), min_size=parts - 1, max_size=parts - 1)))
         sizes = tuple(b - a for a, b in zip([0, *marks], [*marks, shape[dim] or 0]))
-        placed[name] = split(dim, sizes)
+        placed[name] = shard(dim, sizes)
     return placed
 
 
@@ -230,7 +230,7 @@ class RandomChoice(NodeChoice):
         blocks = 2 if (shape[dim] or 0) % 2 == 0 and self.seed.random() < 0.2 else 1
         run = (shape[dim] or 0) // blocks
         marks = sorted(self.seed.randint(0, run) for _ in range(self.state.parts - 1))
-        return split(dim, tuple(b - a for a, b in zip([0, *marks], [*marks, run])), blocks)
+        return shard(dim, tuple(b - a for a, b in zip([0, *marks], [*marks, run])), blocks)
 
     def cost(self, node: Any, option: Choice, touched: int, flops: int) -> float:
         reachable = all(self.state.reshard_cost(r, p) < float("inf") for r, p in zip(node.inputs, option.inputs))

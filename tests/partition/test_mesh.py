@@ -14,7 +14,7 @@ from tests.partition.test_spmd import looping
 from tests.passes.autoshard.test_divide import carried, classifier, scoped
 from tests.programs import mlp
 from whale.errors import PlanError
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.mesh import Axis, count_moved_along, find_tiles, iterate_levels
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_bytes, format_plan
@@ -196,7 +196,7 @@ def test_loops(talks: bool, shares: tuple[int, ...]) -> None:
 def test_what_is_divided_goes_through_loops_and_branches() -> None:
     plan = run_axes(carried(), ("data", 2), ("tensor", 2))
     assert set(find_tiles(plan)) == {"w1", "w2"}
-    assert plan.inner.strategies[""]["loop"].outputs[1] == split(1, (12, 12))
+    assert plan.inner.strategies[""]["loop"].outputs[1] == shard(1, (12, 12))
 
 
 def test_a_rank_of_a_stage_lowers_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.partition.compare import assert_equal_runs, lowered, run_both
 from tests.programs import Builder, plan_of
 from whale.errors import LayoutError, PlanError
 from whale.ir.emitter import Emitter
-from whale.ir.layout import FIRST, P_MAX, P_MIN, P_SUM, B, Partial, Placement, Split, Strategy, count_moved_bytes, split
+from whale.ir.layout import FIRST, P_MAX, P_MIN, P_SUM, B, Partial, Placement, Shard, Strategy, count_moved_bytes, shard
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Program, Ref, sort_nodes
 from whale.ir.values import DType, TensorType
@@ -44,7 +44,7 @@ def _program(
 def _cuts(shape: tuple[int, ...], parts: int) -> list[Placement]:
     """Splits of every dimension: as even as possible, uneven with empty shares, everything on the last."""
     found = {
-        split(d, sizes)
+        shard(d, sizes)
         for d, n in enumerate(shape)
         for sizes in (
             tuple(n // parts + (i < n % parts) for i in range(parts)),
@@ -53,7 +53,7 @@ def _cuts(shape: tuple[int, ...], parts: int) -> list[Placement]:
         )
         if sum(sizes) == n
     }
-    found |= {split(s.dim, tuple(n // 2 for n in s.sizes), 2) for s in found if not any(n % 2 for n in s.sizes)}
+    found |= {shard(s.dim, tuple(n // 2 for n in s.sizes), 2) for s in found if not any(n % 2 for n in s.sizes)}
     return sorted(found, key=str)
 
 
@@ -97,11 +97,11 @@ def test_every_change_of_other_dtypes(dtype: str, parts: int) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "ops"),
     [
-        (P_SUM, B, {"WhaleAllReduce"}), (P_SUM, split(0, (2, 2)), {"WhaleReduceScatter"}),
-        (split(0, (2, 2)), B, {"WhaleAllGather"}), (split(0, (2, 2)), split(1, (2, 1)), {"WhaleAllToAll"}),
-        (split(0, (2, 2)), split(0, (3, 1)), {"WhaleSend", "WhaleRecv"}), (split(0, (2, 2)), P_SUM, {"PadV2"}),
-        (FIRST, B, {"WhaleBroadcast"}), (FIRST, split(0, (3, 1)), {"WhaleAllToAll"}), (FIRST, P_SUM, {"Fill"}),
-        (B, split(0, (2, 2)), {"Slice"}), (B, P_MAX, {"Fill"}),
+        (P_SUM, B, {"WhaleAllReduce"}), (P_SUM, shard(0, (2, 2)), {"WhaleReduceScatter"}),
+        (shard(0, (2, 2)), B, {"WhaleAllGather"}), (shard(0, (2, 2)), shard(1, (2, 1)), {"WhaleAllToAll"}),
+        (shard(0, (2, 2)), shard(0, (3, 1)), {"WhaleSend", "WhaleRecv"}), (shard(0, (2, 2)), P_SUM, {"PadV2"}),
+        (FIRST, B, {"WhaleBroadcast"}), (FIRST, shard(0, (3, 1)), {"WhaleAllToAll"}), (FIRST, P_SUM, {"Fill"}),
+        (B, shard(0, (2, 2)), {"Slice"}), (B, P_MAX, {"Fill"}),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
 )  # fmt: skip
@@ -153,7 +153,7 @@ def test_fills_have_the_tensors_own_dtype(dtype: str) -> None:
 
 
 def test_a_plan_without_the_reshard_is_refused() -> None:
-    program, layout = _program(P_SUM, split(0, (2, 2)), (4,))
+    program, layout = _program(P_SUM, shard(0, (2, 2)), (4,))
     plan = plan_of(program, {"": layout}, 2, {})
     lacking = Plan(plan.program, plan.fingerprint, 2, strategies=plan.strategies, returned=plan.returned)
     with pytest.raises(PlanError, match=r"the plan lacks a reshard\n  op: x:0\n  given: wanted as P\(sum\)"):
@@ -162,7 +162,7 @@ def test_a_plan_without_the_reshard_is_refused() -> None:
 
 def test_a_split_that_one_rank_has_whole_is_not_cut() -> None:
     e = Emitter(1, 2, "comm")
-    target = Split(0, (0, 4))
+    target = Shard(0, (0, 4))
     assert e.cut("cut", Ref("x"), TensorType("float64", (4,)), target) == Ref("x")
     assert not e.nodes
 
@@ -179,7 +179,7 @@ def test_what_neighbours_have(sizes: tuple[int, ...], halo: tuple[int, int], div
     b = Builder("halo")
     x = b.input("x", (3, 8))
     whole, t = b.build([x]), b.types[x]
-    own, wide = split(1, sizes), split(1, sizes, 1, halo)
+    own, wide = shard(1, sizes), shard(1, sizes, 1, halo)
     start: Placement = own if divided else B
     moved = count_moved_bytes(start, wide, t.bytes, len(sizes))
     programs = []

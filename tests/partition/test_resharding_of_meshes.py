@@ -11,7 +11,7 @@ from tests.draws import one_of
 from tests.interpreter import run
 from tests.partition.test_resharding import _program
 from tests.programs import plan_of
-from whale.ir.layout import Placement, Strategy, parse_placement, split
+from whale.ir.layout import Placement, Strategy, parse_placement, shard
 from whale.ir.mesh import Axis, Mesh
 from whale.ir.program import Program
 from whale.partition.axis_partitioner import make_prefix
@@ -30,7 +30,7 @@ def _first(kind: str, groups: int) -> Placement:
     if not kind.startswith("S"):
         return parse_placement(kind)
     dim = int(kind[2])
-    return split(dim, (SHAPE[dim] // groups,) * groups)
+    return shard(dim, (SHAPE[dim] // groups,) * groups)
 
 
 def _second(kind: str, shape: tuple[int, ...], size: int) -> Placement:
@@ -39,7 +39,7 @@ def _second(kind: str, shape: tuple[int, ...], size: int) -> Placement:
         return _first(kind, 1)
     dim = int(kind[2])
     sizes = (shape[dim] - 1, 1, 0) if dim == 0 else (0, shape[dim], 0)
-    return split(dim, sizes[:size])
+    return shard(dim, sizes[:size])
 
 
 def _ranks(groups: list[Program], kinds: tuple[str, str], size: int) -> list[Program]:

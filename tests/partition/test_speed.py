@@ -6,7 +6,7 @@ from functools import partial
 
 from tests.lines import lines_of
 from tests.programs import Builder, planned
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
 from whale.partition.spmd import partition_for_rank
@@ -46,7 +46,7 @@ def chain(layers: int) -> Program:
 def lines_for_each(layers: int) -> tuple[float, float]:
     """Lines of placing reductions and of localising, for each layer."""
     program = chain(layers)
-    layout = propagate(program, 2, {"x": split(0, (4, 4))})[""]
+    layout = propagate(program, 2, {"x": shard(0, (4, 4))})[""]
     placing = lines_of(lambda: reduce_partial_sums(program, layout, 2))
     plan = planned(program, 4, 4)
     return placing / layers, lines_of(lambda: partition_for_rank(program, plan, 0, "comm", "chain")) / layers

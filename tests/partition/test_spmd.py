@@ -11,7 +11,7 @@ from tests.partition.compare import assert_equal_runs, lowered
 from tests.partition.talk import assert_ranks_agree, communication
 from tests.programs import Builder, body, mlp, planned
 from whale.errors import PlanError
-from whale.ir.layout import B, Partial, divide_evenly, split
+from whale.ir.layout import B, Partial, divide_evenly, shard
 from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
@@ -230,7 +230,7 @@ def _branching(rows: int) -> Program:
 @pytest.mark.parametrize("sizes", [(6,), (4, 2), (0, 6), (2, 2, 2)], ids=str)
 def test_branches(sizes: tuple[int, ...], sign: float) -> None:
     program = _branching(6)
-    plan = planned(program, *sizes, x=split(0, sizes))
+    plan = planned(program, *sizes, x=shard(0, sizes))
     rng = np.random.default_rng(0)
     assert_equal_runs(program, plan, feeds={"x": sign * np.abs(rng.normal(size=(6, 3)))})
     assert_ranks_agree(lowered(program, plan))

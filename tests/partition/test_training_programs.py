@@ -20,7 +20,7 @@ from tests.partition.random_programs import random_layouts
 from tests.partition.training_programs import ROWS, training_step
 from tests.programs import layouts_of, plan_of
 from whale.errors import PlanError
-from whale.ir.layout import Placement, split
+from whale.ir.layout import Placement, shard
 from whale.ir.mesh import Axis
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
@@ -76,7 +76,7 @@ def _rows(program: Program, parts: int, draw: random.Random) -> dict[str, Placem
     """The inputs' rows in shares of any sizes, empty ones too."""
     marks = sorted(draw.randint(0, ROWS) for _ in range(parts - 1))
     sizes = tuple(b - a for a, b in zip([0, *marks], [*marks, ROWS]))
-    return {name: split(0, sizes) for name in program.inputs}
+    return {name: shard(0, sizes) for name in program.inputs}
 
 
 def test_steps_are_differentiated_rightly() -> None:

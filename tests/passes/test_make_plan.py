@@ -10,7 +10,7 @@ from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, mlp
 from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import B, FirstRank, split
+from whale.ir.layout import B, RankZero, shard
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
@@ -77,7 +77,7 @@ def test_plans_are_legal_and_right(parts: int) -> None:
 def test_the_users_choices_are_kept() -> None:
     plan = make_plan(_normal(), TWO.but(batch__shares=(2, 6), batch__marked=("x", "y")))
     assert [(b.name, b.placement, b.origin) for b in plan.batch_inputs] == [
-        ("x", split(0, (2, 6)), "user (batch.inputs)"), ("y", split(0, (2, 6)), "user (batch.inputs)"),
+        ("x", shard(0, (2, 6)), "user (batch.inputs)"), ("y", shard(0, (2, 6)), "user (batch.inputs)"),
     ]  # fmt: skip
     assert make_plan(_normal(), TWO.but(exchange__group_bytes=0)).groups == {}
 
@@ -93,4 +93,4 @@ def test_a_program_without_a_batch_is_computed_on_every_rank() -> None:
     plan = make_plan(program, TWO)
     assert plan.batch_inputs == () and plan.logical_bytes == 0
     assert {p for s in plan.strategies[""].values() for p in s.outputs} == {B}
-    assert not any(isinstance(p, FirstRank) for s in plan.strategies[""].values() for p in s.inputs)
+    assert not any(isinstance(p, RankZero) for s in plan.strategies[""].values() for p in s.inputs)

@@ -17,7 +17,7 @@ from whale.ir.text import format_program, parse_program
 from whale.kernels.substitute import REWRITE, RewriteContext, prepare_for_run, substitute_kernels
 from whale.partition.lower import PARTITION, PartitionContext, RankPrograms, lower_ranks, make_any_plan
 from whale.passes.pass_manager import NORMALIZE, PLAN, PlanContext, make_plan, normalise
-from whale.passes.plan_builder import lay_out
+from whale.passes.plan_builder import build_plan_draft
 from whale.passes.run_passes import VERIFY_VARIABLE, Pass, PassLog, PassObserver, Table, run_passes
 from whale.passes.settings import FuseSettings, PlanSettings
 
@@ -34,7 +34,7 @@ def value_of(table: Table[Any, Any], program: Program) -> Any:
     """Makes of a program what the passes of a table change."""
     values: dict[str, Callable[[], Any]] = {
         "NORMALIZE": lambda: program,
-        "PLAN": lambda: replace(lay_out(mlp(), TWO), program=program),
+        "PLAN": lambda: replace(build_plan_draft(mlp(), TWO), program=program),
         "PARTITION": lambda: RankPrograms(program, (program,)),
         "REWRITE": lambda: (program,),
     }
@@ -103,12 +103,12 @@ def test_each_pass_is_dumped_and_verified(
     ("changes", "more"),
     [
         ({}, set()),
-        ({"size": 1}, {"-update_by_owner"}),
+        ({"size": 1}, {"-update_on_owners"}),
         ({"precision__matmul_dtype": "bfloat16"}, {"mixed_precision"}),
         ({"precision__matmul_dtype": "float16"}, {"skip_overflow", "mixed_precision"}),
         ({"memory__recompute": "auto"}, {"recompute"}),
         ({"memory__offload": "parameters"}, {"hoist_reads", "gather_at_use", "offload"}),
-        ({"memory__offload": "tables"}, {"look_up_in_variables"}),
+        ({"memory__offload": "tables"}, {"gather_from_variables"}),
         ({"memory__scores_bytes": 1 << 20}, {"attention_as_one"}),
         ({"zero__level": 1}, {"merge_reads"}),
         ({"zero__level": 3}, {"merge_reads", "hoist_reads", "gather_at_use"}),
@@ -141,7 +141,7 @@ def test_a_program_goes_through_all_tables_and_is_dumped_after_each_pass(tmp_pat
 
     program = normalise(mlp(), TWO)
     plan = make_plan(program, TWO)
-    assert parse_program(text("update_by_owner")) == program
+    assert parse_program(text("update_on_owners")) == program
     assert text("plan") == format_plan(plan)
     ranks = lower_ranks(program, plan, TWO, (0, 1))
     assert text("bare_receives") == format_program(ranks[0])
@@ -156,7 +156,7 @@ def test_a_log_has_the_seconds_of_each_pass_and_what_it_changed() -> None:
     assert all(run.seconds >= 0 for run in log.runs)
     changed = {run.name: run.changed for run in log.runs}
     assert changed["inline"] == "nothing"
-    assert changed["lay_out"] == f"{len(mlp().nodes)} layouts of nodes"
+    assert changed["build_plan_draft"] == f"{len(mlp().nodes)} layouts of nodes"
     assert changed["unique_keys"] == "1 changed, of 41 nodes"
     lines = log.lines(TABLES)
     assert len(lines) == 1 + len(TABLES) + len(ROWS)

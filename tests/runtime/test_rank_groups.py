@@ -15,7 +15,7 @@ from tests.draws import one_of
 from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double  # noqa: F401  (a fixture)
 from whale.errors import PlanError
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.plan import Plan
 from whale.runtime.start import check_replicas
 
@@ -30,7 +30,7 @@ def on(kind: Any, ranks: list[int]) -> Callable[[], Any]:
 def holders(plan: Plan, op: str) -> frozenset[int]:
     """Ranks that have some of a node's result."""
     (out,) = plan.strategies[""][op].outputs
-    assert isinstance(out, Split), out
+    assert isinstance(out, Shard), out
     return out.holders
 
 
@@ -57,7 +57,7 @@ def test_features_beside_a_classifier(
     worst = difference(one_device[adam], found, 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     plan = spread.step.plan(*spread.batch(0))
-    held = {name: p for name, p in plan.variables.items() if isinstance(p, Split)}
+    held = {name: p for name, p in plan.variables.items() if isinstance(p, Shard)}
     assert len(held) == (6 if adam else 4)
     assert {p.holders for p in held.values()} == {frozenset(classes)}
     assert plan.split_flops_fraction == 1.0

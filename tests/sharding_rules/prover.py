@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from whale.errors import RuleError
-from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, Split, divide_evenly, split
+from whale.ir.layout import P_SUM, B, Partial, Placement, Replicate, Shard, divide_evenly, shard
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node
 from whale.ir.values import TensorType
@@ -85,13 +85,13 @@ def view_of(case: Case, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarr
     return OpView(node, tuple(map(type_of, inputs)), parts, lambda i: inputs[i] if i in case.consts else None)
 
 
-def shard(array: np.ndarray, placement: Placement, parts: int, draw: np.random.Generator) -> list[np.ndarray]:
+def cut_array(array: np.ndarray, placement: Placement, parts: int, draw: np.random.Generator) -> list[np.ndarray]:
     """What each coordinate holds of ``array`` under ``placement``; partial parts are drawn at random.
 
     Raises:
       ValueError: the array cannot lie that way.
     """
-    if isinstance(placement, Split):
+    if isinstance(placement, Shard):
         return [np.take(array, placement.list_indices(i), axis=placement.dim) for i in range(len(placement.sizes))]
     if not isinstance(placement, Partial):
         return [array] * parts
@@ -121,7 +121,7 @@ def _partial_parts(array: np.ndarray, op: str, parts: int, draw: np.random.Gener
 
 def unshard(parts: Sequence[np.ndarray], placement: Placement) -> np.ndarray:
     """The whole tensor that the coordinates' parts stand for."""
-    if isinstance(placement, Split):
+    if isinstance(placement, Shard):
         joined = np.concatenate(parts, axis=placement.dim)
         if placement.blocks == 1:
             return joined
@@ -154,7 +154,7 @@ def agree(found: np.ndarray, expected: np.ndarray) -> bool:
 def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.ndarray], strategy: Strategy,
                  evaluate: Evaluate, draw: np.random.Generator) -> list[np.ndarray]:  # fmt: skip
     """The outputs that the coordinates produce together under ``strategy``."""
-    operands = [shard(x, p, op.parts, draw) for x, p in zip(inputs, strategy.inputs)]
+    operands = [cut_array(x, p, op.parts, draw) for x, p in zip(inputs, strategy.inputs)]
     results: list[list[np.ndarray]] = []
     if len({_form(rule, op, strategy, at) for at in range(op.parts)}) > 1 and _is_even(strategy):
         raise ValueError("coordinates with parts of one size would run more than other values")
@@ -163,7 +163,7 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
         if all(k is not None for k in known):
             results.append([k for k in known if k is not None])
             continue
-        local = rule.localize(op, strategy, at)
+        local = rule.local_op(op, strategy, at)
         mine = [local.consts.get(i, o[at]) for i, o in enumerate(operands)]
         for added in (local.added, local.moved):
             mine = [x + added[i] if i in added else x for i, x in enumerate(mine)]
@@ -185,20 +185,20 @@ def run_strategy(case: Case, rule: LineRule, op: OpView, inputs: Sequence[np.nda
             outs = [outs[0] / local.divide_by, *outs[1:]]
         results.append([o if k is None else k for o, k in zip(outs, known)])
     for j, placement in enumerate(strategy.outputs):
-        if isinstance(placement, Broadcast) and not all(agree(r[j], results[0][j]) for r in results):
+        if isinstance(placement, Replicate) and not all(agree(r[j], results[0][j]) for r in results):
             raise ValueError(f"output {j} differs between coordinates")
     return [unshard([r[j] for r in results], p) for j, p in enumerate(strategy.outputs)]
 
 
 def _is_even(strategy: Strategy) -> bool:
     """Whether all coordinates have as much of every tensor."""
-    cuts = [p for p in strategy.inputs + strategy.outputs if isinstance(p, Split)]
+    cuts = [p for p in strategy.inputs + strategy.outputs if isinstance(p, Shard)]
     return all(p.smallest == p.largest and p.without_halo is p for p in cuts)
 
 
 def _form(rule: LineRule, op: OpView, strategy: Strategy, coordinate: int) -> tuple[object, ...]:
     """What a coordinate runs, but for values."""
-    known, local = find_known_outputs(op, strategy, coordinate), rule.localize(op, strategy, coordinate)
+    known, local = find_known_outputs(op, strategy, coordinate), rule.local_op(op, strategy, coordinate)
     window = replace(local.window, offset=0) if local.window is not None else None
     operands = [tuple(side) for side in (local.attrs, local.consts, local.added, local.moved)]
     return tuple(k is None for k in known), local.op, local.blocks, *operands, window, local.divide_by
@@ -217,11 +217,11 @@ def _shares(size: int | None, parts: int) -> Iterator[tuple[int, ...]]:
     yield from sorted(s for s in found if sum(s) == size and min(s) >= 0)
 
 
-def _splits(dim: int, size: int | None, parts: int) -> Iterator[Split]:
+def _splits(dim: int, size: int | None, parts: int) -> Iterator[Shard]:
     """The dimension as one run, and as several where it has a divisor."""
     for blocks in (1, 2, 3, 4):
         if size is not None and size % blocks == 0 and (blocks == 1 or size // blocks > 1):
-            yield from (split(dim, sizes, blocks) for sizes in _shares(size // blocks, parts))
+            yield from (shard(dim, sizes, blocks) for sizes in _shares(size // blocks, parts))
 
 
 def _proposals(rule: LineRule, op: OpView) -> list[Strategy]:
@@ -294,7 +294,7 @@ def prove(case: Case, evaluate: Evaluate, *, missing: bool = True) -> Proof:
 
 def _kinds(placements: Sequence[Placement]) -> tuple[str, ...]:
     """Placements without sizes."""
-    return tuple(f"S({p.dim})" if isinstance(p, Split) else str(p) for p in placements)
+    return tuple(f"S({p.dim})" if isinstance(p, Shard) else str(p) for p in placements)
 
 
 def _combinations(inputs: Sequence[np.ndarray], fixed: Sequence[bool]) -> Iterator[tuple[Placement, ...]]:
@@ -304,7 +304,7 @@ def _combinations(inputs: Sequence[np.ndarray], fixed: Sequence[bool]) -> Iterat
     """
     choices: list[list[Placement]] = []
     for array, whole in zip(inputs, fixed):
-        cuts: list[Placement] = [split(d, divide_evenly(n, 2)) for d, n in enumerate(array.shape) if n > 1]
+        cuts: list[Placement] = [shard(d, divide_evenly(n, 2)) for d, n in enumerate(array.shape) if n > 1]
         choices.append([B] if whole or array.dtype.kind in "OSU" else [B, *cuts])
     yield from _products(choices)
     partial = [not whole and array.dtype.kind in "fc" and array.size > 0 for array, whole in zip(inputs, fixed)]
@@ -346,7 +346,7 @@ def _agreeing(
         inputs = case.draw(seed)
         draw = np.random.default_rng(seed + 11)
         try:
-            operands = [shard(x, p, 2, draw) for x, p in zip(inputs, combination)]
+            operands = [cut_array(x, p, 2, draw) for x, p in zip(inputs, combination)]
             parts = [evaluate(case.op, case.attrs, [o[at] for o in operands]) for at in range(2)]
             whole = evaluate(case.op, case.attrs, inputs)
         except Exception:  # a kernel that refuses the shards settles it
@@ -362,7 +362,7 @@ def _fitting(parts: list[np.ndarray], whole: np.ndarray) -> set[str]:
     found: set[str] = set()
     if all(agree(p, whole) for p in parts):
         found.add("B")
-    options: list[Placement] = [split(d, ()) for d in range(whole.ndim)]
+    options: list[Placement] = [shard(d, ()) for d in range(whole.ndim)]
     options += [Partial(k) for k in ("sum", "max", "min")]
     for placement in options:
         try:

@@ -20,7 +20,7 @@ from tests.programs import Builder, layouts_of, plan_of
 from tests.sharding_rules.prover import Case, prove
 from tests.sharding_rules.sampling import F, K, case
 from whale.errors import PlanError, WhaleError
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.verify.check import check
@@ -104,7 +104,7 @@ def evaluate(op: str, attrs: Mapping[str, Any], inputs: Sequence[np.ndarray]) ->
 
 
 def _plan(program: Program) -> Plan:
-    placed = {"x": split(0, (4, 4))}
+    placed = {"x": shard(0, (4, 4))}
     return plan_of(program, layouts_of(program, PARTS, placed), PARTS, placed)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.sharding_rules.helpers import found, placements, strategies, view
 from whale.errors import RuleError
-from whale.ir.layout import B, Strategy, split
+from whale.ir.layout import B, Strategy, shard
 from whale.ir.ops import CONTROL_FLOW
 from whale.sharding_rules import OpView, find_known_outputs, find_rule, load_rules, registry
 from whale.sharding_rules.notation import FIRST_RANK, parse, parse_passes
@@ -116,7 +116,7 @@ def test_outputs_can_be_wanted():
     op = view("Tile", ["float32[1,4]", "int32[2]"], ["float32[8,4]"], {1: [8, 1]})
     strategy = found(op, "B B", "S(0)[3,5]")[0]
     assert str(strategy) == "B B -> S(0)[3,5]"
-    assert find_rule("Tile").localize(op, strategy, 1).consts[1].tolist() == [5, 1]
+    assert find_rule("Tile").local_op(op, strategy, 1).consts[1].tolist() == [5, 1]
     assert find_rule("Tile").produces_any and find_rule("TensorListReserve").produces_any
 
 
@@ -199,7 +199,7 @@ LISTS = [
 def test_lists_lie_as_their_elements(op: OpView, current: str, wanted: str, expected: str, consts: dict):
     strategy = found(op, current, wanted)[0]
     assert str(strategy) == expected
-    local = find_rule(op.node.op).localize(op, strategy, 1)
+    local = find_rule(op.node.op).local_op(op, strategy, 1)
     assert {i: v.tolist() for i, v in local.consts.items()} == consts
     assert all(v.dtype == np.int32 for v in local.consts.values())
 
@@ -212,7 +212,7 @@ def test_element_shape_of_a_cut_list_is_left_open():
 
 def test_mean_over_a_cut_dimension_is_a_sum():
     op = view("Mean", ["float32[8,4]", "int32[1]"], ["float32[4]"], {1: [0]})
-    local = find_rule("Mean").localize(op, found(op, "S(0)[3,5] B")[0], 0)
+    local = find_rule("Mean").local_op(op, found(op, "S(0)[3,5] B")[0], 0)
     assert (local.op, local.divide_by) == ("Sum", 8.0)
     unknown = view("Mean", ["float32[?,4]", "int32[1]"], ["float32[4]"], {1: [0]})
     assert strategies(unknown, "S(0)[3,5] B") == []
@@ -277,5 +277,5 @@ def test_lists_of_lists_keep_the_element_shape_of_handles(holds: str, consts: li
     op = view("EmptyTensorList", operands, ["variant[]"], {0: shape, 1: -1}, element_dtype=holds)
     rule = find_rule("EmptyTensorList")
     assert rule is not None
-    local = rule.localize(op, Strategy((B, B), (split(0, (5, 3)),), "as the reader asks"), 1)
+    local = rule.local_op(op, Strategy((B, B), (shard(0, (5, 3)),), "as the reader asks"), 1)
     assert [value.tolist() for value in local.consts.values()] == consts

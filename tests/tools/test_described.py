@@ -20,7 +20,7 @@ from tests.cost_model.test_captured import LAB, TABLE
 from tests.draws import one_of
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
-from whale.ir.layout import B, split
+from whale.ir.layout import B, shard
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType
 from whale.partition.mesh import plan_program
@@ -125,12 +125,12 @@ def test_what_lies_between_products_is_divided_along_the_sequence(kind: str) -> 
         large = [r for r in planned.plan.reshards if r.bytes > 2**16]
         kinds.append(Counter((type(r.source).__name__, type(r.target).__name__) for r in large))
         peaks.append(predict_plan(planned, LAB).peak_bytes)
-    assert held[0] >= {B} and held[1] == {split(1, (64, 64))}
-    assert kinds[0].keys() == {("Partial", "Broadcast")}
+    assert held[0] >= {B} and held[1] == {shard(1, (64, 64))}
+    assert kinds[0].keys() == {("Partial", "Replicate")}
     # The embedding's rows travel by their ids. All but the last layer are computed again: the attention's sum, and
     # what two products read.
     sums, again = 4 * layers + 1, layers - 1 if kind == "full" else 0
-    assert kinds[1] == {("Partial", "Split"): sums + again, ("Split", "Broadcast"): sums + 2 * again}
+    assert kinds[1] == {("Partial", "Shard"): sums + again, ("Shard", "Replicate"): sums + 2 * again}
     assert len(planned.plan.routed) == 2 and peaks[1] < peaks[0]
 
 

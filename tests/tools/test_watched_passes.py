@@ -24,7 +24,7 @@ def script(folder: Path, scope: str = "contextlib.nullcontext()") -> str:
 
 def dumped(folder: Path) -> set[str]:
     """The names of the passes behind which a folder has texts."""
-    (program,) = [path for path in folder.iterdir() if list(path.glob("*-lay_out.txt"))]
+    (program,) = [path for path in folder.iterdir() if list(path.glob("*-build_plan_draft.txt"))]
     return {path.stem.partition("-")[2] for path in program.iterdir()}
 
 
@@ -40,7 +40,7 @@ def test_a_plan_says_what_each_pass_took_and_changed(tmp_path: Path, capsys: pyt
         of_passes = sum(float(rows[one.name][1].replace("-", "0")) for one in table.passes)
         assert float(rows[table.name][1]) == pytest.approx(of_passes, abs=1e-4 * len(table.passes))
     assert rows["share_scalars"][2].startswith("1 gone, 1 changed, of ")
-    assert rows["lay_out"][2].endswith("layouts of nodes") and float(rows["lay_out"][1]) > 0
+    assert rows["build_plan_draft"][2].endswith("layouts of nodes") and float(rows["build_plan_draft"][1]) > 0
     assert rows["partition"][2].endswith("nodes") and "new" in rows["partition"][2]
     assert rows["elementwise"][2].endswith("nodes")
     assert rows["micro_batches"][1:] == ["-", "off; on by pipeline.micro_batches"]
@@ -52,7 +52,7 @@ def test_a_mesh_is_planned_axis_by_axis(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(path.read_text().replace("wh.init()", 'wh.init({"mesh": wh.Mesh(tensor=2)})'))
     dry_run.main(str(path), (), 4, verbose=True)
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert rows["lay_out"].endswith("(2 times)")
+    assert rows["build_plan_draft"].endswith("(2 times)")
     assert rows["partition_mesh"].endswith("nodes") and "off" in rows["partition"]
 
 
@@ -60,7 +60,7 @@ def test_a_plan_is_dumped_up_to_what_ranks_compute(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("WHALE_DEBUG_DUMP", str(tmp_path / "dump"))
     dry_run.main(script(tmp_path), (), 2)
     names = dumped(tmp_path / "dump")
-    assert {"captured", "inline", "lay_out", "fuse_all_reduces", "plan", "partition", "elementwise"} <= names
+    assert {"captured", "inline", "build_plan_draft", "fuse_all_reduces", "plan", "partition", "elementwise"} <= names
     assert {one.name for one in KERNELS} - names == {"updates_last", "padding"} - names
     assert not names & {one.name for one in FOR_RUN}
 

@@ -10,7 +10,7 @@ import pytest
 
 import whale as wh
 from whale.errors import PlanError
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.planner.graph_search.plan_prediction import Planned
 from whale.tools import dry_run
 from whale.tools.what_if import compared, exchanges, read_what_if, with_choice
@@ -47,7 +47,7 @@ def planned(folder: Path, scope: str = "contextlib.nullcontext()") -> Planned:
 def split_variables(found: Planned) -> set[str]:
     plan = found.plan.inner or found.plan
     names = {v.node: v.name.partition(":")[0] for v in found.program.variables}
-    return {names[node] for node, p in plan.variables.items() if isinstance(p, Split)}
+    return {names[node] for node, p in plan.variables.items() if isinstance(p, Shard)}
 
 
 def test_planning_a_script_leaves_the_process_as_it_was(ranks: Callable[..., None], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S, Ranks
-from whale.ir.layout import Split, divide_proportionally
+from whale.ir.layout import Shard, divide_proportionally
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, iterate_function_refs
@@ -154,7 +154,7 @@ class Balance:
         placement = plan.batch_inputs[0].placement if plan.batch_inputs else None
         if placement is None:
             return None
-        if not stays and isinstance(placement, Split) and len(placement.sizes) == ranks.size:
+        if not stays and isinstance(placement, Shard) and len(placement.sizes) == ranks.size:
             return WatchedSteps(placement.sizes, program)
         why = stays or "a batch is not divided among all of them"
         if ranks.rank == 0 and why not in self._told:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_LIBRARIES = (str(Path(__file__).parents[2]) + os.sep, os.path.dirname(os.__file__) + os.sep)
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, os.path.dirname(os.__file__) + os.sep)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "__autograph_generated_file", "<")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from whale.ir.layout import FIRST, B, Broadcast, PerRank, Placement, Split, divide_evenly, local_shape, split
+from whale.ir.layout import FIRST, B, PerRank, Placement, Replicate, Shard, divide_evenly, local_shape, shard
 from whale.ir.values import Dims, TensorType, require_static_shape
 
 _LEAST_BYTES = 1 << 12  # below, another message costs more than the bytes that it saves
@@ -74,7 +74,7 @@ def find_sent_placement(t: TensorType, made: Placement, size: int, rows: int | N
     """
     if not t.is_static:
         return FIRST if made == FIRST else B
-    if isinstance(made, (Split, Broadcast)) or made == FIRST:
+    if isinstance(made, (Shard, Replicate)) or made == FIRST:
         return made
     return B if isinstance(made, PerRank) else _split_largest_dim(t, size, rows)
 
@@ -85,7 +85,7 @@ def find_received_placement(t: TensorType, wanted: Placement, size: int, rows: i
     """
     if not t.is_static:
         return FIRST if wanted == FIRST else B
-    return wanted if isinstance(wanted, Split) or wanted == FIRST else _split_largest_dim(t, size, rows)
+    return wanted if isinstance(wanted, Shard) or wanted == FIRST else _split_largest_dim(t, size, rows)
 
 
 def _split_largest_dim(t: TensorType, size: int, rows: int | None) -> Placement:
@@ -95,7 +95,7 @@ def _split_largest_dim(t: TensorType, size: int, rows: int | None) -> Placement:
     if size == 1 or t.bytes < _LEAST_BYTES or not dims:
         return B
     dim = max(dims, key=lambda d: shape[d])
-    return split(dim, divide_evenly(shape[dim], size))
+    return shard(dim, divide_evenly(shape[dim], size))
 
 
 def find_local_type(t: TensorType, placements: Sequence[Placement], at: Sequence[int]) -> TensorType:
@@ -119,12 +119,12 @@ def find_block(shape: Sequence[int], placements: Sequence[Placement], at: Sequen
     for p, coordinate in zip(placements, at):
         if p == FIRST and coordinate:
             return None
-        if isinstance(p, Split):
+        if isinstance(p, Shard):
             found[p.dim] = _restrict_span(found[p.dim], p, coordinate)
     return None if any(s.count == 0 and s.run for s in found) else tuple(found)
 
 
-def _restrict_span(held: Span, p: Split, coordinate: int) -> Span:
+def _restrict_span(held: Span, p: Shard, coordinate: int) -> Span:
     first, count = p.offset(coordinate), p.sizes[coordinate]
     if held.blocks == 1 and held.is_whole:
         return Span(p.blocks, p.run, first, count)

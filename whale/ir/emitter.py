@@ -10,7 +10,7 @@ import numpy as np
 
 from whale.ir.layout import (
     Partial,
-    Split,
+    Shard,
     find_identity,
     local_shape,
 )
@@ -112,7 +112,7 @@ class Emitter:
         factor = self.const(self.name_part(name, "weight"), np.array(weight, find_numpy_dtype(t.dtype)))
         return self.add(name, "Mul", (source, factor), {"T": DType(t.dtype)}, (t,))
 
-    def cut(self, name: str, source: Ref, t: TensorType, target: Split) -> Ref:
+    def cut(self, name: str, source: Ref, t: TensorType, target: Shard) -> Ref:
         """Slices this rank's part out of a replicated tensor."""
         if target.sizes[self.rank] == target.run:
             return source
@@ -128,7 +128,7 @@ class Emitter:
         out = TensorType(t.dtype, local_shape(t.shape, target, self.rank))
         return self.add(name, "Slice", operands, {"T": DType(t.dtype), "Index": DType("int32")}, (out,))
 
-    def pad(self, name: str, source: Ref, t: TensorType, layout: Split, op: str) -> Ref:
+    def pad(self, name: str, source: Ref, t: TensorType, layout: Shard, op: str) -> Ref:
         """Pads this rank's slice to a tensor of the whole shape, filled with the identity of ``op`` elsewhere."""
         paddings = np.zeros((len(t.shape or ()), 2), np.int32)
         before = layout.offset(self.rank)
@@ -177,7 +177,7 @@ class Emitter:
 
     # -- communication
 
-    def all_gather(self, name: str, source: Ref, t: TensorType, layout: Split, key: str) -> Ref:
+    def all_gather(self, name: str, source: Ref, t: TensorType, layout: Shard, key: str) -> Ref:
         """Gathers slices that are split as ``layout`` to the whole tensor, of type ``t``, on every rank."""
         attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes}
         return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
@@ -211,7 +211,7 @@ class Emitter:
         }
         return self.add(name, HOROVOD_ALL_REDUCE, (first, *sources[1:]), attrs, types)
 
-    def scatter(self, name: str, source: Ref | None, t: TensorType, target: Split, key: str) -> Ref:
+    def scatter(self, name: str, source: Ref | None, t: TensorType, target: Shard, key: str) -> Ref:
         """Splits the first rank's tensor over the ranks, by an all-to-all in which only the first rank has anything to
         send.
 

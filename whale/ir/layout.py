@@ -28,7 +28,7 @@ _MOST_NAMED = 16  # parts whose sizes stand in names and keys
 
 
 @dataclass(frozen=True)
-class Split:
+class Shard:
     """The tensor is cut along dimension ``dim``; coordinate ``i`` of the axis holds ``sizes[i]`` indices (or 0).
 
     With ``blocks`` > 1 the dimension is that many runs of ``sum(sizes)`` indices, and a coordinate holds its part of
@@ -86,9 +86,9 @@ class Split:
         return f"S({self.dim})[{len(self.sizes)} parts {sizes}]*{self.blocks}+{self.halo[0]}+{self.halo[1]}"
 
     @cached_property
-    def without_halo(self) -> Split:
+    def without_halo(self) -> Shard:
         """Returns the same split without halo."""
-        return self if self.halo == (0, 0) else split(self.dim, self.sizes, self.blocks)
+        return self if self.halo == (0, 0) else shard(self.dim, self.sizes, self.blocks)
 
     @property
     def extent(self) -> int:
@@ -123,7 +123,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class Replicate:
     """The replicated placement: every coordinate holds the whole tensor."""
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRank:
+class RankZero:
     """Only the first coordinate holds the tensor: what must run once (unseeded random ops, sinks) lives there."""
 
     def __str__(self) -> str:
@@ -167,11 +167,11 @@ class PerRank:
         return self.rows[coordinate] / sum(self.rows)
 
 
-Placement = Split | Broadcast | Partial | FirstRank | PerRank
+Placement = Shard | Replicate | Partial | RankZero | PerRank
 Layout = tuple[Placement, ...]
 
-B = Broadcast()
-FIRST = FirstRank()
+B = Replicate()
+FIRST = RankZero()
 P_SUM = Partial("sum")
 P_MAX = Partial("max")
 P_MIN = Partial("min")
@@ -194,9 +194,9 @@ class Strategy:
 
 
 @lru_cache(maxsize=65536)
-def split(dim: int, sizes: tuple[int, ...], blocks: int = 1, halo: tuple[int, int] = (0, 0)) -> Split:
+def shard(dim: int, sizes: tuple[int, ...], blocks: int = 1, halo: tuple[int, int] = (0, 0)) -> Shard:
     """Returns the one object for this split (equal placements are identical, which makes comparing them cheap)."""
-    return Split(dim, sizes, blocks, halo)
+    return Shard(dim, sizes, blocks, halo)
 
 
 def divide_evenly(size: int, parts: int) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, coordinate: int) -
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None: ...
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None:
     """Returns the shape that ``coordinate`` holds of a tensor of global ``shape``."""
-    if shape is None or not isinstance(placement, Split):
+    if shape is None or not isinstance(placement, Shard):
         return shape
     return shape[: placement.dim] + (placement.local_size(coordinate),) + shape[placement.dim + 1 :]
 
@@ -277,7 +277,7 @@ def parse_placement(text: str) -> Placement:
     if match["dim"]:
         sizes = tuple(int(s) for s in match["sizes"].split(",") if s)
         halo = int(match["before"] or 0), int(match["after"] or 0)
-        return split(int(match["dim"]), sizes, int(match["blocks"] or 1), halo)
+        return shard(int(match["dim"]), sizes, int(match["blocks"] or 1), halo)
     return B if text == "B" else FIRST
 
 
@@ -296,58 +296,58 @@ def count_moved_bytes(source: Placement, target: Placement, tensor_bytes: int, s
     Args:
       tensor_bytes: bytes of the whole tensor, T.
     """
-    if source == target or size == 1 or isinstance(source, Broadcast) or isinstance(target, PerRank):
+    if source == target or size == 1 or isinstance(source, Replicate) or isinstance(target, PerRank):
         return 0
-    if isinstance(target, Split) and target.halo != (0, 0):
+    if isinstance(target, Shard) and target.halo != (0, 0):
         more = sum(target.local_size(i) for i in range(size)) - target.extent
         return count_moved_bytes(source, target.without_halo, tensor_bytes, size) + tensor_bytes * more // max(
             1, target.extent
         )
     if isinstance(source, Partial):
-        op = "WhaleAllReduce" if isinstance(target, Broadcast) else "WhaleReduceScatter"
+        op = "WhaleAllReduce" if isinstance(target, Replicate) else "WhaleReduceScatter"
         return count_collective_bytes(op, tensor_bytes, size)  # to another reduction by way of S
     if isinstance(target, Partial):
         return 0
     if isinstance(source, PerRank):
         return count_moved_bytes(P_SUM, target, tensor_bytes, size)
     by_way_of_whole = (
-        isinstance(source, Split) and isinstance(target, Split) and source.dim == target.dim
+        isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
         and (is_in_runs(source) or is_in_runs(target))
     )  # fmt: skip
-    if isinstance(target, Broadcast) or by_way_of_whole:
+    if isinstance(target, Replicate) or by_way_of_whole:
         return count_collective_bytes("WhaleAllGather", tensor_bytes, size)
     return tensor_bytes - tensor_bytes * _count_staying(source, target) // _count_positions(source, target)
 
 
 def format_label(placement: Placement) -> str:
     """Returns a short text that tells the placements of one tensor apart."""
-    return placement.label if isinstance(placement, Split) else str(placement)
+    return placement.label if isinstance(placement, Shard) else str(placement)
 
 
 def is_in_runs(placement: Placement) -> bool:
     """Tells whether a placement splits a dimension that consists of several runs."""
-    return isinstance(placement, Split) and placement.blocks > 1
+    return isinstance(placement, Shard) and placement.blocks > 1
 
 
 def _count_staying(source: Placement, target: Placement) -> int:
     """Counts the positions of the split dimensions that each coordinate holds before and after, added up."""
-    if isinstance(source, Split) and isinstance(target, Split):
+    if isinstance(source, Shard) and isinstance(target, Shard):
         if source.dim == target.dim:
             return sum(_count_overlap(source, target, i) for i in range(len(source.sizes)))
         return sum(a * b for a, b in zip(source.sizes, target.sizes))
-    cut = source if isinstance(source, Split) else target
-    return cut.sizes[0] if isinstance(cut, Split) else 1
+    cut = source if isinstance(source, Shard) else target
+    return cut.sizes[0] if isinstance(cut, Shard) else 1
 
 
 def _count_positions(source: Placement, target: Placement) -> int:
     """Counts the positions of the split dimensions; 1 when they are empty."""
     count = 1
-    for cut in {p.dim: p for p in (source, target) if isinstance(p, Split)}.values():
+    for cut in {p.dim: p for p in (source, target) if isinstance(p, Shard)}.values():
         count *= cut.run
     return count or 1
 
 
-def _count_overlap(a: Split, b: Split, i: int) -> int:
+def _count_overlap(a: Shard, b: Shard, i: int) -> int:
     low = max(a.offset(i), b.offset(i))
     high = min(a.offset(i) + a.sizes[i], b.offset(i) + b.sizes[i])
     return max(0, high - low)

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from whale.ir.crossing import find_block
-from whale.ir.layout import Split, divide_evenly, split
+from whale.ir.layout import Shard, divide_evenly, shard
 from whale.ir.plan import Plan
 
 
@@ -128,7 +128,7 @@ class Tiles:
     """
 
     axes: tuple[str, ...] = ()
-    cuts: tuple[Split, ...] = ()
+    cuts: tuple[Shard, ...] = ()
 
     def __str__(self) -> str:
         if len(self.cuts) > 1:
@@ -145,13 +145,13 @@ class Tiles:
         """Returns the number of tiles."""
         return prod(self.sizes)
 
-    def find_cut(self, axis: str) -> Split | None:
+    def find_cut(self, axis: str) -> Shard | None:
         """Returns the cut over one axis; None when that does not divide the variable."""
         return dict(zip(self.axes, self.cuts)).get(axis)
 
-    def list_cuts(self, at: Sequence[int]) -> tuple[Split, ...]:
+    def list_cuts(self, at: Sequence[int]) -> tuple[Shard, ...]:
         """Returns the cuts at a tile's coordinates, where less of a dimension may be left than at the first ones."""
-        found: list[Split] = []
+        found: list[Shard] = []
         left: dict[int, int] = {}
         for cut, coordinate in zip(self.cuts, at):
             found.append(adapt_cut(cut, left.get(cut.dim, cut.extent)))
@@ -178,7 +178,7 @@ class Tiles:
             yield Region(begin, tuple(s.count for s in spans), place, start)
 
 
-def make_one_axis_tiles(cut: Split) -> Tiles:
+def make_one_axis_tiles(cut: Shard) -> Tiles:
     """Returns the tiles of a variable that a single axis divides, whose name does not matter."""
     return Tiles(("",), (cut,))
 
@@ -193,12 +193,12 @@ def find_tiles(plan: Plan) -> dict[str, Tiles]:
     own: dict[str, Tiles] = {}
     for i, level in enumerate(iterate_levels(plan)):
         for name, placement in level.variables.items():
-            if isinstance(placement, Split):
+            if isinstance(placement, Shard):
                 before = own.get(name, Tiles())
                 own[name] = Tiles((*before.axes, level.axis or f"axis_{i}"), (*before.cuts, placement))
     return found | own
 
 
-def adapt_cut(cut: Split, extent: int) -> Split:
+def adapt_cut(cut: Shard, extent: int) -> Shard:
     """Adapts ``cut``, made for the first coordinates of earlier axes, to a dimension of ``extent`` indices."""
-    return cut if cut.extent == extent else split(cut.dim, divide_evenly(extent, len(cut.sizes)))
+    return cut if cut.extent == extent else shard(cut.dim, divide_evenly(extent, len(cut.sizes)))

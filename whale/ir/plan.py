@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from whale.ir.layout import Placement, Split, Strategy, parse_placement
+from whale.ir.layout import Placement, Shard, Strategy, parse_placement
 from whale.ir.prediction import Prediction
 from whale.ir.program import Ref
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
@@ -113,7 +113,7 @@ class Plan:
       others: plans number 1, 2, ... for stage groups with other numbers of ranks, or other rows; this one is number 0.
       edges: what travels between stage groups; schedule: name of the order of micro-batches on them, "" with only one.
       micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
-      in_time: the axis is that of a rank's micro-batches. Made on each rank, of the program that it runs; never saved.
+      microbatched: its axis is that of a rank's micro-batches. Made on each rank; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
       strategy: what the plan carries out, with what its settings say; None where nobody wrote it down.
       searched: ``auto_parallel`` found the strategy, which is applied to the program before it is planned; otherwise
@@ -145,7 +145,7 @@ class Plan:
     edges: tuple[Edge, ...] = ()
     schedule: str = ""
     micro_batches: int = 1
-    in_time: bool = False
+    microbatched: bool = False
     offloaded: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
     strategy: ParallelStrategy | None = None
@@ -217,7 +217,7 @@ class Plan:
 
     def record(self) -> PlanRecord:
         """Returns what a plan file has of the plan: its strategy and prediction beside the layouts of its program."""
-        sizes = next((b.placement.sizes for b in self.batch_inputs if isinstance(b.placement, Split)), ())
+        sizes = next((b.placement.sizes for b in self.batch_inputs if isinstance(b.placement, Shard)), ())
         return PlanRecord(
             kind=KIND,
             format_version=FORMAT_VERSION,
@@ -426,12 +426,12 @@ def strategy_of(plan: Plan) -> ParallelStrategy:
         named = [level.size for level in levels if level.axis == "tensor"]
         tensor = prod(named) if named else levels[-1].size if divided else 1
         replicas = max(1, len(group.ranks) // tensor)
-        sizes = next((b.placement.sizes for b in own.batch_inputs if isinstance(b.placement, Split)), ())
+        sizes = next((b.placement.sizes for b in own.batch_inputs if isinstance(b.placement, Shard)), ())
         rows, left = divmod(sum(sizes), replicas * plan.micro_batches)
         layers = tuple((c * len(groups) + number, c * len(groups) + number + 1) for c in range(len(group.stages)))
         part = DeviceGroup(0, tensor, replicas, 0 if left or len(set(sizes)) > 1 else rows)
         stages.append(Stage(layers, (part,), bound_ranks=group.ranks))
-    uneven = next((b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Split)), ())
+    uneven = next((b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Shard)), ())
     return ParallelStrategy(
         tuple(stages),
         plan.micro_batches,

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import pairwise
 
 from whale.errors import PlanError
-from whale.ir.layout import Partial, Split, Strategy
+from whale.ir.layout import Partial, Shard, Strategy
 from whale.ir.mesh import count_moved_along, find_tiles, make_mesh
 from whale.ir.plan import Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction
@@ -77,7 +77,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     kinds: Counter[str] = Counter()
     for s in nodes:
         kinds["first rank only" if s.once else
-              "divided" if any(isinstance(p, Split) for p in s.inputs + s.outputs) else
+              "divided" if any(isinstance(p, Shard) for p in s.inputs + s.outputs) else
               "partial" if any(isinstance(p, Partial) for p in s.outputs or s.inputs) else
               "on every rank"] += 1  # fmt: skip
     share = (
@@ -94,7 +94,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         ways = Counter(
             "whole on one rank" if len(p.holders) == 1 < len(p.sizes) else f"along dimension {p.dim}"
             for p in plan.variables.values()
-            if isinstance(p, Split)
+            if isinstance(p, Shard)
         )
         out.append(f"Split variables  {', '.join(f'{n} {way}' for way, n in sorted(ways.items()))}")
     if plan.offloaded:
@@ -219,14 +219,14 @@ def _format_mesh(plan: Plan, rows: int = 4) -> list[str]:
 def format_prediction(plan: Plan, found: Prediction) -> list[str]:
     """Formats the predicted step time of a program by rank, rows per second, what bounds it, and one line to end."""
     out = format_step(found)
-    sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Split)]
+    sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Shard)]
     if sizes and plan.inner is None:
         out[0] += f", {sum(sizes[0]) / found.step_s:,.0f} rows/s"
     last = max(range(len(found.ranks)), key=lambda r: found.ranks[r].end_s)
     computing = min(1.0, found.ranks[last].compute_s / found.step_s)
     out.append(f"Bound by {'kernels' if computing > 0.5 else 'communication and waiting'} of rank {last}")
     splits = [s for nodes in plan.strategies.values() for s in nodes.values()]
-    divided = sum(any(isinstance(p, Split) for p in s.outputs) for s in splits)
+    divided = sum(any(isinstance(p, Shard) for p in s.outputs) for s in splits)
     moving = sum(bool(r.bytes) for r in plan.reshards)
     stages = f"{len(plan.stage_groups)} stages, " if plan.stage_groups else ""
     return [

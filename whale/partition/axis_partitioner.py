@@ -14,12 +14,12 @@ from typing import Any
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
+from whale.ir.layout import B, Partial, Placement, Shard, Strategy, shard
 from whale.ir.mesh import Axis, adapt_cut, iterate_levels
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
-from whale.partition.identical_ranks import is_alike, is_surely_as_first
+from whale.partition.identical_ranks import is_alike, is_surely_identical
 from whale.partition.rank_mapping import cut_rows, mark_axis
 from whale.partition.spmd import partition_for_rank
 from whale.passes.analysis.axes import known_along, seen_along
@@ -99,7 +99,7 @@ class AxisPartitioner:
         found: dict[str, set[int]] = {}
         for level in range(len(self.axes)):
             for name, placement in self.plan((0,) * level).variables.items():
-                if isinstance(placement, Split):
+                if isinstance(placement, Shard):
                     found.setdefault(name, set()).add(placement.dim)
         return {name: frozenset(dims) for name, dims in found.items()}
 
@@ -149,7 +149,7 @@ class AxisPartitioner:
         """Tells whether each coordinate of the axes before ``level`` has a non-empty share of all sums along them."""
         outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
         adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
-        return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Split))
+        return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Shard))
 
     def expand_program(self, at: tuple[int, ...]) -> Program:
         """Returns ``program(at)`` with the composite ops expanded that the next axis's plan needs expanded."""
@@ -226,7 +226,7 @@ class AxisPartitioner:
         known = known_along(self.settings.split.tiles, self.axes[level].name)
         for before in range(level):
             earlier = self.plan(at[:before]).variables
-            known |= {n: B for n, p in earlier.items() if isinstance(p, Split) and p.blocks > 1}
+            known |= {n: B for n, p in earlier.items() if isinstance(p, Shard) and p.blocks > 1}
         inside = prod(sizes[level + 1 :])
         divides = level < self.row_axes
         cuts = level == self.row_axes - 1
@@ -276,7 +276,7 @@ class AxisPartitioner:
     def _is_running_as_first(self, at: tuple[int, ...]) -> bool:
         outer, first = at[:-1], (0,) * len(at)
         surely = self.is_like_first(outer) and (
-            not at[-1] or is_surely_as_first(self.expand_program(outer), self.plan(outer))
+            not at[-1] or is_surely_identical(self.expand_program(outer), self.plan(outer))
         )
         return surely or is_alike(self.program(at), self.program(first))
 
@@ -353,7 +353,7 @@ class AxisPartitioner:
                 key = key if key in keys else key.rpartition("/")[0]  # sends and receives say who
                 strategy = strategies[graph].get(node.name)
                 if key in keys and strategy is not None:
-                    if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+                    if not any(isinstance(p, Shard) for p in strategy.inputs + strategy.outputs):
                         found.add(key)
         return found
 
@@ -366,23 +366,23 @@ def make_partitioner(program: Program, plan: Plan, settings: PlanSettings) -> Ax
     for level in iterate_levels(plan):
         # A plan of stages names the variables of its own groups; what others hold is in the whole program as well.
         lying = {n: s.outputs[0] for n in handles if (s := level.strategies[""].get(n)) is not None}
-        models.append(replace(level, variables={n: p for n, p in lying.items() if isinstance(p, Split)}))
+        models.append(replace(level, variables={n: p for n, p in lying.items() if isinstance(p, Shard)}))
     return AxisPartitioner(program, settings, axes, plan.batch_inputs, models)
 
 
 def list_sizes(b: BatchInput) -> tuple[int, ...]:
     """Returns the rows of each rank."""
-    assert isinstance(b.placement, Split)
+    assert isinstance(b.placement, Shard)
     return b.placement.sizes
 
 
-def change_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Split:
+def change_sizes(b: BatchInput, sizes: tuple[int, ...]) -> Shard:
     """Returns the batch input's placement with other numbers of rows."""
-    assert isinstance(b.placement, Split)
-    return split(b.placement.dim, sizes, b.placement.blocks)
+    assert isinstance(b.placement, Shard)
+    return shard(b.placement.dim, sizes, b.placement.blocks)
 
 
-def sum_sizes(b: BatchInput, group: int) -> Split:
+def sum_sizes(b: BatchInput, group: int) -> Shard:
     """Returns the batch input's placement over groups of ``group`` ranks: the rows of each group."""
     sizes = list_sizes(b)
     return change_sizes(b, tuple(sum(sizes[i : i + group]) for i in range(0, len(sizes), group)))
@@ -398,8 +398,8 @@ def _shrink_variables(model: Plan, program: Program) -> Plan:
     cuts: dict[str, Placement] = {}
     for name, p in model.variables.items():
         shape = program.variable_of[name].type.shape if name in program.variable_of else None
-        extent = shape[p.dim] if shape is not None and isinstance(p, Split) else None
-        if extent is not None and isinstance(p, Split) and extent != p.extent:
+        extent = shape[p.dim] if shape is not None and isinstance(p, Shard) else None
+        if extent is not None and isinstance(p, Shard) and extent != p.extent:
             cuts[name] = adapt_cut(p, extent)
     if not cuts:
         return model

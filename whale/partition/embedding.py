@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from whale.ir.emitter import Emitter
-from whale.ir.layout import Placement, Split, Strategy, local_shape
+from whale.ir.layout import Placement, Shard, Strategy, local_shape
 from whale.ir.marks import Marks
 from whale.ir.ops import IDENTITIES, RESHAPES
 from whale.ir.plan import Plan
@@ -203,7 +203,7 @@ class RowExchanges:
     def _make_key(self, node: Node) -> _Ids:
         strategy, rule = self.strategies[node.name], find_rule(node.op)
         assert rule is not None, node
-        route = rule.localize(make_op_view(self.program, node, self.emitter.size), strategy, self.emitter.rank).route
+        route = rule.local_op(make_op_view(self.program, node, self.emitter.size), strategy, self.emitter.rank).route
         assert route is not None, node
         return (*self._find_origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
 
@@ -220,7 +220,7 @@ class RowExchanges:
         """Adds the ids to what travels, at their first use, and returns how many there are on this rank."""
         ref, placement, _, strides = key
         e, t = self.emitter, self.program.find_type(ref)
-        assert isinstance(placement, Split), placement
+        assert isinstance(placement, Shard), placement
         count = t.elements // max(1, len(strides)) // max(1, placement.extent) * placement.local_size(e.rank)
         if place == len(together.tables):
             local = get(ref, placement)
@@ -266,13 +266,13 @@ class RowExchanges:
 
     def _find_origin(self, ref: Ref, placement: Placement) -> tuple[Ref, Placement]:
         """Follows views back to the tensor that has the same elements as ``ref`` on each rank, in the same order."""
-        while isinstance(placement, Split) and placement.dim == 0 and placement.blocks == 1:
+        while isinstance(placement, Shard) and placement.dim == 0 and placement.blocks == 1:
             made = self.program.by_name[ref.node]
             if made.op not in IDENTITIES | RESHAPES or not made.inputs:
                 break
             strategy = self.strategies[made.name]
             before = strategy.inputs[0]
-            if strategy.outputs[0] != placement or not isinstance(before, Split):
+            if strategy.outputs[0] != placement or not isinstance(before, Shard):
                 break
             if before.dim or before.blocks != 1 or not self.program.find_type(made.inputs[0]).is_static:
                 break

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from whale.ir.layout import Broadcast, FirstRank, Partial, PerRank, Placement, Split
+from whale.ir.layout import Partial, PerRank, Placement, RankZero, Replicate, Shard
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.nn.attention import RINGS
 
 
-def is_surely_as_first(program: Program, plan: Plan) -> bool:
+def is_surely_identical(program: Program, plan: Plan) -> bool:
     """Tells, from the plan alone, whether ``partition_for_rank`` gives every coordinate the same nodes and types.
 
     That is so where each has as much of every tensor as the others, and none does something for all. Where the plan
@@ -23,22 +23,22 @@ def is_surely_as_first(program: Program, plan: Plan) -> bool:
         for node in (program.functions[graph] if graph else program).nodes:
             strategy = strategies[node.name]
             rule = find_rule(node.op)
-            streams = rule is not None and rule.local_stream and any(isinstance(p, Split) for p in strategy.outputs)
+            streams = rule is not None and rule.local_stream and any(isinstance(p, Shard) for p in strategy.outputs)
             if strategy.once or streams or node.op in RINGS:
                 return False
             placements.update(strategy.inputs, strategy.outputs)
     for r in plan.reshards:
         placements.update((r.source, r.target))
-        added = isinstance(r.source, Broadcast) and isinstance(r.target, Partial)  # the first one's, and zeros
-        if added or (isinstance(r.source, Split) and isinstance(r.target, Split) and r.source.dim == r.target.dim):
+        added = isinstance(r.source, Replicate) and isinstance(r.target, Partial)  # the first one's, and zeros
+        if added or (isinstance(r.source, Shard) and isinstance(r.target, Shard) and r.source.dim == r.target.dim):
             return False
     return all(_is_even(p) for p in placements)
 
 
 def _is_even(p: Placement) -> bool:
-    if isinstance(p, Split):
+    if isinstance(p, Shard):
         return p.smallest == p.largest and p.without_halo is p
-    return not isinstance(p, (FirstRank, PerRank))
+    return not isinstance(p, (RankZero, PerRank))
 
 
 def is_alike(one: Program, other: Program) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from math import gcd, prod
 
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import Split, divide_evenly, split
+from whale.ir.layout import Shard, divide_evenly, shard
 from whale.ir.mesh import Axis, make_mesh
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
@@ -149,10 +149,10 @@ def _share_rows_in_micro_batches(program: Program, settings: PlanSettings, axes:
 
 def _make_micro_batch_input(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
     """Returns ``b`` with the rows that each rank has of one of ``count`` micro-batches, in ``count`` runs."""
-    assert isinstance(b.placement, Split)
+    assert isinstance(b.placement, Shard)
     rows = sum(list_sizes(b)) // count
     of_ranks = _share_at_least_one(rows, list_sizes(b)) if shared else _divide_nested(rows, sizes)
-    return replace(b, placement=split(b.placement.dim, of_ranks, count))
+    return replace(b, placement=shard(b.placement.dim, of_ranks, count))
 
 
 def _share_at_least_one(rows: int, shares: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whale.ir.emitter import COMMUNICATOR, Emitter
-from whale.ir.layout import B, Split
+from whale.ir.layout import B, Shard
 from whale.ir.mesh import Mesh
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Reshard
@@ -66,7 +66,7 @@ def add_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> P
     return lowered.replace_nodes(tuple(nodes), effects=(*lowered.effects, "whale/check"))
 
 
-def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Split, group: int) -> Program:
+def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Shard, group: int) -> Program:
     """Makes ``program`` take the whole batch input ``b`` and cut the rows of its group.
 
     Args:

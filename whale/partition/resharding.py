@@ -11,16 +11,16 @@ from whale.errors import LayoutError
 from whale.ir.emitter import Emitter, replace_size
 from whale.ir.layout import (
     B,
-    Broadcast,
-    FirstRank,
     Partial,
     PerRank,
     Placement,
-    Split,
+    RankZero,
+    Replicate,
+    Shard,
     format_label,
     is_in_runs,
     local_shape,
-    split,
+    shard,
 )
 from whale.ir.marks import Marks
 from whale.ir.ops import COLLECTIVES
@@ -36,8 +36,8 @@ class Move:
     name: str
     source: Ref
     type: TensorType
-    have: Split
-    want: Split
+    have: Shard
+    want: Shard
 
     def find_common(self, owner: int, to: int) -> tuple[int, int]:
         """Returns the positions that rank ``owner`` has and rank ``to`` wants: the first, and one past the last."""
@@ -66,7 +66,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     if is_in_runs(have) or is_in_runs(want):
         return _emit_by_runs(e, name, r, t, source)
     local = source()
-    if isinstance(have, FirstRank):
+    if isinstance(have, RankZero):
         return _emit_from_first(e, name, local, r, t)
     assert local is not None, r
     if isinstance(have, PerRank) and isinstance(want, Partial):
@@ -74,19 +74,19 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     if isinstance(want, PerRank) and isinstance(have, Partial):
         share = want.share(e.rank)
         return e.multiply_by_weight(name, local, t, 1 / share if share else 0.0)
-    if isinstance(want, FirstRank):
+    if isinstance(want, RankZero):
         return local if e.rank == 0 else None
-    if isinstance(have, Broadcast):
-        if isinstance(want, Split):
+    if isinstance(have, Replicate):
+        if isinstance(want, Shard):
             return e.cut(name, local, t, want)
         assert isinstance(want, Partial)
         return local if e.rank == 0 else e.fill(name, local, t, want.op)
-    if isinstance(have, Split):
+    if isinstance(have, Shard):
         if isinstance(want, Partial):
             return e.pad(name, local, t, have, want.op)
-        if isinstance(want, Broadcast):
+        if isinstance(want, Replicate):
             return e.all_gather(name, local, t, have, r.key)
-        assert isinstance(want, Split)
+        assert isinstance(want, Shard)
         if want.dim == have.dim:
             return move_shares(e, name, r.key, [Move(name, local, t, have, want)])[0]
         attrs = {
@@ -100,9 +100,9 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
             name, "WhaleAllToAll", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
         )
     assert isinstance(have, Partial)
-    if isinstance(want, Broadcast):
+    if isinstance(want, Replicate):
         return e.all_reduce(name, (local,), (t,), r, r.key)
-    if isinstance(want, Split):
+    if isinstance(want, Shard):
         if r.wire_dtype:
             return _emit_rounded_scatter(e, name, local, t, want, r)
         attrs = {"key": r.key, "reduction": have.op, "axis": want.dim, "sizes": want.sizes}
@@ -118,7 +118,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
     )
 
 
-def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want: Split, r: Reshard) -> Ref:
+def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want: Shard, r: Reshard) -> Ref:
     """Emits a reduce-scatter in 16 bits: parts are rounded, sent to their rank, and added there."""
     shape, wire = require_static_shape(t), r.wire_dtype
     to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False}
@@ -147,11 +147,11 @@ def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want
 def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
     """Emits a change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
     have, want = r.source, r.target
-    if isinstance(have, Split) and isinstance(want, Split) and have.dim == want.dim:
+    if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
         whole = emit_reshard(e, replace(r, target=B), t, source)
         return emit_reshard(e, replace(r, source=B), t, lambda: whole)
-    runs_of = {p.dim: p.blocks for p in (have, want) if isinstance(p, Split) and p.blocks > 1}
-    cut = {p.dim: p.extent for p in (have, want) if isinstance(p, Split)}  # known of branches' results, too
+    runs_of = {p.dim: p.blocks for p in (have, want) if isinstance(p, Shard) and p.blocks > 1}
+    cut = {p.dim: p.extent for p in (have, want) if isinstance(p, Shard)}  # known of branches' results, too
     known = None if t.shape is None else tuple(cut.get(dim, size) for dim, size in enumerate(t.shape))
     whole_shape = require_static_shape(replace(t, shape=known))
     shape: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Call
         shape += (runs_of[dim], size // runs_of[dim]) if dim in runs_of else (size,)
         place.append(len(shape) - 1)
     view = TensorType(t.dtype, shape)
-    have_at, want_at = (split(place[p.dim], p.sizes) if isinstance(p, Split) else p for p in (have, want))
+    have_at, want_at = (shard(place[p.dim], p.sizes) if isinstance(p, Shard) else p for p in (have, want))
     local = source()
     # The tensor may be such a view itself, of another axis.
     runs = "runs" if e.prefix == "whale" else f"{e.prefix.replace('/', '_')}_runs"
@@ -178,9 +178,9 @@ def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Call
 
 def _emit_from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: TensorType) -> Ref | None:
     want: Placement = r.target
-    if isinstance(want, FirstRank):
+    if isinstance(want, RankZero):
         return local
-    if isinstance(want, Split) and t.is_static:
+    if isinstance(want, Shard) and t.is_static:
         return e.scatter(name, local, t, want, r.key)
     if local is None:
         local = e.const(name + "/nothing", np.zeros((0,), find_numpy_dtype(t.dtype)))
@@ -188,7 +188,7 @@ def _emit_from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: Te
     if isinstance(want, Partial) and t.is_static:
         return local if e.rank == 0 else e.fill(name, local, t, want.op)
     whole = e.comm_op(name, "WhaleBroadcast", (local,), t, attrs, (t,))
-    if isinstance(want, Split):
+    if isinstance(want, Shard):
         return e.cut(name + "/cut", whole, t, want)
     if isinstance(want, Partial):
         return whole if e.rank == 0 else e.fill(name + "/fill", whole, t, want.op)
@@ -205,7 +205,7 @@ def emit_fused(
     moves = [
         Move(make_reshard_name(e.prefix, r.ref, r.target), source, t, r.source, r.target)
         for r, source, t in zip(members, sources, types)
-        if isinstance(r.source, Split) and isinstance(r.target, Split)
+        if isinstance(r.source, Shard) and isinstance(r.target, Shard)
     ]
     for move, found in zip(moves, move_shares(e, name, name, moves)):
         if found.node != move.name:
@@ -300,4 +300,4 @@ def is_joint(r: Reshard) -> bool:
     have, want = type(r.source), type(r.target)
     if PerRank in (have, want):
         return False
-    return have is not Broadcast and want is not FirstRank and not (have is Split and want is Partial)
+    return have is not Replicate and want is not RankZero and not (have is Shard and want is Partial)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from whale.ir.emitter import Emitter
-from whale.ir.layout import Split, Strategy
+from whale.ir.layout import Shard, Strategy
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.program import Node, Program, Ref, rewire
 from whale.ir.values import DType, Shape, TensorType, find_numpy_dtype, require_static_shape
@@ -39,7 +39,7 @@ def emit_attention(
       operands: its operands on this rank, of these ``types``.
     """
     cut = strategy.inputs[0]
-    assert isinstance(cut, Split), (node.name, strategy)
+    assert isinstance(cut, Shard), (node.name, strategy)
     return _emit_attention(_Blocks(e, node, body, cut.sizes, list(zip(operands, types))))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.emitter import Emitter
-from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Strategy, local_shape
+from whale.ir.layout import FIRST, B, Partial, Placement, Replicate, Shard, Strategy, local_shape
 from whale.ir.marks import Marks
 from whale.ir.ops import EXCHANGES, HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
@@ -31,7 +31,7 @@ from whale.sharding_rules.graph import is_list_op, is_recreatable, list_called_f
 from whale.sharding_rules.nn.attention import RINGS
 
 _ENDS = frozenset({"Placeholder", STAGE_INPUT, STAGE_OUTPUT})  # tensors come in and go out, in parts if they are cut
-_WHOLE = frozenset({Broadcast})
+_WHOLE = frozenset({Replicate})
 _OTHERWISE = HAS_BODIES | RINGS | {SUMS_BY_ID}  # what a rank runs in their place is not what stands in the program
 _TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables of linear congruential generators", 1999)
 
@@ -135,7 +135,7 @@ class _RankPartitioner:
         scattered = sorted(
             (position[r.ref.node], found.node)
             for r in (self.plan.reshards if paced else ())
-            if r.graph == self.graph and isinstance(r.source, Partial) and isinstance(r.target, Split)
+            if r.graph == self.graph and isinstance(r.source, Partial) and isinstance(r.target, Shard)
             if (found := self.local.get((r.ref, r.target))) is not None
         )
         for node in sorted(paced, key=lambda n: position[n.controls[0]]):
@@ -168,7 +168,7 @@ class _RankPartitioner:
 
     def get(self, ref: Ref, wanted: Placement) -> Ref | None:
         """Returns ``ref`` as ``wanted`` on this rank, resharded where needed; None when this rank does not have it."""
-        if type(wanted) is Broadcast and ref in self.whole:
+        if type(wanted) is Replicate and ref in self.whole:
             return ref
         key = (ref, wanted)
         if key in self.local:
@@ -272,7 +272,7 @@ class _RankPartitioner:
         e = self.emitter
         if node.op == SUMS_BY_ID:
             self.local[Ref(node.name, 1), strategy.outputs[1]] = Ref(find_sums(e, node.name))
-        spread = any(type(p) is Split or type(p) is Partial for p in strategy.inputs + strategy.outputs)
+        spread = any(type(p) is Shard or type(p) is Partial for p in strategy.inputs + strategy.outputs)
         if not spread and name == node.name and node.op != SUMS_BY_ID and self._is_unchanged(node, strategy):
             e.nodes[name] = node
             return
@@ -289,7 +289,7 @@ class _RankPartitioner:
                     return
             rule = find_rule(node.op)
             assert rule is not None, node.op
-            edit = rule.localize(op, _replace_per_rank(strategy), self.rank)
+            edit = rule.local_op(op, _replace_per_rank(strategy), self.rank)
         inputs = []
         for i, (ref, placement) in enumerate(zip(node.inputs, strategy.inputs)):
             if i in edit.consts:
@@ -300,7 +300,10 @@ class _RankPartitioner:
             if i in edit.added:
                 operand = f"{name}/{e.prefix}_operand_{i}"  # a rank's seed is moved once more in its micro-batches
                 t = self.program.find_type(ref)
-                both = (found, e.const(f"{operand}/added", compute_rank_seed(edit.added[i], self.plan.in_time)))
+                both = (
+                    found,
+                    e.const(f"{operand}/added", compute_rank_seed(edit.added[i], self.plan.microbatched)),
+                )
                 found = e.add(operand, "AddV2", both, {"T": DType(t.dtype)}, (t,))
             if i in edit.moved:
                 operand = f"{name}/{e.prefix}_from_first_{i}"
@@ -317,7 +320,7 @@ class _RankPartitioner:
             outputs = node.outputs  # as many rows as this rank has of them
         attrs = {**node.attrs, **edit.attrs} if edit.attrs else node.attrs
         if edit.seeds:
-            moved = {k: compute_moved_seed(attrs.get(k, 0), by, self.plan.in_time) for k, by in edit.seeds.items()}
+            moved = {k: compute_moved_seed(attrs.get(k, 0), by, self.plan.microbatched) for k, by in edit.seeds.items()}
             attrs = {**attrs, **moved}
         if node.op == "Placeholder" and spread and handle is None:
             attrs = {**attrs, "shape": Shape(outputs[0].shape)}
@@ -369,7 +372,7 @@ class _RankPartitioner:
             self.emitter.nodes[node.name] = replace(self.emitter.nodes[node.name], controls=controls)
 
     def _find_local_type(self, t: TensorType, placement: Placement) -> TensorType:
-        if t.dtype in UNMOVABLE or type(placement) is not Split:
+        if t.dtype in UNMOVABLE or type(placement) is not Shard:
             return t  # a list's placement is that of its elements
         return TensorType(t.dtype, local_shape(t.shape, placement, self.rank))
 
@@ -444,15 +447,15 @@ def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
     return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
 
 
-def compute_moved_seed(seed: int, by: int, in_time: bool) -> int:
+def compute_moved_seed(seed: int, by: int, microbatched: bool) -> int:
     """A seed of 31 bits for a rank's stream; never 0, which is none. Those of micro-batches are others."""
-    return (seed + by * (_TIME_STREAM if in_time else 1)) & 0x7FFFFFFF or 1
+    return (seed + by * (_TIME_STREAM if microbatched else 1)) & 0x7FFFFFFF or 1
 
 
-def compute_rank_seed(value: np.ndarray, in_time: bool) -> np.ndarray:
+def compute_rank_seed(value: np.ndarray, microbatched: bool) -> np.ndarray:
     """Returns what is added to a seed for a rank's stream; micro-batches have other streams."""
     with np.errstate(over="ignore"):
-        return value * np.array(_TIME_STREAM, value.dtype) if in_time else value
+        return value * np.array(_TIME_STREAM, value.dtype) if microbatched else value
 
 
 def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 from whale.errors import PlanError, WhaleError
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.ops import EXCHANGES, POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program
@@ -79,7 +79,7 @@ def check_sizes(program: Program, plan: Plan) -> list[str]:
             found.append(f"{one.micro_batches} micro-batches of at most {rows} rows")
         for b in one.batch_inputs:
             shape = program.by_name[b.name].outputs[0].shape if b.name in program.inputs else None
-            if shape is None or not isinstance(b.placement, Split) or b.placement.dim >= len(shape):
+            if shape is None or not isinstance(b.placement, Shard) or b.placement.dim >= len(shape):
                 found.append(f"{b.name} is divided as {b.placement}, and the program has no such input to divide")
     return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from whale.ir.collector import suspend_garbage_collection
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import Split, Strategy
+from whale.ir.layout import Shard, Strategy
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
@@ -26,9 +26,9 @@ from whale.passes.normalize.annotate import annotate, mark_flattened, task_graph
 from whale.passes.normalize.cse_scalars import share_scalars
 from whale.passes.normalize.cse_variable_reads import merge_reads
 from whale.passes.normalize.embedding.block_local_gather import mark_blocks
-from whale.passes.normalize.embedding.gather_all_ids import look_up_every_id
-from whale.passes.normalize.embedding.owner_updates import update_by_owner
-from whale.passes.normalize.embedding.variable_gather import look_up_in_variables
+from whale.passes.normalize.embedding.gather_all_ids import gather_all_ids
+from whale.passes.normalize.embedding.owner_updates import update_on_owners
+from whale.passes.normalize.embedding.variable_gather import gather_from_variables
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.folding.powers import powers
 from whale.passes.normalize.inline import inline
@@ -37,7 +37,7 @@ from whale.passes.normalize.mixed_precision import mixed_precision
 from whale.passes.normalize.random_streams import mark_streams
 from whale.passes.normalize.specialise import specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
-from whale.passes.plan_builder import FirstLayouts, PlanDraft, expand, lay_out, layouts_of
+from whale.passes.plan_builder import FirstLayouts, PlanDraft, build_plan_draft, expand, layouts_of
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.in_place import make_in_place
 from whale.passes.propagation.partial_sums import reduce_partial_sums
@@ -68,7 +68,7 @@ class PlanContext:
     """What the passes of a plan are told beside the draft.
 
     Attributes:
-      first: see ``lay_out``.
+      first: see ``build_plan_draft``.
     """
 
     settings: PlanSettings
@@ -106,8 +106,8 @@ def _narrowed(draft: PlanDraft, context: PlanContext) -> PlanDraft:
 
 def _fused(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     settings = context.settings
-    in_time, group_bytes = settings.time.micro_batches > 1, settings.exchange.group_bytes
-    reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, group_bytes, in_time)
+    microbatched, group_bytes = settings.time.micro_batches > 1, settings.exchange.group_bytes
+    reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, group_bytes, microbatched)
     return replace(draft, reshards=reshards)
 
 
@@ -127,9 +127,9 @@ NORMALIZE = Table(
         Pass("unpack", "takes operations on many tensors at once apart", lambda p, s: unpack(p)),
         Pass("share_scalars", "computes equal scalars once", lambda p, s: share_scalars(p)),
         Pass(
-            "look_up_in_variables",
+            "gather_from_variables",
             "looks rows of tables up in the variable, not in its value",
-            lambda p, s: look_up_in_variables(p),
+            lambda p, s: gather_from_variables(p),
             When("memory.offload=tables", lambda s: s.memory.offload == TABLES),
         ),
         Pass(
@@ -139,9 +139,9 @@ NORMALIZE = Table(
             When("precision.compute_dtype=float16", lambda s: s.precision.matmul_dtype == "float16"),
         ),
         Pass(
-            "look_up_every_id",
+            "gather_all_ids",
             "writes lookups so that they may run where the rows are",
-            lambda p, s: look_up_every_id(p),
+            lambda p, s: gather_all_ids(p),
         ),
         Pass(
             "mark_blocks",
@@ -159,9 +159,9 @@ NORMALIZE = Table(
             lambda p, s: mark_flattened(p),
         ),
         Pass(
-            "update_by_owner",
+            "update_on_owners",
             "lets the owner of a table's rows sum and apply their gradients",
-            lambda p, s: update_by_owner(p),
+            lambda p, s: update_on_owners(p),
             When("more than one rank", lambda s: s.size > 1),
         ),
         Pass(
@@ -236,9 +236,9 @@ PLAN: Table[PlanDraft, PlanContext] = Table(
     "PLAN",
     (
         Pass(
-            "lay_out",
+            "build_plan_draft",
             "finds the batch, what is divided, and how every tensor lies",
-            lambda d, c: lay_out(d.program, c.settings, c.first),
+            lambda d, c: build_plan_draft(d.program, c.settings, c.first),
         ),
         *LAYOUTS,
         *EXCHANGES,
@@ -273,7 +273,7 @@ def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: F
 
     Args:
       mark: the fingerprint that it gets; "": that of ``program``.
-      first: see ``lay_out``.
+      first: see ``build_plan_draft``.
 
     Raises:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
@@ -351,7 +351,7 @@ def _as_in(model: Plan, program: Program, layouts: Mapping[str, GraphLayout], se
 
 
 def _sizes(b: BatchInput) -> tuple[int, ...]:
-    return b.placement.sizes if isinstance(b.placement, Split) else ()
+    return b.placement.sizes if isinstance(b.placement, Shard) else ()
 
 
 def _draft_changes(before: PlanDraft, after: PlanDraft) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
-from whale.ir.layout import Placement, Split, Strategy
+from whale.ir.layout import Placement, Shard, Strategy
 from whale.ir.plan import BatchInput, Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.analysis.axes import batch_of
@@ -68,7 +68,7 @@ class FirstLayouts:
         self, expanded: Program, composites: Collection[str], batch: tuple[BatchInput, ...], settings: PlanSettings
     ) -> dict[str, GraphLayout]:
         """Returns the layouts of the program of which ``composites`` were decomposed."""
-        if not any(isinstance(b.placement, Split) for b in batch) or named_ranks(expanded):
+        if not any(isinstance(b.placement, Shard) for b in batch) or named_ranks(expanded):
             return layouts_of(expanded, batch, settings)
         meant = settings.batch.local_statistics, settings.batch.local_streams
         key = frozenset(composites), batch, settings.size, *meant
@@ -77,7 +77,7 @@ class FirstLayouts:
         return self._found[key]
 
 
-def lay_out(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> PlanDraft:
+def build_plan_draft(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> PlanDraft:
     """Returns the layouts of a normalised program as the user asks for them.
 
     Args:
@@ -162,7 +162,7 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
             raise
         anyway = {b.name: b.placement for b in batch_inputs(program, settings.size)}
         layouts = propagate(program, settings.size, anyway)
-        if any(isinstance(p, Split) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
+        if any(isinstance(p, Shard) for g in layouts.values() for s in g.strategies.values() for p in s.outputs):
             raise
         return ()
 
@@ -175,7 +175,7 @@ def _of_divided_batches(
         return frozenset()
     layout = first.of(program, (), batch, settings)[""]
     divided = {
-        n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Split) for r in n.inputs)
+        n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Shard) for r in n.inputs)
     }
     # Forward and gradient go together: the gradient reads what the decomposed forward saved.
     while True:
@@ -199,10 +199,10 @@ def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strateg
     strategy = strategies.get(f"{loss}/whale_max")
     axes = program.const(program.by_name[f"{loss}/whale_max"].inputs[1])
     cut = strategy.inputs[0] if strategy is not None else None
-    return isinstance(cut, Split) and axes is not None and cut.dim in axes
+    return isinstance(cut, Shard) and axes is not None and cut.dim in axes
 
 
-def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Split]:
+def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Shard]:
     """Returns the optimizers' state that is to be split, outside of split scopes."""
     zero, known, weights = settings.zero, settings.split.known, settings.zero.level >= 3
     return state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)

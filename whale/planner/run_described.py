@@ -19,7 +19,7 @@ import msgspec
 from cost_model.analytic.transformer import Transformer
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.layout import Split, divide_evenly
+from whale.ir.layout import Shard, divide_evenly
 from whale.ir.program import Program
 from whale.ir.strategy import DeviceGroup, ParallelStrategy
 from whale.passes.analysis.axes import batch_of
@@ -145,7 +145,7 @@ def _layers(transformer: Transformer | None, table: LayerProfile | None) -> tupl
 
 def _compare_rows(plan: PlanFile, program: Program, settings: PlanSettings, path: str) -> None:
     found = batch_of(program, settings)
-    rows = sum(found[0].placement.sizes) if found and isinstance(found[0].placement, Split) else 0
+    rows = sum(found[0].placement.sizes) if found and isinstance(found[0].placement, Shard) else 0
     if rows != plan.batch:
         raise _other_model(program, path, f"{rows} rows in a batch", f"{plan.batch}")
 

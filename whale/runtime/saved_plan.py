@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
@@ -93,7 +93,7 @@ class SavedPlan:
         sizes = settings.batch.local.get(batch.name)
         if sizes is None:
             return replace(batch, local=False)
-        if not isinstance(batch.placement, Split) or batch.placement.sizes != sizes:
+        if not isinstance(batch.placement, Shard) or batch.placement.sizes != sizes:
             raise PlanError(
                 "the ranks pass other parts of the batch than the saved plan has",
                 op=batch.name,

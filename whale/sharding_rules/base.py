@@ -1,7 +1,7 @@
 """The interface of a rule: for one mesh axis, which placements an op allows, and what a rank then runs.
 
 ``Rule.strategies`` answers the planner's question ("given the operands' placements now, what may this op do?");
-``Rule.localize`` answers lowering's ("with this strategy, what changes on coordinate i?").
+``Rule.local_op`` answers lowering's ("with this strategy, what changes on coordinate i?").
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Rule(Protocol):
         first rank (``Owner``).
         """
 
-    def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    def local_op(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
         """Returns what coordinate ``coordinate`` runs under ``strategy``."""
 
     def count_exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.errors import RuleError
-from whale.ir.layout import B, FirstRank, Partial, Placement, Split, split
+from whale.ir.layout import B, Partial, Placement, RankZero, Shard, shard
 from whale.ir.values import Dims, TensorType
 from whale.sharding_rules.base import Strategy
 from whale.sharding_rules.notation import Line, Passes, Term
@@ -260,7 +260,7 @@ def _find_cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[st
 
 
 def _find_units(
-    pl: Split, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
+    pl: Shard, row: tuple[tuple[Part, ...], ...], cuts: dict[str, Cut]
 ) -> tuple[str, tuple[int, ...], int] | None:
     """Returns the label that ``pl`` cuts, its sizes per coordinate, and its runs; None when the cut falls into no
     label.
@@ -282,7 +282,7 @@ def list_cut_strategies(binding: Binding, current: Sequence[Placement], wanted: 
     seeds: dict[tuple[str, tuple[int, ...], int], None] = {}
     for rows, placements in ((binding.input_dims, current), (binding.output_dims, wanted)):
         for row, pl in zip(rows, placements):
-            if isinstance(pl, Split):
+            if isinstance(pl, Shard):
                 seed = _find_units(pl, row, binding.cuts)
                 if seed is not None:
                     seeds[seed] = None
@@ -292,7 +292,7 @@ def list_cut_strategies(binding: Binding, current: Sequence[Placement], wanted: 
         if 0 in units and any(t.same and t.kind == "dims" for t in binding.outputs):
             continue  # an empty share would have to run the kernel for the output that is whole
         placed = [_place_label(p, units, blocks) for p in cut.inputs]
-        if any(not isinstance(current[i], Split) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
+        if any(not isinstance(current[i], Shard) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
             continue
         for i, term in enumerate(binding.inputs):
             if placed[i] is B:
@@ -308,7 +308,7 @@ def _place_label(place: Place, units: tuple[int, ...], blocks: int) -> Placement
     if place is None:
         return B
     dim, inner, outer = place
-    return split(dim, units if inner == 1 else tuple(u * inner for u in units), blocks * outer)
+    return shard(dim, units if inner == 1 else tuple(u * inner for u in units), blocks * outer)
 
 
 def list_partial_strategies(binding: Binding, passes: Sequence[Passes], current: Sequence[Placement],
@@ -335,7 +335,7 @@ def list_partial_strategies(binding: Binding, passes: Sequence[Passes], current:
 
 
 def _place_rest(term: Term, current: Placement) -> Placement:
-    if isinstance(current, FirstRank):
+    if isinstance(current, RankZero):
         return B
     return current if term.kind == "any" or (term.unread and isinstance(current, Partial)) else B
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale.ir.layout import B, Placement, Split, Strategy, split
+from whale.ir.layout import B, Placement, Shard, Strategy, shard
 from whale.ir.program import Node
 from whale.ir.values import TensorType, count_item_bytes, require_static_shape
 from whale.sharding_rules.base import OpView, Route
@@ -75,14 +75,14 @@ def list_exchanged_strategies(
     """
     result = wanted[0] if wanted else None
     table = result if rows.table is None else current[rows.table]
-    if not isinstance(table, Split) or not is_table_cut_by_ids(op, rows, table) or not can_run(op, rows):
+    if not isinstance(table, Shard) or not is_table_cut_by_ids(op, rows, table) or not can_run(op, rows):
         return []
     lead = find_id_dims(op, rows)
     found: dict[Strategy, None] = {}
     for cut in (current[rows.ids], result if rows.values is None else current[rows.values]):
-        if not isinstance(cut, Split) or cut.dim >= len(lead) or cut.halo != (0, 0) or lead[cut.dim] != cut.extent:
+        if not isinstance(cut, Shard) or cut.dim >= len(lead) or cut.halo != (0, 0) or lead[cut.dim] != cut.extent:
             continue
-        lies = split(cut.dim, cut.sizes, cut.blocks)
+        lies = shard(cut.dim, cut.sizes, cut.blocks)
         inputs: list[Placement] = [B] * len(op.inputs)
         inputs[rows.ids] = lies
         if rows.table is not None:
@@ -97,7 +97,7 @@ def list_exchanged_strategies(
 def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
     """Tells whether a strategy of a lookup, or of an addition to rows, is one of ``list_exchanged_strategies``."""
     table, ids = rows.placements(strategy)
-    if not isinstance(ids, Split) or not isinstance(table, Split) or is_local(rows, strategy):
+    if not isinstance(ids, Shard) or not isinstance(table, Shard) or is_local(rows, strategy):
         return False
     return is_table_cut_by_ids(op, rows, table) and can_run(op, rows)
 
@@ -107,7 +107,7 @@ def is_local(rows: Rows, strategy: Strategy) -> bool:
     nothing to do.
     """
     table, ids = rows.placements(strategy)
-    if not isinstance(ids, Split) or not isinstance(table, Split) or rows.columns or len(table.sizes) < 2:
+    if not isinstance(ids, Shard) or not isinstance(table, Shard) or rows.columns or len(table.sizes) < 2:
         return False
     return len(table.holders) == 1 and table.holders == ids.holders
 
@@ -122,7 +122,7 @@ def list_owner_strategies(
     tables = {
         lies: None
         for has, lies in zip(at, (*current, *(wanted or (None,) * len(op.outputs))))
-        if has and isinstance(lies, Split) and lies.dim == 0 and lies.blocks == 1 and lies.halo == (0, 0)
+        if has and isinstance(lies, Shard) and lies.dim == 0 and lies.blocks == 1 and lies.halo == (0, 0)
     }
     found = []
     for table in tables:
@@ -142,7 +142,7 @@ def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
     """Tells whether a result of a node lies where a table has the rows that it belongs to; then it lies nowhere
     else.
     """
-    if not isinstance(placement, Split) or placement.dim != 0:
+    if not isinstance(placement, Shard) or placement.dim != 0:
         return False
     return (node.marks.owned_rows or node.op == SUMS_BY_ID) and _has_owned_rows(node.outputs[index])
 
@@ -155,7 +155,7 @@ def _has_owned_rows(t: TensorType) -> bool:
 def make_route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
     """Returns the route by which the ids find the ranks that hold their rows."""
     table, _ = rows.placements(strategy)
-    assert isinstance(table, Split), strategy
+    assert isinstance(table, Shard), strategy
     if not rows.columns:
         return Route((*table.starts, table.run), rows.ids, rows.table, rows.values)
     sizes, each = find_addressed_sizes(op, rows), count_rows_per_index(op, rows, table)
@@ -176,7 +176,7 @@ def count_exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
     if not is_exchanged(op, rows, strategy):
         return 0
     (table, cut), ids = rows.placements(strategy), op.inputs[rows.ids]
-    assert isinstance(table, Split) and isinstance(cut, Split), strategy
+    assert isinstance(table, Shard) and isinstance(cut, Shard), strategy
     each, depth = count_rows_per_index(op, rows, table), count_addressed_dims(op, rows)
     many = ids.elements // depth
     width = rows.values_type(op).bytes // many
@@ -188,7 +188,7 @@ def count_exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
     return round(moved * (width + (count_item_bytes(ids.dtype) if rows.values is None else 0)))
 
 
-def is_table_cut_by_ids(op: OpView, rows: Rows, table: Split) -> bool:
+def is_table_cut_by_ids(op: OpView, rows: Rows, table: Shard) -> bool:
     """Tells whether the table is cut along a dimension that ids address."""
     if table.blocks > 1 or len(table.sizes) < 2 or table.dim >= count_addressed_dims(op, rows):
         return False
@@ -240,6 +240,6 @@ def find_addressed_sizes(op: OpView, rows: Rows) -> tuple[int, ...]:
     return tuple(most if n is None else n for n in shape)
 
 
-def count_rows_per_index(op: OpView, rows: Rows, table: Split) -> int:
+def count_rows_per_index(op: OpView, rows: Rows, table: Shard) -> int:
     """Returns the number of rows for each index of the dimension that is cut."""
     return math.prod(n for i, n in enumerate(find_addressed_sizes(op, rows)) if i != table.dim) if rows.columns else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Partial, PerRank, Placement, Split, find_identity, local_shape
+from whale.ir.layout import Partial, PerRank, Placement, Shard, find_identity, local_shape
 from whale.ir.ops import FOLDS, MATMULS, VIEWS
 from whale.ir.values import UNMOVABLE, TensorType, find_numpy_dtype
 from whale.sharding_rules.base import OpView, Strategy, local_output_shape
@@ -14,7 +14,7 @@ _TAKES_NOTHING = MATMULS | VIEWS | FOLDS | {"BiasAdd", "Einsum"}
 
 
 def find_known_outputs(
-    op: OpView, strategy: Strategy, coordinate: int, in_time: bool = False
+    op: OpView, strategy: Strategy, coordinate: int, microbatched: bool = False
 ) -> tuple[np.ndarray | None, ...]:
     """Returns, per output, the constant that it is on ``coordinate``; None where the kernel must run.
 
@@ -22,17 +22,17 @@ def find_known_outputs(
     gets constants instead: empty tensors for cut outputs, the identity of the reduction for partial ones.
 
     Args:
-      in_time: micro-batches are to follow. Where a rank has rows and no columns of them, its sums with others belong to
-        each micro-batch, which of constants nothing would say; so kernels run that make nothing of nothing.
+      microbatched: micro-batches are to follow. Where a rank has rows and no columns of them, its sums belong
+        to each micro-batch, which of constants nothing would say; so kernels run that make nothing of nothing.
     """
     rule = find_rule(op.node.op)
     if rule is not None and rule.is_exchanging_rows(op, strategy):
         return (None,) * len(op.outputs)  # who has no rows, or asks for none, takes part all the same
     if rule is not None and rule.known is not None:
         return rule.known(op, strategy, coordinate)
-    if not any(isinstance(p, Split) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):
+    if not any(isinstance(p, Shard) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):
         return (None,) * len(op.outputs)
-    if in_time and _accepts_empty(op) and _has_rows(op, strategy, coordinate):
+    if microbatched and _accepts_empty(op) and _has_rows(op, strategy, coordinate):
         return (None,) * len(op.outputs)
     return tuple(
         _make_empty_output(t, p, local_output_shape(op, strategy, i, coordinate))
@@ -66,7 +66,7 @@ def _make_empty_output(
     sizes = [s for s in shape if s is not None]
     if len(sizes) < len(shape):
         return None
-    if isinstance(placement, Split):
+    if isinstance(placement, Shard):
         return np.zeros(sizes, find_numpy_dtype(kind.dtype))
     if isinstance(placement, Partial):
         return np.full(sizes, find_identity(placement.op, kind.dtype), find_numpy_dtype(kind.dtype))

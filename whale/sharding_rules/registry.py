@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from whale.errors import RuleError
-from whale.ir.layout import B, Partial, Placement, Split, is_in_runs, local_shape
+from whale.ir.layout import B, Partial, Placement, Shard, is_in_runs, local_shape
 from whale.ir.values import Dims, TensorType, find_numpy_dtype
 from whale.sharding_rules import embedding
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
@@ -76,7 +76,7 @@ class LineRule:
 
     def write_line(self, op: OpView, outputs: Sequence[Placement | None] = ()) -> str:
         """Returns the line of the notation that holds for this op, when its outputs are wanted as ``outputs``."""
-        if self.local_stream and any(isinstance(p, Split) for p in outputs):
+        if self.local_stream and any(isinstance(p, Shard) for p in outputs):
             return self.local_stream
         return self.spec if isinstance(self.spec, str) else self.spec(op)
 
@@ -122,9 +122,9 @@ class LineRule:
         """Tells whether the node exchanges rows by their ids under ``strategy``, as `embedding.py` describes."""
         return self.routes is not None and embedding.is_exchanged(op, self.routes, strategy)
 
-    def localize(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
-        """Returns what a coordinate runs; see ``Rule.localize``."""
-        if not any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+    def local_op(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
+        """Returns what a coordinate runs; see ``Rule.local_op``."""
+        if not any(isinstance(p, Shard) for p in strategy.inputs + strategy.outputs):
             return UNCHANGED
         if embedding.is_owned(op, strategy):
             return UNCHANGED
@@ -223,7 +223,7 @@ def _find_element_rank(
 ) -> int | None:
     """Returns the least rank of the elements of lists, from where lists are cut; None when no list is cut."""
     pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
-    ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Split)]
+    ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Shard)]
     return max(ranks) if ranks else None
 
 
@@ -308,7 +308,7 @@ def can_localize(
         if term.kind != "role" or term.role == "elements":
             continue
         placement = _find_subject(term.role, strategy.inputs, strategy.outputs)
-        if not isinstance(placement, Split):
+        if not isinstance(placement, Shard):
             continue
         shape = _find_subject(term.role, inputs, outputs).shape
         unknown = 0 if shape is None else sum(s is None for i, s in enumerate(shape) if i != placement.dim)
@@ -330,7 +330,7 @@ def compute_constants(line: Line, op: OpView, strategy: Strategy, coordinate: in
                 found[i] = value.astype(dtype)
             continue
         placement: Placement = _find_subject(term.role, strategy.inputs, strategy.outputs)
-        if not isinstance(placement, Split):
+        if not isinstance(placement, Shard):
             continue
         shape: Dims = local_shape(_find_subject(term.role, op.inputs, op.outputs).shape, placement, coordinate)
         if op.inputs[i].shape == (len(shape) - 2,):  # spatial sizes only: convolution gradients accept them
@@ -346,7 +346,7 @@ def _compute_element_shape(op: OpView, strategy: Strategy, coordinate: int, i: i
     if op.attr("element_dtype") == "variant":
         return None  # a list of lists: its elements are handles, and what is cut are the elements of the lists inside
     pairs = list(zip(op.inputs, strategy.inputs)) + list(zip(op.outputs, strategy.outputs))
-    placement = next((p for t, p in pairs if t.dtype == "variant" and isinstance(p, Split)), None)
+    placement = next((p for t, p in pairs if t.dtype == "variant" and isinstance(p, Shard)), None)
     if placement is None:
         return None
     value = op.const(i)

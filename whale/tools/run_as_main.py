@@ -12,7 +12,7 @@ from pathlib import Path
 
 from whale.errors import ProgramError, WhaleError
 
-_HOME = Path(__file__).resolve().parents[3]
+_HOME = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_HOME / package}{os.sep}" for package in ("whale", "whale_ops", "cost_model"))
 _STARTING = (runpy.__file__, "<frozen runpy>")
 

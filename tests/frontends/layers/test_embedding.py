@@ -15,7 +15,7 @@ from benchmarks.giant.embeddings import Bags
 from benchmarks.giant.measure import SPREAD, Line, difference, ranks
 from tests.draws import one_of
 from whale.errors import ProgramError
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.runtime.context import require_current
 
 KERAS_3 = tf.__version__ >= "2.16"
@@ -112,7 +112,7 @@ def moved(make: Callable[..., Any]) -> tuple[set[Any], set[str]]:
         plan = step.plan(*model.batch(1))
         step(*model.batch(1))
         keys = {c.key for comm in require_current("the test").comms for c in comm.counters() if "check" not in c.key}
-    cut = {p.dim for p in plan.variables.values() if isinstance(p, Split)}
+    cut = {p.dim for p in plan.variables.values() if isinstance(p, Shard)}
     return cut, {key.split("/")[-1].split("_")[0] for key in keys if "group" not in key}
 
 

@@ -15,7 +15,7 @@ from benchmarks.giant.measure import RANKS, SPREAD, Line, difference, moved_by_a
 from tests.frontends.layers.test_embedding import LAZY, lazy
 from whale.errors import ProgramError
 from whale.frontends.layers.vocabulary import find_tensor
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 
 LIMIT = 1e-10
 BATCH, EACH, WORDS, WIDTH = 16, 3, 10, 4
@@ -61,7 +61,7 @@ def test_hot_rows_are_all_reduced_and_their_ids_not_sent() -> None:
         moved = moved_by_a_step(step, model)
         sizes = sum(c.logical_bytes for c in _counters() if "sizes" in c.key) // 2
         assert moved == model.wanted(1) + sizes
-    assert [p.dim for p in plan.variables.values() if isinstance(p, Split)] == [0] * 3
+    assert [p.dim for p in plan.variables.values() if isinstance(p, Shard)] == [0] * 3
     reduced = [r for r in plan.reshards if str(r.source) == "P(sum)" and r.group >= 0]
     assert len(reduced) >= 3  # of each table, with what else is summed
 

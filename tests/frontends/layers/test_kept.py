@@ -12,7 +12,7 @@ import tensorflow as tf
 import whale as wh
 from benchmarks.giant.measure import ALONE, SPREAD, Line, Scopes, ranks, weight
 from whale.frontends.layers.vocabulary import find_tensor
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 
 LIMIT = 1e-10
 ROWS, WORDS, WIDTH, CLASSES = 16, 40, 8, 24
@@ -91,7 +91,7 @@ def test_other_ranks_go_on_and_what_is_exported_serves(tmp_path: Path) -> None:
     with ranks(Line("kept", Kept, 0, 4)):
         model = Kept(SPREAD)
         trained(model, wh.function, 0, 2)
-        cut = [p for p in wh.function(model.step).plan(*model.batch(0)).variables.values() if isinstance(p, Split)]
+        cut = [p for p in wh.function(model.step).plan(*model.batch(0)).variables.values() if isinstance(p, Shard)]
         # The table and its two moments by rows, the classes, and the experts' two layers with their biases.
         assert [p.dim for p in cut].count(0) >= (7 if KERAS_3 else 5) and len(cut) >= (8 if KERAS_3 else 6)
         path = wh.CheckpointManager(model.checkpoint, tmp_path / "kept", 1).save()

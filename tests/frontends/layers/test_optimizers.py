@@ -16,7 +16,7 @@ from benchmarks.giant.embeddings import SMALL_DLRM
 from benchmarks.giant.measure import ALONE, SPREAD, Line, Scopes, difference, moved_by_a_step, ranks, weight
 from tests.draws import one_of
 from whale.errors import ProgramError
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 
 KERAS_3 = tf.__version__ >= "2.16"
 pytestmark = pytest.mark.skipif(not KERAS_3, reason="lazy optimizers are those of Keras 3")
@@ -67,7 +67,7 @@ def test_over_ranks_as_on_one_device(name: str, once: bool) -> None:
     with ranks(line):
         model = line.make(SPREAD, tf.float64)
         plan = wh.function(model.step).plan(*model.batch(0))
-        cut = [p.dim for p in plan.variables.values() if isinstance(p, Split)]
+        cut = [p.dim for p in plan.variables.values() if isinstance(p, Shard)]
         # Rows go to their columns, though only the run knows how many ids there are once: no sum over the ranks.
         assert not any("UnsortedSegmentSum" in r.ref.node for r in plan.reshards)
         # The table and its moments by columns, which is cheaper; a sum for each row has none, and means the table's.
@@ -120,7 +120,7 @@ def test_tables_by_rows_are_stepped_where_their_rows_are(name: str, count: int, 
         plan = wh.function(model.step).plan(*model.batch(0))
         of_rows = [p for v, p in plan.variables.items() if "lookup" in v or "/Gather" in v]
         states = {"Adam": 2, "Ftrl": 2, "RowWiseAdagrad": 1, "Adagrad": 1}[name]
-        assert [p.dim for p in of_rows if isinstance(p, Split)] == [0] * len(model.tables) * (1 + states)
+        assert [p.dim for p in of_rows if isinstance(p, Shard)] == [0] * len(model.tables) * (1 + states)
         kinds = Counter(name.split("/")[-1].partition("_")[0] for name in plan.routed)
         assert kinds == {"embedding": 2, "UnsortedSegmentSum": 2}
     assert difference(line) <= LIMIT
@@ -136,7 +136,7 @@ def test_a_number_for_each_row_is_whole_where_tables_lie_by_columns() -> None:
     with ranks(line):
         model = make(SPREAD, tf.float64)
         plan = wh.function(model.step).plan(*model.batch(0))
-        assert [p.dim for v, p in plan.variables.items() if "lookup" in v and isinstance(p, Split)] == [1, 1]
+        assert [p.dim for v, p in plan.variables.items() if "lookup" in v and isinstance(p, Shard)] == [1, 1]
     assert difference(line) <= LIMIT
 
 

@@ -16,7 +16,7 @@ from tensorflow.python.client import session as session_module
 import whale as wh
 from tests.draws import one_of
 from whale.frontends.tf1.session import InteractiveSession
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.runtime.context import find_running
 
 v1 = tf.compat.v1
@@ -202,7 +202,7 @@ def test_updates_built_inside_an_open_replica_go_where_the_split_variable_lies(
     ranks(2)
     found, plan = run(wh.replica, wh.split)
     np.testing.assert_allclose(found, plain, rtol=1e-10)
-    assert isinstance(plan.variables["weight"], Split)
+    assert isinstance(plan.variables["weight"], Shard)
 
 
 SCRIPT = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.programs import Builder
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, Func, TensorType
 from whale.partition.pipeline.plan_microbatches import AFTER, BEFORE, EACH, time_plan
@@ -31,7 +31,7 @@ def _step(op: str) -> Program:
 @pytest.mark.parametrize("op", ["ResourceGather", "ResourceGatherNd"])
 def test_each_micro_batch_may_look_a_row_up(op: str) -> None:
     program = prepared(_step(op))
-    _, found = time_plan(program, 2, {"x": split(0, (4, 4))})
+    _, found = time_plan(program, 2, {"x": shard(0, (4, 4))})
     assert {found[name] for name in ("seen", "row", "scaled", "gradient")} == {EACH}
     assert found["table"] == BEFORE and found["update"] == AFTER
     assert program.by_name["row"].inputs[0] == Ref("table")
@@ -62,5 +62,5 @@ def test_an_update_under_a_condition_is_one_of_sums_that_are_as_large_as_the_bat
     update = b.node("If", (all_finite, Ref("weight"), named), (), "update", (), True, then_branch=Func("then"),
                     else_branch=Func("other"), output_shapes=())  # fmt: skip
     program = prepared(b.build([], [update.node]))
-    _, found = time_plan(program, 2, {"x": split(0, (4, 4))})
+    _, found = time_plan(program, 2, {"x": shard(0, (4, 4))})
     assert found["slope"] == EACH and found["update"] == AFTER

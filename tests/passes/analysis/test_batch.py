@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs import Builder, body, mlp
 from whale.errors import PlanError
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.plan import TaskGraph
 from whale.ir.program import Program
 from whale.ir.values import Func
@@ -31,7 +31,7 @@ def _inputs(**shapes: tuple[int | None, ...]) -> Program:
 def test_inputs_that_share_the_first_ones_rows() -> None:
     program = _inputs(rate=(), x=(8, 4), mask=(8,), table=(6, 8))
     found = batch_inputs(program, 3)
-    assert [(b.name, b.placement) for b in found] == [("x", split(0, (3, 3, 2))), ("mask", split(0, (3, 3, 2)))]
+    assert [(b.name, b.placement) for b in found] == [("x", shard(0, (3, 3, 2))), ("mask", shard(0, (3, 3, 2)))]
     assert {b.origin for b in found} == {"rule: dimension 0 has the size of the first input's"}
 
 
@@ -43,7 +43,7 @@ def test_an_input_without_rows_is_not_the_batch() -> None:
 def test_marked_inputs_and_shares() -> None:
     program = _inputs(x=(8, 4), aux=(8,), late=(6, 1))
     (found,) = batch_inputs(program, 2, shares=(6, 0), marked=("late",))
-    assert (found.name, found.placement, found.origin) == ("late", split(0, (6, 0)), "user (batch.inputs)")
+    assert (found.name, found.placement, found.origin) == ("late", shard(0, (6, 0)), "user (batch.inputs)")
 
 
 def test_marked_inputs_that_this_program_does_not_read() -> None:
@@ -89,7 +89,7 @@ def test_strings_and_handles_carry_no_batch() -> None:
 )
 def test_batches_of_another_size_are_shared_in_proportion(rows: int, sizes: tuple[int, ...]) -> None:
     (found,) = batch_inputs(_inputs(x=(rows, 4)), 3, shares=(5, 0, 3))
-    assert found.placement == split(0, sizes)
+    assert found.placement == shard(0, sizes)
     assert ("in proportion to batch.shares" in found.origin) == (rows != 8)
 
 
@@ -114,7 +114,7 @@ def test_rows_that_a_rank_brings() -> None:
     program = _inputs(scale=(3,), x=(8, 4), mask=(8,), y=(8, 1))
     found = batch_inputs(program, 2, shares=(1, 1), local={"x": (7, 1), "y": (7, 1)})
     assert [(b.name, b.placement, b.local) for b in found] == [
-        ("x", split(0, (7, 1)), True), ("mask", split(0, (7, 1)), False), ("y", split(0, (7, 1)), True)
+        ("x", shard(0, (7, 1)), True), ("mask", shard(0, (7, 1)), False), ("y", shard(0, (7, 1)), True)
     ]  # fmt: skip
 
 

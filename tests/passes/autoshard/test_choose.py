@@ -8,12 +8,12 @@ import random
 import pytest
 
 from whale.errors import PlanError
-from whale.ir.layout import P_SUM, B, Partial, split
+from whale.ir.layout import P_SUM, B, Partial, shard
 from whale.passes.autoshard import eliminate, integer_program
 from whale.passes.autoshard.choose import choose, total_cost
 from whale.passes.autoshard.tensor_forms import TensorForms
 
-FORMS = (B, P_SUM, split(0, (2, 2)), split(1, (2, 2)))
+FORMS = (B, P_SUM, shard(0, (2, 2)), shard(1, (2, 2)))
 
 
 @pytest.mark.parametrize("seed", range(40))

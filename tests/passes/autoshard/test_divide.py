@@ -12,7 +12,7 @@ import pytest
 from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, body, mlp
 from whale.errors import PlanError
-from whale.ir.layout import P_SUM, B, Split, Strategy, split
+from whale.ir.layout import P_SUM, B, Shard, Strategy, shard
 from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
@@ -101,7 +101,7 @@ def test_two_layers_need_one_sum(ranks: int) -> None:
     """The first layer by columns, the second by rows: its results are summed, and nothing else moves."""
     plan = planned(scoped(mlp(8, 12, 24, 6)), ranks)
     assert plan.split_flops_fraction == 1.0
-    assert {n: (p.dim, sum(p.sizes)) for n, p in plan.variables.items() if isinstance(p, Split)} == {
+    assert {n: (p.dim, sum(p.sizes)) for n, p in plan.variables.items() if isinstance(p, Shard)} == {
         "w1": (1, 24), "b1": (0, 24), "w2": (0, 24),
     }  # fmt: skip
     assert [(str(r.ref), r.source, r.target) for r in plan.reshards if r.bytes] == [("layer2:0", P_SUM, B)]
@@ -119,7 +119,7 @@ def test_a_loss_whose_classes_stay_whole_is_planned_as_one_op_also_where_somethi
 
 def test_sizes_need_not_be_even() -> None:
     plan = planned(scoped(mlp(8, 5, 7, 3)), 3)
-    assert plan.variables["w1"] == split(1, (3, 2, 2))
+    assert plan.variables["w1"] == shard(1, (3, 2, 2))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -129,7 +129,7 @@ def test_logits_of_split_classes_stay_where_they_are(ranks: int, words: int) -> 
     program = classifier(16, 32, 4000, "split_0", words)
     plan = planned(program, ranks)
     assert plan.expanded == ("entropy",)
-    assert plan.variables["w"] == split(1, (4000 // ranks,) * ranks)
+    assert plan.variables["w"] == shard(1, (4000 // ranks,) * ranks)
     largest = max(program.find_type(Ref(n)).bytes for n in ("logits", "d_w"))
     assert plan.logical_bytes < largest / 2
     per_example = [r for r in plan.reshards if r.ref.node.startswith("entropy/") and r.bytes]
@@ -154,7 +154,7 @@ def test_an_embedding_is_split_and_its_rows_are_found_where_they_are() -> None:
     """Named dimension or not, rows of the table that other ranks hold arrive, and gradients go back to them."""
     for scope in ("split_0", "split_0(dim=-1)"):
         plan = planned(classifier(8, 3, 30, scope, words=50), 2)
-        assert isinstance(plan.variables["table"], Split)
+        assert isinstance(plan.variables["table"], Shard)
     rows = planned(classifier(64, 3, 6, "split_0", words=5000), 2)
     assert rows.variables["table"].dim in (0, 1) and rows.logical_bytes < 5000 * 3 * 8
 
@@ -166,9 +166,9 @@ def test_a_named_dimension_is_kept() -> None:
 
 
 def test_variables_keep_the_layout_that_an_earlier_program_gave_them() -> None:
-    known = {"w1": split(0, (6, 6)), "b1": B, "w2": split(1, (4, 2)), "b2": B}
+    known = {"w1": shard(0, (6, 6)), "b1": B, "w2": shard(1, (4, 2)), "b2": B}
     plan = planned(scoped(mlp(8, 12, 24, 6)), 2, split__known=known)
-    assert plan.variables == {"w1": split(0, (6, 6)), "w2": split(1, (4, 2))}
+    assert plan.variables == {"w1": shard(0, (6, 6)), "w2": shard(1, (4, 2))}
     outside = planned(mlp(8, 12, 24, 6), 2, split__known=known)
     assert outside.variables == plan.variables
 
@@ -211,7 +211,7 @@ def test_updates_join_the_scope_of_their_variable() -> None:
     program = classifier(8, 4, 12, "split_0")
     bare = tuple(replace(n, scope="") if n.name.startswith("sgd") or n.op == "Const" else n for n in program.nodes)
     plan = planned(annotate(replace(program, nodes=bare)), 2)
-    assert isinstance(plan.variables["w"], Split) and "u" not in plan.variables
+    assert isinstance(plan.variables["w"], Shard) and "u" not in plan.variables
 
 
 def test_a_scope_around_the_making_of_variables_splits_these_only() -> None:
@@ -236,7 +236,7 @@ def test_planted_faults_are_found() -> None:
 
     with pytest.raises(PlanError, match=r"w1 \(VarHandleOp\)(.|\n)*B, as it is passed in"):
         check_with(variables={n: p for n, p in plan.variables.items() if n != "w1"})
-    for wrong in (split(1, (24,)), split(1, (25, -1)), split(1, (12, 11)), split(2, (12, 12)), P_SUM):
+    for wrong in (shard(1, (24,)), shard(1, (25, -1)), shard(1, (12, 11)), shard(2, (12, 12)), P_SUM):
         nodes = {**plan.strategies[""], "w1": Strategy((), (wrong,), "planted")}
         with pytest.raises(PlanError, match="2 parts that make it up"):
             check_with(variables={**plan.variables, "w1": wrong}, strategies={"": nodes})
@@ -250,7 +250,7 @@ def test_planted_faults_are_found() -> None:
 @pytest.mark.parametrize("fault", ["offset", "mask"])
 def test_a_planted_fault_in_a_lookup_changes_the_result(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = classifier(16, 32, 60, "split_0", words=4000)
-    rows = {"table": split(0, (2100, 1900))}
+    rows = {"table": shard(0, (2100, 1900))}
     assert planned(program, 2, split__known=rows).strategies[""]["lookup"].outputs == (P_SUM,)
     right = Window.__init__
 
@@ -293,8 +293,8 @@ def carried() -> Program:
 def test_what_enters_a_loop_or_branch_divided_stays_so() -> None:
     """Columns that a split layer makes go through a loop and a branch; nothing is brought together in between."""
     plan = planned(carried(), 2)
-    columns = split(1, (12, 12))
+    columns = shard(1, (12, 12))
     assert plan.strategies[""]["loop"].outputs == (B, columns) and plan.strategies[""]["branch"].outputs == (columns,)
     assert columns in [p for s in plan.strategies["turn"].values() for p in s.outputs]
     assert not [r for r in plan.reshards if r.graph and r.bytes]
-    assert {n: p.dim for n, p in plan.variables.items() if isinstance(p, Split)} == {"w1": 1, "w2": 0}
+    assert {n: p.dim for n, p in plan.variables.items() if isinstance(p, Shard)} == {"w1": 1, "w2": 0}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, plan_of
-from whale.ir.layout import P_SUM, B, Broadcast, Partial, Split, Strategy, divide_evenly, split
+from whale.ir.layout import P_SUM, B, Partial, Replicate, Shard, Strategy, divide_evenly, shard
 from whale.ir.program import Program, Ref
 from whale.passes.analysis.cost import compute_cost, move_cost
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -28,7 +28,7 @@ class _Region:
     def __init__(self, parts: int):
         self.b, self.parts = Builder("region"), parts
         self.layout = GraphLayout()
-        self.cut = split(0, divide_evenly(ROWS, parts))
+        self.cut = shard(0, divide_evenly(ROWS, parts))
 
     def _record(self, ref: Ref, strategy: Strategy) -> Ref:
         for node in self.b.nodes:
@@ -91,7 +91,7 @@ def _cost(program: Program, layout: GraphLayout, parts: int) -> float:
     )
     worked = 0.0
     for node in program.nodes:
-        if node.op == "Sum" and type(layout.produced[node.inputs[0]]) is Split:
+        if node.op == "Sum" and type(layout.produced[node.inputs[0]]) is Shard:
             touched = sum(program.find_type(r).bytes for r in node.inputs) + node.outputs[0].bytes
             worked += compute_cost(layout.strategies[node.name], touched, 0)
     return moved + worked
@@ -140,7 +140,7 @@ def test_no_assignment_is_cheaper(example: tuple[Program, GraphLayout, int]) -> 
     placed = reduce_partial_sums(program, layout, parts)
     assert _cost(program, placed, parts) == pytest.approx(best, rel=1e-9)
     for name in names:
-        assert {type(p) for p in placed.strategies[name].outputs} <= {Broadcast, Partial}
+        assert {type(p) for p in placed.strategies[name].outputs} <= {Replicate, Partial}
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tests.programs import Builder, body, mlp, planned
-from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, Strategy, split
+from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Placement, Strategy, shard
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import DType, Shape, TensorType
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.node_choice import NodeChoice
 from whale.passes.propagation.propagate import propagate
 
-ROWS = split(0, (5, 3))
+ROWS = shard(0, (5, 3))
 RESOURCE, VARIANT = TensorType("resource", ()), TensorType("variant", ())
 
 
@@ -63,7 +63,7 @@ def test_an_op_without_a_rule_sees_everything_and_rows_are_cut_again() -> None:
 
 def test_the_batch_is_followed_to_where_it_went() -> None:
     """The rows were dimension 1; behind an op without a rule they are the only dimension of that size, or gone."""
-    columns = split(1, (5, 3))
+    columns = shard(1, (5, 3))
     b = Builder()
     x = b.op("Tanh", b.input("x", (4, 8)), name="x_tanh")
     turned = b.node("UnruledTurn", (x,), (TensorType("float64", (8, 3)),), "turned")
@@ -271,7 +271,7 @@ def test_lists_that_lie_differently_are_made_whole() -> None:
     added = b.node("AddN", lists, (VARIANT,), "added", N=2)
     program = b.build([], [added.node])
     assert _main(program, {"x": ROWS, "y": ROWS}).strategies["added"].inputs == (ROWS, ROWS)
-    layout = _main(program, {"x": ROWS, "y": split(0, (3, 5))})
+    layout = _main(program, {"x": ROWS, "y": shard(0, (3, 5))})
     assert _texts(layout, "list_x", "list_y", "added") == ["B B -> B", "B B -> B", "B B -> B"]
 
 
@@ -288,7 +288,7 @@ def test_updates_that_are_alike_are_decided_about_once(monkeypatch: pytest.Monke
     for variables in (3, 30):
         chosen.clear()
         program = _updates(variables)
-        layout = propagate(program, 2, {"x": split(0, (4, 4))})[""]
+        layout = propagate(program, 2, {"x": shard(0, (4, 4))})[""]
         counts.append([name for name in chosen if not name.startswith("grad")])  # what these do depends on a constant
         for i in range(variables):
             assert layout.strategies[f"grad{i}"].outputs == (P_SUM,)

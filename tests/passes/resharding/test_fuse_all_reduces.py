@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from tests.partition.random_programs import placements, programs
 from tests.programs import Builder, layouts_of, mlp
-from whale.ir.layout import P_SUM, B, Broadcast, Partial, Placement, split
+from whale.ir.layout import P_SUM, B, Partial, Placement, Replicate, shard
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.resharding.fuse_all_reduces import fuse_all_reduces
 from whale.passes.resharding.reshards import explicit_reshards
 
-ROWS = split(0, (4, 4))
+ROWS = shard(0, (4, 4))
 RELAXED = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -92,7 +92,7 @@ def _depends(program: Program, on: Ref, layout: GraphLayout) -> set[str]:
     """Nodes that are computed from the whole form of ``on``, by plain search."""
     found: set[str] = set()
     for node in program.nodes:
-        direct = any(r == on and type(p) is Broadcast for r, p in zip(node.inputs, layout.strategies[node.name].inputs))
+        direct = any(r == on and type(p) is Replicate for r, p in zip(node.inputs, layout.strategies[node.name].inputs))
         if direct or any(r.node in found for r in node.inputs) or any(c in found for c in node.controls):
             found.add(node.name)
     return found

@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs import Builder, layouts_of, mlp, plan_of, planned
 from whale.errors import PlanError, ProgramError
-from whale.ir.layout import Partial, split
+from whale.ir.layout import Partial, shard
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
@@ -18,7 +18,7 @@ from whale.passes.resharding.horovod import give_to_horovod, refuse_horovod
 from whale.passes.resharding.reshards import explicit_reshards
 from whale.passes.verify.check import check
 
-ROWS = split(0, (4, 4))
+ROWS = shard(0, (4, 4))
 
 
 def _planned(program: Program, group_bytes: int = 1 << 20) -> Plan:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tests.programs import Builder, layouts_of, mlp
-from whale.ir.layout import P_MAX, P_SUM, B, Placement, Strategy, count_moved_bytes, split
+from whale.ir.layout import P_MAX, P_SUM, B, Placement, Strategy, count_moved_bytes, shard
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.resharding.reshards import explicit_reshards
 
-ROWS, COLUMNS = split(0, (4, 4)), split(1, (2, 2))
+ROWS, COLUMNS = shard(0, (4, 4)), shard(1, (2, 2))
 
 
 def _readers(source: Placement, *targets: Placement) -> tuple[Program, GraphLayout]:
@@ -45,8 +45,8 @@ def test_one_form_is_made_directly() -> None:
 
 
 def test_several_cut_forms_are_cut_from_the_whole() -> None:
-    rows = _of_made(ROWS, COLUMNS, split(0, (8, 0)))
-    assert [(r.source, r.target) for r in rows] == [(ROWS, B), (B, COLUMNS), (B, split(0, (8, 0)))]
+    rows = _of_made(ROWS, COLUMNS, shard(0, (8, 0)))
+    assert [(r.source, r.target) for r in rows] == [(ROWS, B), (B, COLUMNS), (B, shard(0, (8, 0)))]
 
 
 def test_another_reduction_goes_by_way_of_the_whole() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs import Builder, layouts_of, mlp, plan_of
 from whale.errors import PlanError
-from whale.ir.layout import Partial, split
+from whale.ir.layout import Partial, shard
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
@@ -19,7 +19,7 @@ from whale.passes.resharding.reshards import explicit_reshards
 from whale.passes.resharding.wire_dtype import narrow
 from whale.passes.verify.check import check
 
-ROWS = split(0, (4, 4))
+ROWS = shard(0, (4, 4))
 PROGRAM = mlp(dtype="float32")
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.partition.random_programs import placements, programs, random_layouts
 from tests.programs import Builder, body, mlp, plan_of, planned
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Partial, Placement, Strategy, split
+from whale.ir.layout import FIRST, P_MAX, P_SUM, B, Partial, Placement, Strategy, shard
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.verify.check import check
 
-ROWS, OTHER = split(0, (5, 3)), split(0, (4, 4))
+ROWS, OTHER = shard(0, (5, 3)), shard(0, (4, 4))
 
 
 def _with(plan: Plan, node: str, strategy: Strategy | None, graph: str = "") -> Plan:
@@ -62,10 +62,10 @@ FAULTS: dict[str, Planted] = {
         _strategy("d_w2", (ROWS, ROWS), (B,)), "d_w2 (MatMul)", {"given": "S(0)[5,3] S(0)[5,3] -> B"},
     ),
     "result said to be split along another dimension": (
-        _strategy("layer1", (ROWS, B), (split(1, (3, 3)),)), "layer1 (MatMul)", {},
+        _strategy("layer1", (ROWS, B), (shard(1, (3, 3)),)), "layer1 (MatMul)", {},
     ),
     "gradient of the rows said to be split": (
-        _strategy("d_w1", (ROWS, ROWS), (split(0, (2, 2)),)), "d_w1 (MatMul)", {},
+        _strategy("d_w1", (ROWS, ROWS), (shard(0, (2, 2)),)), "d_w1 (MatMul)", {},
     ),
     "operand in a form that it is not in": (
         _strategy("layer2", (OTHER, B), (OTHER,)), "layer2 (MatMul)", {"expected": "S(0)[4,4], or a reshard to it"},
@@ -75,7 +75,7 @@ FAULTS: dict[str, Planted] = {
         {"expected": "on every rank: what it changes is on all of them"},
     ),
     "an update of a split gradient": (
-        _strategy("sgd_w1", (B, B, split(0, (2, 2))), ()), "sgd_w1 (ResourceApplyGradientDescent)", {},
+        _strategy("sgd_w1", (B, B, shard(0, (2, 2))), ()), "sgd_w1 (ResourceApplyGradientDescent)", {},
     ),
     "an input that is fed in parts": (
         _strategy("x", (), (ROWS,)), "x (Placeholder)", {"expected": "B, as it is passed in"},
@@ -102,18 +102,18 @@ FAULTS: dict[str, Planted] = {
     ),
     "reshard between reductions": (_of("d_w1", target=P_MAX), "d_w1 (MatMul)", {"expected": "a change by way of B"}),
     "sizes that do not add up": (
-        _strategy("relu", (split(0, (5, 4)),), (split(0, (5, 4)),)), "relu (Relu)", {"expected": "sizes that add up"},
+        _strategy("relu", (shard(0, (5, 4)),), (shard(0, (5, 4)),)), "relu (Relu)", {"expected": "sizes that add up"},
     ),
     "a size for each of three ranks": (
-        _strategy("relu", (split(0, (5, 2, 1)),), (split(0, (5, 2, 1)),)), "relu (Relu)",
+        _strategy("relu", (shard(0, (5, 2, 1)),), (shard(0, (5, 2, 1)),)), "relu (Relu)",
         {"expected": "2 sizes, none below 0"},
     ),
     "a size below zero": (
-        _strategy("relu", (split(0, (9, -1)),), (split(0, (9, -1)),)), "relu (Relu)",
+        _strategy("relu", (shard(0, (9, -1)),), (shard(0, (9, -1)),)), "relu (Relu)",
         {"expected": "2 sizes, none below 0"},
     ),
     "a dimension that is not there": (
-        _strategy("relu", (split(2, (5, 3)),), (split(2, (5, 3)),)), "relu (Relu)", {"expected": "sizes that add up"},
+        _strategy("relu", (shard(2, (5, 3)),), (shard(2, (5, 3)),)), "relu (Relu)", {"expected": "sizes that add up"},
     ),
 }  # fmt: skip
 
@@ -192,7 +192,7 @@ def _two_sums(between: str) -> Program:
 @pytest.mark.parametrize("between", ["operand", "control edge"])
 def test_a_group_that_waits_for_itself(between: str) -> None:
     program = _two_sums(between)
-    rows = split(0, (5, 3))
+    rows = shard(0, (5, 3))
     plan = planned(program, 5, 3, x=rows)
     assert plan.groups == {}, "grouping itself keeps them apart"
     fused = _reshards(plan, lambda r: replace(r, group=0) if r.ref.node in ("first", "second") else r)

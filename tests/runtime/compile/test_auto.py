@@ -20,7 +20,7 @@ from tests.draws import one_of
 from tests.oracle.metric import difference, limit
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import ClusterError, PlanError
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search import pipelines, search, strategies, team
 from whale.planner.graph_search.balance import balanced
@@ -66,7 +66,7 @@ def test_a_large_classifier_is_split_without_a_scope(
     chosen = context.require_current().auto
     assert chosen is not None and chosen.strategy.split
     inner = plan.inner or plan
-    assert any(isinstance(p, Split) for p in inner.variables.values())
+    assert any(isinstance(p, Shard) for p in inner.variables.values())
     if count == 2:
         assert plan.logical_bytes <= 1.1 * hand_made.logical_bytes
     text = capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_scopes_are_kept(ranks: Callable[..., None], speed: Callable[..., None])
     speed(SLOW_LINK)
     ranks(2, **{"mesh.auto_parallel": True})
     scoped = Classifier(wh.function, wh.replica, wh.split)
-    held = [p for p in started(scoped).variables.values() if isinstance(p, Split)]
+    held = [p for p in started(scoped).variables.values() if isinstance(p, Shard)]
     assert len(held) == 4
 
 

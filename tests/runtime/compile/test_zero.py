@@ -15,7 +15,7 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from whale.errors import ConfigError, PlanError
-from whale.ir.layout import B, Split
+from whale.ir.layout import B, Shard
 from whale.ir.mesh import find_tiles
 from whale.ir.plan_text import format_plan
 from whale.runtime.context import require_current
@@ -82,7 +82,7 @@ def test_the_state_lies_split_and_nothing_more_is_moved(ranks: Start) -> None:
     plan = model.step.plan(*batch(0))
     moved = Counter(f"{type(r.source).__name__}>{type(r.target).__name__}" for r in plan.reshards if r.bytes)
     # Of two kernels and two biases: the gradient is scattered, what comes of it is gathered. The norm, and the loss.
-    assert (moved["Partial>Split"], moved["Split>Broadcast"], moved["Partial>Broadcast"]) == (4, 4, 2)
+    assert (moved["Partial>Shard"], moved["Shard>Replicate"], moved["Partial>Replicate"]) == (4, 4, 2)
     assert sum(moved.values()) == 10
     wh.shutdown()
     ranks(2)
@@ -95,7 +95,7 @@ def test_weights_are_gathered_for_each_use_and_not_before(ranks: Start) -> None:
     model, _ = trained(wh.function)
     plan = model.step.plan(*batch(0))
     gathered = Counter(
-        r.ref.node.partition("/whale_use")[0] for r in plan.reshards if r.target == B and isinstance(r.source, Split)
+        r.ref.node.partition("/whale_use")[0] for r in plan.reshards if r.target == B and isinstance(r.source, Shard)
     )
     # The first kernel is used in the forward product only, the second one in the backward product too.
     assert sorted(gathered.values()) == [1, 1, 1, 2], gathered
@@ -138,7 +138,7 @@ def test_weights_that_loops_read_are_gathered_in_front_of_them(ranks: Start, mic
     losses, plan, w = looped(wh.function)
     np.testing.assert_allclose(losses, losses_of_one, rtol=1e-13)
     np.testing.assert_allclose(w.numpy(), one.numpy(), rtol=0, atol=1e-15)
-    assert all(isinstance(p, Split) for p in plan.variables.values()) and len(plan.variables) == 2
+    assert all(isinstance(p, Shard) for p in plan.variables.values()) and len(plan.variables) == 2
     assert all(r.graph == "" for r in plan.reshards if r.bytes)
 
 
@@ -225,7 +225,7 @@ def test_small_state_stays_whole(ranks: Start) -> None:
     model, _ = trained(wh.function)
     placed = model.step.plan(*batch(0)).variables
     assert len(placed) == (2 if tf.__version__ >= "2.16" else 3), placed  # Keras 2 updates the weight in the same op
-    assert all(isinstance(p, Split) for p in placed.values())
+    assert all(isinstance(p, Shard) for p in placed.values())
 
 
 def test_a_checkpoint_of_split_state_loads_without(ranks: Start, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from whale.config import Config, Mesh
 from whale.errors import PlanError
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.mesh import make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
 from whale.runtime.elastic.call_replay import CallLog
@@ -45,8 +45,8 @@ def test_hosts_of_those_that_are_left() -> None:
 
 def test_parts_that_one_rank_alone_has_need_copies() -> None:
     everywhere = VariableUse(frozenset(range(4)), True)
-    halves = VariableUse(frozenset(range(4)), True, tiles=make_one_axis_tiles(split(0, (3, 3))))
-    quarters = VariableUse(frozenset(range(4)), True, tiles=make_one_axis_tiles(split(0, (2, 2, 2, 2))))
+    halves = VariableUse(frozenset(range(4)), True, tiles=make_one_axis_tiles(shard(0, (3, 3))))
+    quarters = VariableUse(frozenset(range(4)), True, tiles=make_one_axis_tiles(shard(0, (2, 2, 2, 2))))
     stage = VariableUse(frozenset({1}), True)
     assert [has_divided_variables({"v": use}, 4) for use in (everywhere, halves, quarters, stage)] == [
         False,

@@ -15,7 +15,7 @@ import whale as wh
 from benchmarks.context import Model, heads_bytes, ring_bytes
 from tests.draws import one_of
 from whale.errors import PlanError
-from whale.ir.layout import B, Partial, Split
+from whale.ir.layout import B, Partial, Shard
 from whale.ir.mesh import iterate_levels
 from whale.ir.plan import Plan
 from whale.passes.analysis.attention import attentions
@@ -71,7 +71,7 @@ def test_parts_of_the_sequence_are_given_for_heads(
     plan = model.step.plan(*model.batch(0))
     large = moved(plan, model.bytes)
     assert len(large) == 8 and not whole_activations(plan, model.bytes)
-    assert all(isinstance(r.source, Split | Partial) for r in plan.reshards if r.bytes)
+    assert all(isinstance(r.source, Shard | Partial) for r in plan.reshards if r.bytes)
     if all(size % count == 0 for size in (shape[1], shape[2])):
         assert sum(large) == heads_bytes(count, model.bytes)
 

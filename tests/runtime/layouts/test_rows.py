@@ -35,8 +35,10 @@ class Embedded:
         return (tf.constant(ids, tf.int32),)
 
     def step(self, ids: tf.Tensor) -> tf.Tensor:
-        in_time = self.scopes.pipeline(num_micro_batch=self.micro_batches) if self.micro_batches > 1 else nullcontext()
-        with tf.GradientTape() as tape, in_time:
+        microbatched = (
+            self.scopes.pipeline(num_micro_batch=self.micro_batches) if self.micro_batches > 1 else nullcontext()
+        )
+        with tf.GradientTape() as tape, microbatched:
             with self.stage():
                 with self.scopes.split(dim=0):
                     rows = tf.nn.embedding_lookup(self.table, ids)

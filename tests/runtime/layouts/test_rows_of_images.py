@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.oracle.metric import difference, limit
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 
 SIZE, DEPTH, ROWS = 12, 3, 4
 
@@ -64,11 +64,11 @@ def test_rows_or_columns_of_images_are_divided(ranks: Callable[..., None], count
     assert worst.error <= limit("float64", 0.0), worst
     assert plan.split_flops_fraction > 0.99 and not plan.variables
     wide = [
-        p for s in plan.strategies[""].values() for p in s.inputs if isinstance(p, Split) and p is not p.without_halo
+        p for s in plan.strategies[""].values() for p in s.inputs if isinstance(p, Shard) and p is not p.without_halo
     ]
     assert len(wide) >= 6 and {p.dim for p in wide} == {dim}, "three convolutions, forward and backward"
     exchanged = [
-        r for r in plan.reshards if isinstance(r.target, Split) and r.target is not r.target.without_halo and r.bytes
+        r for r in plan.reshards if isinstance(r.target, Shard) and r.target is not r.target.without_halo and r.bytes
     ]
     assert exchanged and all(r.source == r.target.without_halo for r in exchanged), "rows come from neighbours"
 

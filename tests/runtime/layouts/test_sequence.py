@@ -15,7 +15,7 @@ import tensorflow as tf
 import whale as wh
 from tests.oracle.metric import difference, limit
 from whale.errors import PlanError
-from whale.ir.layout import P_SUM, B, Placement, Split
+from whale.ir.layout import P_SUM, B, Placement, Shard
 from whale.ir.plan import Plan
 from whale.tools.models import losses
 
@@ -77,7 +77,7 @@ def activations_moved(plan: Plan) -> Counter[tuple[str, str]]:
     large = [r for r in plan.reshards if r.bytes >= (plan.size - 1) * ROWS * LENGTH * WIDTH * 8]
 
     def kind(p: Placement) -> str:
-        return f"dimension {p.dim}" if isinstance(p, Split) else str(p)
+        return f"dimension {p.dim}" if isinstance(p, Shard) else str(p)
 
     return Counter((kind(r.source), kind(r.target)) for r in large if r.source == P_SUM or r.target == B)
 

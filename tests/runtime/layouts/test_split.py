@@ -18,7 +18,7 @@ from tests.oracle.metric import difference, limit
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
 from whale.errors import PlanError
-from whale.ir.layout import P_SUM, B, Split
+from whale.ir.layout import P_SUM, B, Shard
 from whale.ir.mesh import make_one_axis_tiles
 from whale.ir.plan import Plan
 from whale.runtime.start import check_replicas
@@ -116,7 +116,7 @@ def test_a_classifier_of_many_classes(ranks: Callable[..., None], count: int, ad
     plan = spread.step.plan(*spread.batch(0))
     assert plan.split_flops_fraction == 1.0
     assert plan.logical_bytes * 20 < Classifier(wh.function).step.plan(*spread.batch(0)).logical_bytes
-    held = {name: p for name, p in plan.variables.items() if isinstance(p, Split)}
+    held = {name: p for name, p in plan.variables.items() if isinstance(p, Shard)}
     assert len(held) == (6 if adam else 4)  # the classifier's weight and bias, and the optimizer's variables for them
     assert all(sum(p.sizes) == CLASSES for p in held.values())
 
@@ -144,7 +144,7 @@ def test_a_transformer_under_one_scope_sums_twice_forward_and_twice_backward_in_
     assert len(backward) == 2 * layers + 1, sums  # one for the words of the last layer, which are split as well
     assert sum("attention_output" in name for name in sums) == layers
     assert plan.split_flops_fraction == 1.0
-    weights = {name: p for name, p in plan.variables.items() if isinstance(p, Split)}
+    weights = {name: p for name, p in plan.variables.items() if isinstance(p, Shard)}
     assert len(weights) >= 8 * layers
 
 
@@ -186,7 +186,7 @@ def test_an_embedding_whose_vocabulary_is_split(ranks: Callable[..., None], spar
 def test_a_part_does_not_lie_in_the_whole_ones_memory(dim: int) -> None:
     """A variable of it would hold on to all of that."""
     whole = tf.ones((4, 4))
-    parts = [split_variable.cut_part(whole, make_one_axis_tiles(Split(dim, (2, 2))), i) for i in range(2)]
+    parts = [split_variable.cut_part(whole, make_one_axis_tiles(Shard(dim, (2, 2))), i) for i in range(2)]
     assert not any(np.shares_memory(memoryview(whole), memoryview(part)) for part in parts)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from benchmarks.giant.embeddings import Bags, Whole
 from benchmarks.giant.measure import SPREAD, Line, difference, moved_by_a_step, ranks
 from tests.draws import one_of
 from tests.frontends.layers.test_embedding import LAZY, lazy
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.passes.autoshard.tables import spread
 from whale.runtime.context import require_current
 
@@ -33,7 +33,7 @@ def placed(make: Any, count: int, config: Mapping[str, Any] = {}) -> tuple[Count
         step(*model.batch(0))
         keys = [c.key for comm in require_current("the test").comms for c in comm.counters() if c.kind == "Send"]
     last = plan.inner or plan
-    whole = [p for p in last.variables.values() if isinstance(p, Split) and len(p.holders) == 1]
+    whole = [p for p in last.variables.values() if isinstance(p, Shard) and len(p.holders) == 1]
     return Counter(next(iter(p.holders)) for p in whole), plan, keys
 
 
@@ -42,7 +42,7 @@ def test_tables_of_bags_lie_whole_and_travel_together() -> None:
     found, plan, keys = placed(partial(SMALL, tables=8), 4)
     assert sorted(found.values()) == [2] * 4
     assert not plan.routed or not any(plan.routed.values())
-    parts = [r for r in plan.reshards if isinstance(r.source, Split) and isinstance(r.target, Split) and r.bytes]
+    parts = [r for r in plan.reshards if isinstance(r.source, Shard) and isinstance(r.target, Shard) and r.bytes]
     groups = {r.group for r in parts}
     assert -1 not in groups and len(parts) >= 3 * 8 > 8 > len(groups)
     # A message from each rank to each other one, of each group: ids, who is there, rows, gradients.

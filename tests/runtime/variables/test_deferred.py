@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import whale as wh
 import whale.runtime.variables.partial_initializers as initial_values
-from whale.ir.layout import divide_evenly, split
+from whale.ir.layout import divide_evenly, shard
 from whale.ir.mesh import make_one_axis_tiles
 from whale.runtime import context as run_context
 from whale.runtime.variables import deferred
@@ -44,7 +44,7 @@ def test_parts_of_an_initial_value_are_those_of_the_whole(name: str) -> None:
             assert initial.is_divisible == (name not in ("orthogonal", "identity"))
             whole = np.asarray(initializer(shape, dtype=dtype))
             for dim, size in enumerate(shape):
-                placement = split(dim, divide_evenly(size, 3))
+                placement = shard(dim, divide_evenly(size, 3))
                 parts = [np.asarray(initial.make_part(make_one_axis_tiles(placement), i)) for i in range(3)]
                 assert (raw(np.concatenate(parts, dim)) == raw(whole)).all(), (shape, dtype, dim)
 
@@ -57,7 +57,7 @@ def test_a_large_part_is_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
             assert isinstance(initial, DeferredInitial)
             whole = (draw(shape, (1, 2)) * 0.3 + 0.1).numpy()
             for dim, size in enumerate(shape):
-                placement = split(dim, divide_evenly(size, 3))
+                placement = shard(dim, divide_evenly(size, 3))
                 parts = [initial.make_part(make_one_axis_tiles(placement), i).numpy() for i in range(3)]
                 np.testing.assert_array_equal(np.concatenate(parts, dim), whole)
 
@@ -65,7 +65,7 @@ def test_a_large_part_is_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_part_in_runs_is_each_run_s_part() -> None:
     initial = record(lambda: tf.random.stateless_normal((24, 64), (1, 2)))
     assert isinstance(initial, DeferredInitial)
-    placement = split(0, (5, 3), 3)
+    placement = shard(0, (5, 3), 3)
     np.testing.assert_array_equal(
         initial.make_part(make_one_axis_tiles(placement), 1), initial.compute_whole().numpy()[placement.list_indices(1)]
     )
@@ -74,7 +74,7 @@ def test_a_part_in_runs_is_each_run_s_part() -> None:
 def test_tensors_of_equal_elements_are_made_again() -> None:
     zeros = record_uniform_value(tf.zeros((100, 20)))
     assert zeros is not None
-    assert np.asarray(zeros.make_part(make_one_axis_tiles(split(0, (60, 40))), 1)).shape == (40, 20)
+    assert np.asarray(zeros.make_part(make_one_axis_tiles(shard(0, (60, 40))), 1)).shape == (40, 20)
     assert record_uniform_value(tf.concat([tf.zeros((100, 20)), [[-0.0] * 20]], 0)) is None
 
 

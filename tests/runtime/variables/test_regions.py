@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.mesh import Region, Tiles, make_one_axis_tiles
 from whale.runtime.variables.checkpoint_regions import assign_regions, list_variable_regions, read_region_value
 from whale.runtime.variables.split_variable import cut_part
 
 SHAPE = (6, 5)
-RUNS = split(0, (2, 0, 1), 2)  # two runs of three rows: a rank's rows lie in two places
+RUNS = shard(0, (2, 0, 1), 2)  # two runs of three rows: a rank's rows lie in two places
 
 
 def _inside(whole: np.ndarray, region: Region) -> np.ndarray:
@@ -25,9 +25,9 @@ def _inside(whole: np.ndarray, region: Region) -> np.ndarray:
 @pytest.mark.parametrize(
     "tiles",
     [
-        make_one_axis_tiles(split(1, (3, 2))),
+        make_one_axis_tiles(shard(1, (3, 2))),
         make_one_axis_tiles(RUNS),
-        Tiles(("one", "other"), (RUNS, split(1, (1, 4)))),
+        Tiles(("one", "other"), (RUNS, shard(1, (1, 4)))),
     ],
     ids=str,
 )

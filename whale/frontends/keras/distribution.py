@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from whale.errors import ConfigError, PlanError
 from whale.frontends.keras.replacing import replace_function, replace_method
-from whale.ir.layout import divide_evenly, split
+from whale.ir.layout import divide_evenly, shard
 from whale.ir.mesh import Tiles
 from whale.log import log
 from whale.passes.analysis.patterns import nearest
@@ -185,6 +185,6 @@ def _find_tiles(variable: Any, layout: Any, distribution: Any, context: Context)
     divided = [(axis, dim) for dim, axis in enumerate(layout.axes) if axis is not None and sizes[axis] > 1]
     divided.sort(key=lambda found: found[0] != batch)  # the batch's axis is the first one of the ranks' mesh
     cuts = tuple(
-        split(dim, divide_evenly(int(variable.shape[dim]), groups if axis == batch else group)) for axis, dim in divided
+        shard(dim, divide_evenly(int(variable.shape[dim]), groups if axis == batch else group)) for axis, dim in divided
     )
     return Tiles(tuple(DATA if axis == batch else TENSOR for axis, _ in divided), cuts)

@@ -16,7 +16,7 @@ from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.errors import CheckpointError, ProgramError
 from whale.frontends.tf1.one_rank import SingleRankRuns
 from whale.frontends.tf1.variables import SessionVariables, list_changed_names, list_used_names
-from whale.ir.layout import divide_evenly, split
+from whale.ir.layout import divide_evenly, shard
 from whale.ir.mesh import Region, make_one_axis_tiles
 from whale.runtime.context import Context
 from whale.runtime.variables.checkpoint_regions import format_spec, list_regions, slice_spec
@@ -212,7 +212,7 @@ def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[
         size, shape = held.context.size, initial.shape
         if not initial.is_divisible or not shape or shape[0] < size:
             return [(0, (key, spec, initial.compute_whole))]
-        even = make_one_axis_tiles(split(0, divide_evenly(shape[0], size)))
+        even = make_one_axis_tiles(shard(0, divide_evenly(shape[0], size)))
 
         def compute_part(place: int) -> tf.Tensor:
             return initial.make_part(even, place).read_value()

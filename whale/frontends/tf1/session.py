@@ -284,7 +284,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
 
     def _settle(self, key: Hashable) -> None:
         """Moves variables to where a run has them; forgets runs that were compiled for other layouts."""
-        moved = self._variables.settle(self._layouts[key])
+        moved = self._variables.move_to_layouts(self._layouts[key])
         for other, layouts in list(self._layouts.items()) if moved else ():
             if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
                 del self._layouts[other], self._runs[other], self._plans[other]

@@ -151,7 +151,7 @@ class SessionVariables:
         self._assign((name, i, np.zeros((0,), dtypes[name])) for name in names for i in everywhere)  # initialised now
         self._make({name: self._divided[name] for name in names if name in self._divided})
 
-    def settle(self, wanted: Mapping[str, Layout]) -> list[str]:
+    def move_to_layouts(self, wanted: Mapping[str, Layout]) -> list[str]:
         """Moves variables to where a run has them. Collective between processes where some do not lie so yet.
 
         Returns the names of those for which other runs are better planned again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.ir.layout import B, Strategy, divide_evenly, split
+from whale.ir.layout import B, Strategy, divide_evenly, shard
 from whale.ir.ops import COLLECTIVES, HAS_BODIES
 from whale.ir.program import Node, Program
 from whale.ir.values import TensorType, require_static_shape
@@ -26,7 +26,7 @@ def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
         ):
             types = [*map(program.find_type, operands), *node.outputs]
             # Runs of one row may be seen as no runs where there are no rows.
-            cuts = [split(dim, divide_evenly(require_static_shape(t)[dim], runs)) for t in types]
+            cuts = [shard(dim, divide_evenly(require_static_shape(t)[dim], runs)) for t in types]
             found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Func
@@ -51,7 +51,7 @@ class _KindFinder:
     def find_runs(self) -> list[range]:
         """Returns the ranges of consecutive micro-batches that have equally many rows."""
         cuts = {
-            p.sizes for s in self.plan.strategies[""].values() for p in s.inputs + s.outputs if isinstance(p, Split)
+            p.sizes for s in self.plan.strategies[""].values() for p in s.inputs + s.outputs if isinstance(p, Shard)
         }
         starts = [i for i in range(self.plan.size) if i == 0 or any(c[i] != c[i - 1] for c in cuts)]
         return [range(a, b) for a, b in zip(starts, [*starts[1:], self.plan.size])]

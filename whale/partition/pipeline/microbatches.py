@@ -8,7 +8,7 @@ from itertools import chain
 from math import prod
 
 from whale.ir.emitter import Emitter
-from whale.ir.layout import Split, divide_evenly, find_multiple, split
+from whale.ir.layout import Shard, divide_evenly, find_multiple, shard
 from whale.ir.ops import COLLECTIVES, ROW_EXCHANGES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
@@ -27,23 +27,23 @@ _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_s
 _OPS = COLLECTIVES - ROW_EXCHANGES  # those of no axis have none to be seen otherwise
 
 
-def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Split]:
+def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: int) -> dict[str, Shard]:
     """Finds the nodes of a rank's program that yield its rows of the batch, and how micro-batches cut these.
 
     Args:
       position: of the rank in the mesh of the plan's axes.
     """
     axes = [p.size for p in iterate_levels(plan)]
-    found: dict[str, Split] = {}
+    found: dict[str, Shard] = {}
     for b in plan.batch_inputs:
-        assert isinstance(b.placement, Split)
+        assert isinstance(b.placement, Shard)
         groups = len(b.placement.sizes)  # of ranks that have the same rows
         last, group = count_axes_with_rows(axes, groups) - 1, position * groups // prod(axes)
         place = group % axes[last]
         sizes = b.placement.sizes[group - place : group - place + axes[last]]
-        own, parts = split(b.placement.dim, sizes, b.placement.blocks), b.placement.sizes
+        own, parts = shard(b.placement.dim, sizes, b.placement.blocks), b.placement.sizes
         of_groups = tuple(sum(parts[i : i + axes[last]]) for i in range(0, len(parts), axes[last]))
-        whole = split(b.placement.dim, of_groups, b.placement.blocks)
+        whole = shard(b.placement.dim, of_groups, b.placement.blocks)
         of_group = [b.name, make_reshard_name(ROWS_OF_GROUP, Ref(b.name), whole)]
         of_rank = [f"{b.name}/whale_rows", make_reshard_name(make_prefix(last), Ref(b.name), own)]
         # Where each rank has some rows of each micro-batch, those of its group are in micro-batches as well, and what
@@ -55,7 +55,7 @@ def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: 
             node = program.by_name.get(name)
             if node is not None and (node.outputs[0].shape or (None,))[0] == count:
                 if count:  # a rank without rows has nothing to cut
-                    found[name] = split(0, divide_evenly(count, micro_batches))
+                    found[name] = shard(0, divide_evenly(count, micro_batches))
                 break
     return found
 
@@ -79,7 +79,7 @@ def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
     Args:
       program: of all ranks.
     """
-    brought = [b.placement.sizes for b in plan.batch_inputs if b.local and isinstance(b.placement, Split)]
+    brought = [b.placement.sizes for b in plan.batch_inputs if b.local and isinstance(b.placement, Shard)]
     if not can_keep_own_rows(program, brought, plan.micro_batches):
         return set()
     axes = [p.size for p in iterate_levels(plan)]
@@ -91,7 +91,7 @@ class MicrobatchProgram:
     """The program of a rank, its rows, and the plan of its micro-batches; one for all ranks that run the same."""
 
     program: Program
-    rows: Mapping[str, Split]
+    rows: Mapping[str, Shard]
     plan: Plan
     regions: Mapping[str, str]
 
@@ -135,9 +135,9 @@ def divide_in_micro_batches(
 # Row i of a rank is of micro-batch i modulo their number, on every rank. What the ranks have together then is in turn
 # as well, in the order of the batch: a dimension of rows is seen as (turns, micro-batches), and ranks join and cut
 # turns. So a micro-batch's rows are brought together without those of others, and nothing is moved beforehand.
-def make_interleaved_split(rows: int, micro_batches: int) -> Split:
+def make_interleaved_split(rows: int, micro_batches: int) -> Shard:
     """Returns how ``rows`` rows of a rank are cut into micro-batches in turn."""
-    return split(0, (1,) * micro_batches, rows // micro_batches)
+    return shard(0, (1,) * micro_batches, rows // micro_batches)
 
 
 def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple[int, ...]]) -> Program:

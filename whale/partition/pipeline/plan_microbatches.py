@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 
 from whale.errors import AcrossMicroBatchesError, PlanError
 from whale.ir.collector import suspend_garbage_collection
-from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Shard, Strategy
 from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program, Ref
@@ -40,7 +40,7 @@ BEFORE, EACH, AFTER = "before", "each", "after"
 
 
 def time_plan(
-    program: Program, micro_batches: int, rows: Mapping[str, Split], streams: bool = False, statistics: bool = False
+    program: Program, micro_batches: int, rows: Mapping[str, Shard], streams: bool = False, statistics: bool = False
 ) -> tuple[Plan, dict[str, str]]:
     """Plans a rank's program over an axis of ``micro_batches`` coordinates in time, and returns the region of each
     node.
@@ -77,7 +77,7 @@ def time_plan(
                 strategies={g: layout.strategies for g, layout in layouts.items()},
                 returned={g: layout.outputs for g, layout in layouts.items()},
                 reshards=explicit_reshards(program, layouts, micro_batches),
-                in_time=True,
+                microbatched=True,
             )
             corrected = _moved_once(program, plan)
             level = {} if corrected else _levels(program, plan)
@@ -93,7 +93,7 @@ def time_plan(
 def _layouts(
     program: Program,
     parts: int,
-    rows: Mapping[str, Split],
+    rows: Mapping[str, Shard],
     statistics: bool,
     streams: bool,
     fixed: Mapping[str, Strategy],
@@ -123,9 +123,9 @@ def _computed_once(layout: GraphLayout) -> GraphLayout:
 
 def _crosses(r: Reshard) -> bool:
     """Tells whether the reshard needs what all micro-batches have made."""
-    if isinstance(r.source, Broadcast):
+    if isinstance(r.source, Replicate):
         return False
-    return not (isinstance(r.source, Split | PerRank) and isinstance(r.target, Partial | PerRank)) and not (
+    return not (isinstance(r.source, Shard | PerRank) and isinstance(r.target, Partial | PerRank)) and not (
         isinstance(r.source, Partial) and isinstance(r.target, PerRank)
     )
 
@@ -140,7 +140,7 @@ def _level_of(plan: Plan, level: Mapping[str, int], ref: Ref, wanted: Placement)
 
 
 def _is_each(strategy: Strategy) -> bool:
-    return any(not isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
+    return any(not isinstance(p, Replicate) for p in strategy.inputs + strategy.outputs)
 
 
 def _levels(program: Program, plan: Plan) -> dict[str, int]:
@@ -193,14 +193,14 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
     for node in program.nodes:
         if level[node.name] == 1 and node.op in HAS_BODIES and (summed := _summed_inside(plan, node)) is not None:
             if node.name in leading and any(
-                isinstance(p, Split | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
+                isinstance(p, Shard | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
             ):
                 raise _second_round(node, f"has inside {summed}, which is wanted of the whole batch", plan.size)
             found[node.name] = _once(node, "of what is summed inside: an update under a condition, an assertion")
         if level[node.name] != 3:
             continue
         if not any(
-            isinstance(p, Split | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
+            isinstance(p, Shard | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
         ):
             found[node.name] = _once(node, "linear in what is summed before")
             continue
@@ -249,7 +249,7 @@ def _takes_whole(strategy: Strategy) -> bool:
     """Tells whether a node waits for all micro-batches anyway; its result was divided only because that costs nothing,
     as the gradient of a table is that has as many rows as the batch has words.
     """
-    return all(isinstance(p, Broadcast) for p in strategy.inputs)
+    return all(isinstance(p, Replicate) for p in strategy.inputs)
 
 
 def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
@@ -259,7 +259,7 @@ def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str
 def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
     """Tells whether nothing that a node reads is made in rows: it was divided only because that costs nothing."""
     made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
-    return not any(isinstance(p, Split | PerRank) for p in made)
+    return not any(isinstance(p, Shard | PerRank) for p in made)
 
 
 def _leading_to_updates(program: Program) -> set[str]:

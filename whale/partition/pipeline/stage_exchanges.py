@@ -9,7 +9,7 @@ import numpy as np
 
 from whale.ir.crossing import Part, Span, split_dim_in_runs
 from whale.ir.emitter import COMMUNICATOR, Emitter
-from whale.ir.layout import Split, split
+from whale.ir.layout import Shard, shard
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT
 from whale.ir.program import Node, Program, Ref
@@ -19,7 +19,7 @@ from whale.partition.spmd import list_unread_communication
 
 
 def connect_stages(
-    stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Split], check: tuple[str, str]
+    stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Shard], check: tuple[str, str]
 ) -> Program:
     """Replaces the ends of a stage group's program, on one rank, by sends and receives.
 
@@ -31,7 +31,7 @@ def connect_stages(
 
 
 class _Connector:
-    def __init__(self, stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Split]):
+    def __init__(self, stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Shard]):
         self.stages, self.program, self.rank, self.comm = stages, program, rank, comm
         self.number, _ = stages.locate(rank)
         self.position = stages.meshes[self.number].ranks.index(rank)
@@ -192,11 +192,11 @@ class _Connector:
             return NO_MARKS
         return Marks(micro_batch_rows=str(self._find_rows(key, t, part.spans is None)), edge=edge)
 
-    def _find_rows(self, key: str, t: TensorType, direct: bool) -> Split:
+    def _find_rows(self, key: str, t: TensorType, direct: bool) -> Shard:
         """Returns how micro-batches cut this rank's part of a tensor that travels between stage groups."""
         cut = self.rows[key]
         if direct and not self.stages.plan.others:
             return cut
         micro_batches = self.stages.plan.micro_batches  # what was agreed on is of another mesh
         n = require_static_shape(t)[cut.dim] // (micro_batches * cut.blocks)
-        return split(cut.dim, (n,) * micro_batches, cut.blocks)
+        return shard(cut.dim, (n,) * micro_batches, cut.blocks)

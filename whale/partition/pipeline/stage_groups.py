@@ -9,7 +9,7 @@ from math import gcd, prod
 
 from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
-from whale.ir.layout import Partial, Split
+from whale.ir.layout import Partial, Shard
 from whale.ir.mesh import Axis, Tiles, iterate_levels
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program, Ref
@@ -176,9 +176,9 @@ def lower_stage_groups(
     Raises:
       PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
     """
-    rows: dict[Ref, Split] = {}
-    in_time = plan.micro_batches > 1
-    if plan.others and in_time:  # on what stages of unlike meshes exchange for each micro-batch all agree
+    rows: dict[Ref, Shard] = {}
+    microbatched = plan.micro_batches > 1
+    if plan.others and microbatched:  # on what stages of unlike meshes exchange for each micro-batch all agree
         whole_stages = Stages(expanded, plan, settings, {})
         for at in reversed(
             _find_first_readers(plan.find_group_plan(plan.stage_groups[0])) or [()]
@@ -192,7 +192,7 @@ def lower_stage_groups(
     programs = []
     for rank in ranks:
         number, at = stages.locate(rank)
-        whole = in_turns.find_whole(number, at) if in_time else None
+        whole = in_turns.find_whole(number, at) if microbatched else None
         mine = rows or (whole.rows if whole else {})
         connected = connect_stages(
             stages, stages.lower_part(parts[number], rank, comm), rank, comm, mine, (plan.fingerprint, what)
@@ -236,7 +236,7 @@ def _find_first_readers(plan: Plan) -> list[tuple[int, ...]]:
     for level in iterate_levels(plan):
         more |= any(s.once for s in level.strategies[""].values())
         more |= any(isinstance(r.target, Partial) and not isinstance(r.source, Partial) for r in level.reshards)
-        cuts = {p for s in level.strategies[""].values() for p in (*s.inputs, *s.outputs) if isinstance(p, Split)}
+        cuts = {p for s in level.strategies[""].values() for p in (*s.inputs, *s.outputs) if isinstance(p, Shard)}
         some_hold = {min(p.holders) for p in cuts if p.smallest == 0 < p.largest}
         more |= bool(some_hold)
         along.append(sorted({0, *some_hold}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from whale.errors import PlanError
 from whale.ir.emitter import COMMUNICATOR
-from whale.ir.layout import Split, parse_placement, split
+from whale.ir.layout import Shard, parse_placement, shard
 from whale.ir.ops import POINT_TO_POINT
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, sort_nodes
@@ -84,11 +84,11 @@ class WholeSchedule:
         time, regions = self._plan(whole, {})
         each = {name for name, region in regions.items() if region == EACH}
         strategies = time.strategies[""]
-        self.rows: dict[Ref, Split] = {}
+        self.rows: dict[Ref, Shard] = {}
         for node in expanded.nodes:
             if node.name in each:
                 for ref, placement in zip(node.list_refs(), strategies[node.name].outputs):
-                    if isinstance(placement, Split):
+                    if isinstance(placement, Shard):
                         self.rows[ref] = placement
         self.kinds = kinds(whole, each, self.numbers, plan.schedule == "zb-h1", agreed.kinds)
         self.stages = {n.name: stage for n in whole.nodes if n.name in each and (stage := stage_of(n.scope))}
@@ -153,17 +153,17 @@ class WholeSchedule:
     def _prepare(self, program: Program) -> Program:
         return prepared(in_stages_of_readers(program, self.numbers, self.agreed.stages))
 
-    def _plan(self, program: Program, received: dict[str, Split]) -> tuple[Plan, dict[str, str]]:
+    def _plan(self, program: Program, received: dict[str, Shard]) -> tuple[Plan, dict[str, str]]:
         rows = {**find_batch_rows(program, self.mine, self.position, self.plan.micro_batches), **received}
         streams, statistics = self.settings.batch.local_streams, self.settings.time.local_statistics
         return time_plan(program, self.plan.micro_batches, rows, streams, statistics)
 
 
-def _find_split(node: Node) -> Split:
+def _find_split(node: Node) -> Shard:
     """Returns how micro-batches cut what ``node`` sends or receives for each of them."""
     placement = parse_placement(node.marks.micro_batch_rows)
-    assert isinstance(placement, Split)
-    return split(placement.dim, placement.sizes, placement.blocks)
+    assert isinstance(placement, Shard)
+    return shard(placement.dim, placement.sizes, placement.blocks)
 
 
 # Hoists sends and receives of micro-batches out of the functions that compute them, into the main graph.

@@ -22,7 +22,7 @@ from whale.ir.crossing import (
     list_coordinates,
     list_parts,
 )  # fmt: skip
-from whale.ir.layout import FIRST, B, Placement, Split, Strategy
+from whale.ir.layout import FIRST, B, Placement, Shard, Strategy
 from whale.ir.mesh import Mesh, find_coordinates, make_mesh
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Edge, Plan
 from whale.ir.program import Program, Ref
@@ -86,7 +86,7 @@ class Stages:
       rows: tensors that travel for each micro-batch -> how these cut them.
     """
 
-    def __init__(self, expanded: Program, plan: Plan, settings: PlanSettings, rows: Mapping[Ref, Split]):
+    def __init__(self, expanded: Program, plan: Plan, settings: PlanSettings, rows: Mapping[Ref, Shard]):
         self.expanded, self.plan, self.rows = expanded, plan, rows
         self.cuts = cut(expanded, plan.stage_groups)
         groups = plan.stage_groups
@@ -231,7 +231,7 @@ class Stages:
         found: list[Placement] = []
         for level, p in enumerate(made):
             here = find_local_type(t, found, at)
-            if isinstance(p, Split) and (not keeps or here.shape is None or here.shape[p.dim] != p.extent):
+            if isinstance(p, Shard) and (not keeps or here.shape is None or here.shape[p.dim] != p.extent):
                 p = B
             found.append(change(here, p, mesh.axes[level].size, rows.dim if rows else None))  # type: ignore[operator]
         return tuple(found)
@@ -294,9 +294,9 @@ class Stages:
         if not t.is_static:
             return 0
         lies = self.find_received_layout(key, source, target, (0,) * (len(axes) - 1))
-        return t.bytes * prod(a.size for a, p in zip(axes, lies) if not isinstance(p, Split) and p != FIRST)
+        return t.bytes * prod(a.size for a, p in zip(axes, lies) if not isinstance(p, Shard) and p != FIRST)
 
 
 def _is_fitting(p: Placement, t: TensorType) -> bool:
     """Tells whether a tensor of this type has the size that a placement cuts."""
-    return not isinstance(p, Split) or (t.shape is not None and t.shape[p.dim] == p.extent)
+    return not isinstance(p, Shard) or (t.shape is not None and t.shape[p.dim] == p.extent)

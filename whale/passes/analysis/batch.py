@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from whale.errors import PlanError
-from whale.ir.layout import divide_evenly, divide_proportionally, split
+from whale.ir.layout import divide_evenly, divide_proportionally, shard
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.ir.values import UNMOVABLE
@@ -109,9 +109,9 @@ def batch_inputs(
         size = candidates[name]
         sizes = next((s for s in given if sum(s) == size), None) or rows_of_ranks(size, parts, shares, coordinates)
         if name in local:
-            rows.append(BatchInput(name, split(0, sizes), "user (each rank passes its rows)", local=True))
+            rows.append(BatchInput(name, shard(0, sizes), "user (each rank passes its rows)", local=True))
             continue
         how = "; dimension 0 is read one element at a time" if dims[name] else ""
         how += ", in proportion to batch.shares" if shares and sizes != tuple(shares) and not given else ""
-        rows.append(BatchInput(name, split(dims[name], sizes), origin.format(dims[name]) + how))
+        rows.append(BatchInput(name, shard(dims[name], sizes), origin.format(dims[name]) + how))
     return tuple(rows)

@@ -13,12 +13,12 @@ from math import inf
 from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.layout import (
     B,
-    Broadcast,
-    FirstRank,
     Partial,
     PerRank,
     Placement,
-    Split,
+    RankZero,
+    Replicate,
+    Shard,
     Strategy,
     count_moved_bytes,
     is_in_runs,
@@ -36,7 +36,7 @@ def fraction(placements: Sequence[Placement]) -> float:
     """Returns the largest share of the work that one coordinate has, given the placements of operands and results."""
     best = 1.0
     for p in placements:
-        if isinstance(p, Split):
+        if isinstance(p, Shard):
             total = p.run
             if total:
                 best = min(best, p.largest / total)
@@ -72,22 +72,22 @@ def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts:
     """
     if source == wanted:
         return 0.0
-    if isinstance(wanted, FirstRank):
-        return 0.0 if isinstance(source, Broadcast) else inf
+    if isinstance(wanted, RankZero):
+        return 0.0 if isinstance(source, Replicate) else inf
     if isinstance(wanted, PerRank) or (isinstance(source, Partial) and isinstance(wanted, Partial)):
         return inf
-    if isinstance(wanted, Split) and not _fits(wanted, tensor.shape):
+    if isinstance(wanted, Shard) and not _fits(wanted, tensor.shape):
         return inf
     if not tensor.is_static and (is_in_runs(source) or is_in_runs(wanted)):
         return inf
-    if not tensor.is_static and isinstance(source, Split) and not isinstance(wanted, Broadcast):
+    if not tensor.is_static and isinstance(source, Shard) and not isinstance(wanted, Replicate):
         return inf  # where only the run knows sizes, a split can be gathered whole, nothing finer
-    if isinstance(source, Split) and isinstance(wanted, Partial):
+    if isinstance(source, Shard) and isinstance(wanted, Partial):
         wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
     return move_cost(source, wanted, max(1, tensor.bytes) * (1 if tensor.is_static else unknown_rows), parts)
 
 
-def _fits(wanted: Split, shape: Dims | None) -> bool:
+def _fits(wanted: Shard, shape: Dims | None) -> bool:
     return shape is not None and wanted.dim < len(shape) and shape[wanted.dim] == wanted.extent
 
 

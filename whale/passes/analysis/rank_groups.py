@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import Placement, Split, divide_evenly, divide_proportionally, find_multiple, split
+from whale.ir.layout import Placement, Shard, divide_evenly, divide_proportionally, find_multiple, shard
 from whale.ir.plan import StageGroup
 from whale.ir.program import Program
 from whale.passes.analysis.scopes import (
@@ -47,7 +47,7 @@ def brings_rows_together(program: Program) -> bool:
 class RankGroups:
     """The placements of the batch's rows under ``wh.replica`` scopes, where some of these name ranks."""
 
-    def __init__(self, program: Program, parts: int, rows: Mapping[int, Split]):
+    def __init__(self, program: Program, parts: int, rows: Mapping[int, Shard]):
         named = named_ranks(program) if parts > 1 and rows else {}
         groups = {ranks for path, ranks in named.items() if not split_scope(path)}
         self.active = bool(groups)
@@ -58,16 +58,16 @@ class RankGroups:
 
     def placed(self, path: str, placement: Placement) -> Placement:
         """Returns the placement in which the nodes of a scope want rows that are placed as ``placement``."""
-        if not self.active or type(placement) is not Split or not path or split_scope(path):
+        if not self.active or type(placement) is not Shard or not path or split_scope(path):
             return placement
         for by_group in self.rows.values():
             if times := max(find_multiple(placement.sizes, known) for known in by_group.values()):
                 sizes = tuple(times * n for n in by_group[ranks_of_scope(path)])
-                return split(placement.dim, sizes, placement.blocks, placement.halo)
+                return shard(placement.dim, sizes, placement.blocks, placement.halo)
         return placement
 
 
-def _shared(whole: Split, ranks: Collection[int]) -> tuple[int, ...]:
+def _shared(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
     """Returns the rows of each rank of a group: in the proportion that all ranks have, where the group's have some."""
     mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
     if whole.largest - whole.smallest <= 1 or not any(mine):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from whale.ir.layout import B, Partial, Placement, Split, Strategy, split
+from whale.ir.layout import B, Partial, Placement, Shard, Strategy, shard
 from whale.ir.program import Node, Ref
 from whale.ir.values import require_static_shape
 from whale.passes.analysis.rank_groups import sizes_within
@@ -30,7 +30,7 @@ class Candidates:
     """
 
     def __init__(
-        self, region: SplitRegion, sequences: Mapping[Ref, Split], tables: Mapping[str, int],
+        self, region: SplitRegion, sequences: Mapping[Ref, Shard], tables: Mapping[str, int],
         fixed: Mapping[str, Strategy],
     ):  # fmt: skip
         """
@@ -78,16 +78,16 @@ class Candidates:
         for name, variable in self.region.handles.items():
             if name in self.region.known:
                 given = self.region.known[name]
-                if isinstance(given, Split) and given.smallest == 0:
+                if isinstance(given, Shard) and given.smallest == 0:
                     self._few.add(given.holders)
                 self._note(Ref(name), given)
             for group in weights.get(name, ()) if name not in self.region.known else ():
                 for dim, size in enumerate(variable.type.shape or ()):
                     if size is not None and size >= len(group):
-                        self._note(Ref(name), split(dim, sizes_within(size, group, self.region.parts)))
+                        self._note(Ref(name), shard(dim, sizes_within(size, group, self.region.parts)))
                     elif size is not None and size > 1 and dim == 0 and len(variable.type.shape or ()) > 2:
                         # Fewer experts than ranks: some ranks have one each, the others none.
-                        few = split(dim, sizes_within(size, frozenset(sorted(group)[:size]), self.region.parts))
+                        few = shard(dim, sizes_within(size, frozenset(sorted(group)[:size]), self.region.parts))
                         self._few.add(few.holders)
                         self._note(Ref(name), few)
         for name, uses in self.region.weights.items():
@@ -116,29 +116,29 @@ class Candidates:
             (Ref(handle), self.region.handles[handle].type),
             (lookup.inputs[1], self.region.program.find_type(lookup.inputs[1])),
         ):
-            self._note(ref, split(0, sizes_within(require_static_shape(t)[0], alone, self.region.parts)))
+            self._note(ref, shard(0, sizes_within(require_static_shape(t)[0], alone, self.region.parts)))
 
     def _seed_result(self, node: Node) -> None:
         """Adds splits of a result; not those of rows, which micro-batches would cut again."""
         group = self.region.group[node.name]
         for dim, size in enumerate(node.outputs[0].shape or ()):
             if dim > 0 and size is not None and size >= len(group):
-                self._note(Ref(node.name), split(dim, sizes_within(size, group, self.region.parts)))
+                self._note(Ref(node.name), shard(dim, sizes_within(size, group, self.region.parts)))
 
     def _note(self, ref: Ref, placement: Placement) -> None:
         """Adds a candidate, unless it is none, or known already."""
-        if not isinstance(placement, Split | Partial):
+        if not isinstance(placement, Shard | Partial):
             return
-        placement = placement.without_halo if isinstance(placement, Split) else placement
+        placement = placement.without_halo if isinstance(placement, Shard) else placement
         forms = self.forms.setdefault(ref, {})
         if placement in forms or len(forms) >= _MOST_FORMS:
             return
-        if isinstance(placement, Split) and not any(self._within(placement, group) for group in self.region.groups):
+        if isinstance(placement, Shard) and not any(self._within(placement, group) for group in self.region.groups):
             return
         forms[placement] = None
         self._waiting.update(self._around.get(ref, ()))
 
-    def _within(self, placement: Split, group: frozenset[int]) -> bool:
+    def _within(self, placement: Shard, group: frozenset[int]) -> bool:
         """Tells whether the ranks of a group have a part each, and no others; of few experts, those that have one."""
         if placement.holders in self._few and placement.holders < group:
             return True
@@ -179,7 +179,7 @@ class Candidates:
         if at is not None and placement is not None:
             if at < len(current):
                 current[at] = placement
-            elif rule.local_stream or not isinstance(placement, Split):
+            elif rule.local_stream or not isinstance(placement, Shard):
                 return
             else:
                 wanted = [*[None] * (at - len(current)), placement]
@@ -192,11 +192,11 @@ class Candidates:
             key = (option.inputs, option.outputs)
             if key in options:
                 continue
-            if any(not self._within(p, group) for p in key[0] + key[1] if isinstance(p, Split)):
+            if any(not self._within(p, group) for p in key[0] + key[1] if isinstance(p, Shard)):
                 continue
             options[key] = option
             for ref, p in zip((*node.inputs, *node.list_refs()), option.inputs + option.outputs):
-                if isinstance(p, Split) or ref.node == node.name:
+                if isinstance(p, Shard) or ref.node == node.name:
                     self._note(ref, p)
 
     def _pairs(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, find_multiple, split
+from whale.ir.layout import B, Partial, Placement, Replicate, Shard, Strategy, find_multiple, shard
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
@@ -31,13 +31,13 @@ def layers_in_context(products: Mapping[str, Node]) -> dict[str, int]:
 def context_seeds(
     program: Program, layers: Mapping[str, int], read: Mapping[str, Sequence[tuple[int, str]]],
     groups: Mapping[str, frozenset[int]], parts: int,
-) -> dict[Ref, Split]:  # fmt: skip
+) -> dict[Ref, Shard]:  # fmt: skip
     """Returns the activations around such products, with their wanted placements; flattened ones as they were before.
 
     Args:
       read: the operands of products that are weights, and whose.
     """
-    found: dict[Ref, Split] = {}
+    found: dict[Ref, Shard] = {}
     for name, at in layers.items():
         node = program.by_name[name]
         weights = {i for i, _ in read[name]}
@@ -46,7 +46,7 @@ def context_seeds(
             shape: Dims = program.find_type(behind).shape or ()
             size = shape[at] if len(shape) >= RANK else None
             if size is not None and size >= len(groups[name]):
-                found[behind] = split(at, sizes_within(size, groups[name], parts))
+                found[behind] = shard(at, sizes_within(size, groups[name], parts))
     return found
 
 
@@ -61,13 +61,13 @@ def _unflattened(program: Program, ref: Ref) -> Ref:
     return ref
 
 
-def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split]) -> bool:
+def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Shard]) -> bool:
     """Tells whether a tensor of this shape is divided along its sequence, and nothing else.
 
     Args:
       lengths: how the sequences of the scope's activations are divided.
     """
-    if not isinstance(placement, Split):
+    if not isinstance(placement, Shard):
         return False
     if len(shape) >= RANK:
         return placement.dim == at
@@ -79,7 +79,7 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Split
 
 
 def with_sequence(
-    program: Program, nodes: Mapping[str, Node], seeds: Mapping[Ref, Split], parts: int
+    program: Program, nodes: Mapping[str, Node], seeds: Mapping[Ref, Shard], parts: int
 ) -> frozenset[Ref]:
     """Returns the tensors with the sequence, as layers pass it on, in scopes that divide every layer.
 
@@ -106,7 +106,7 @@ def with_sequence(
 
 def _note(found: dict[Ref, Placement], refs: Iterable[Ref], placements: Iterable[Placement]) -> None:
     for ref, placement in zip(refs, placements):
-        if isinstance(placement, Split):
+        if isinstance(placement, Shard):
             found.setdefault(ref, placement)
 
 
@@ -116,7 +116,7 @@ def whole_activations(program: Program, node: Node, carriers: Collection[Ref], o
     Args:
       carriers: the tensors in which the sequence stands.
     """
-    whole = [ref for ref, p in zip(node.inputs, option.inputs) if isinstance(p, Broadcast)]
+    whole = [ref for ref, p in zip(node.inputs, option.inputs) if isinstance(p, Replicate)]
     whole += [ref for ref, p in zip(node.list_refs(), option.outputs) if isinstance(p, Partial)]
     return sum(kept_whole(program.find_type(ref)) for ref in whole if ref in carriers)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from whale.ir.layout import B, Broadcast, FirstRank, PerRank, Placement, Split, Strategy
+from whale.ir.layout import B, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.cost import LATENCY, change_cost, compute_cost, exchange_cost, fraction
@@ -25,7 +25,7 @@ _WORK = 0.01  # weight of work against movement: it decides among layouts that m
 
 
 def node_costs(
-    region: SplitRegion, sequences: Mapping[Ref, Split], name: str, options: Sequence[Strategy],
+    region: SplitRegion, sequences: Mapping[Ref, Shard], name: str, options: Sequence[Strategy],
     tables: Collection[str] = (),
 ) -> list[float]:  # fmt: skip
     """Returns what each option of a node, or of a variable's handle, costs by itself, in the unit of ``analysis.cost``.
@@ -35,7 +35,7 @@ def node_costs(
     """
     node = region.nodes.get(name)
     if node is None:
-        return [0.0 if isinstance(o.outputs[0], Split) else _WHOLE_VARIABLE for o in options]
+        return [0.0 if isinstance(o.outputs[0], Shard) else _WHOLE_VARIABLE for o in options]
     flops, touched = region.flops(node), region.touched_bytes(node)
     if any(region.communicates(r.node) for r in node.inputs):
         return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
@@ -78,7 +78,7 @@ def tensor_forms(
             uses = [(r, i) for r, i in region.program.consumers.get(ref, ()) if chosen or r.name in options]
             if not uses and not (chosen and ref in fetched):
                 continue
-            if chosen is None and isinstance(region.outside.produced[ref], Broadcast):
+            if chosen is None and isinstance(region.outside.produced[ref], Replicate):
                 if region.program.find_type(ref).dtype not in UNMOVABLE:
                     continue  # whole tensors are cut for nothing
             forms = tuple(o.outputs[ref.index] for o in chosen) if chosen else (region.outside.produced[ref],)
@@ -89,7 +89,7 @@ def tensor_forms(
                     readers.append((number[reader.name], tuple(o.inputs[i] for o in options[reader.name])))
                 elif region.program.find_type(ref).dtype not in UNMOVABLE:
                     wanted = region.outside.strategies[reader.name].inputs[i]
-                    readers.append((None, (B if isinstance(wanted, FirstRank | PerRank) else wanted,)))
+                    readers.append((None, (B if isinstance(wanted, RankZero | PerRank) else wanted,)))
                     alike.update((form, wanted) for form in _rows_elsewhere(region, reader, i, forms))
             if chosen is None:
                 wishes = [form for _, wanted in readers for form in wanted]
@@ -118,7 +118,7 @@ def _rows_elsewhere(
     for form in {*forms}:
         current = [form if i == operand else p for i, p in enumerate(lies.inputs)]
         wanted = [form] * len(lies.outputs) if operand is None else lies.outputs
-        for way in rule.strategies(op, current, wanted) if isinstance(form, Split) else ():
+        for way in rule.strategies(op, current, wanted) if isinstance(form, Shard) else ():
             if (
                 rule.is_exchanging_rows(op, way)
                 and (way.outputs[0] if operand is None else way.inputs[operand]) == form
@@ -143,4 +143,4 @@ def _price(
 
 def _is_of_parts(source: Placement, wanted: Placement) -> bool:
     """Tells whether a change moves parts along one dimension to other sizes along it."""
-    return isinstance(source, Split) and isinstance(wanted, Split) and source.dim == wanted.dim
+    return isinstance(source, Shard) and isinstance(wanted, Shard) and source.dim == wanted.dim

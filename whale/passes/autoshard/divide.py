@@ -6,8 +6,8 @@ may be divided along any dimension that their rules allow:
     region       the nodes and variables that the choice is about
     tables       which of the variables may be whole on one rank, and on which
     candidates   options of these, which spread from where weights can be cut and from how tensors arrive at the border
-    insist       what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding reads)
-                 is split, and what reads it takes it split; every product that can be divided is
+    required_shardings   what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding
+                 reads) is sharded, and what reads it takes it sharded; every product that can be divided is
     costs        changes of layout, and among equals more of the work divided
     choose       one option for each node, so that all together cost least
 """
@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from whale.ir.layout import Placement, Split, Strategy
+from whale.ir.layout import Placement, Shard, Strategy
 from whale.ir.program import Program, Ref
 from whale.passes.analysis.scopes import has_split_scopes, sequence_of
 from whale.passes.autoshard.candidates import Candidates
 from whale.passes.autoshard.choose import choose
 from whale.passes.autoshard.costs import node_costs, tensor_forms
-from whale.passes.autoshard.decomposed_losses import refuse_rows_taken_apart
+from whale.passes.autoshard.decomposed_losses import refuse_decomposed_rows
 from whale.passes.autoshard.region import SplitRegion
-from whale.passes.autoshard.required_shardings import insist
+from whale.passes.autoshard.required_shardings import require_shardings
 from whale.passes.autoshard.sequence import along_sequence, check_sequences
 from whale.passes.autoshard.tables import is_whole, whole_tables
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -65,16 +65,16 @@ def divide(
     held = {
         v.node: Strategy((), (known[v.node],), "as the run holds it")
         for v in program.variables
-        if isinstance(known.get(v.node), Split)
+        if isinstance(known.get(v.node), Shard)
     }
     if parts > 1 and has_split_scopes(program):
         region = SplitRegion(program, outside, parts, known, at_rest, tables)
-        refuse_rows_taken_apart(region)
+        refuse_decomposed_rows(region)
         if before is not None:
             ranks = {
                 name: next(iter(p.holders))
                 for name, p in before.variables.items()
-                if isinstance(p, Split) and is_whole(p)
+                if isinstance(p, Shard) and is_whole(p)
             }
             return _among(region, {}, ranks, before.strategies)
         division = _chosen(region, {})
@@ -88,7 +88,7 @@ def divide(
     return Division(held, {name: s.outputs[0] for name, s in held.items()})
 
 
-def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
+def _chosen(region: SplitRegion, sequences: Mapping[Ref, Shard]) -> Division:
     """Chooses for all split scopes, where ``sequences`` says how activations between products are to be split.
 
     Tables get ranks before it is known which of them are best whole; once it is, these are spread over the ranks again.
@@ -103,13 +103,13 @@ def _chosen(region: SplitRegion, sequences: Mapping[Ref, Split]) -> Division:
 
 def _among(
     region: SplitRegion,
-    sequences: Mapping[Ref, Split],
+    sequences: Mapping[Ref, Shard],
     tables: Mapping[str, int],
     fixed: Mapping[str, Strategy] = NOTHING,
 ) -> Division:
     """Returns the cheapest choice, in which ``tables`` may be whole on these ranks, and nodes are ``fixed``."""
     candidates = Candidates(region, sequences, tables, fixed)
-    insist(region, candidates)
+    require_shardings(region, candidates)
     names = list(candidates.options)
     number = {name: i for i, name in enumerate(names)}
     options = {name: list(candidates.options[name].values()) for name in names}
@@ -118,7 +118,7 @@ def _among(
     strategies = {name: options[name][i] for name, i in zip(names, chosen)}
     variables = {name: strategies[name].outputs[0] for name in region.handles}
     strategies.update(_behind_tables(region, strategies))
-    return Division(strategies, {name: p for name, p in variables.items() if isinstance(p, Split)})
+    return Division(strategies, {name: p for name, p in variables.items() if isinstance(p, Shard)})
 
 
 def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
@@ -132,6 +132,6 @@ def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> d
         for ref, placement in zip(node.list_refs(), strategies[node.name].outputs):
             for reader, i in region.program.consumers.get(ref, ()) if is_whole(placement) else ():
                 outside = region.outside.strategies[reader.name]
-                if reader.name not in strategies and not reader.stateful and isinstance(outside.inputs[i], Split):
+                if reader.name not in strategies and not reader.stateful and isinstance(outside.inputs[i], Shard):
                     found[reader.name] = outside
     return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from whale.ir.layout import Placement, Split, split
+from whale.ir.layout import Placement, Shard, shard
 from whale.ir.ops import HAS_BODIES, LOOKUPS, READS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
@@ -46,7 +46,7 @@ class SplitRegion:
         self.program, self.outside, self.parts, self.known, self.at_rest = program, outside, parts, known, at_rest
         self.tables = tables
         self.nodes = {n.name: n for n in program.nodes if split_scope(n.scope) and self._can_choose(n)}
-        lying_split = {name for name, placement in known.items() if isinstance(placement, Split)}
+        lying_split = {name for name, placement in known.items() if isinstance(placement, Shard)}
         self.handles = {v.node: v for v in program.variables if v.node in lying_split or self._belongs(v)}
         ids = [program.find_type(n.inputs[0]) for n in program.nodes if n.op == "Unique"]
         self.unknown_rows = max((t.elements for t in ids if t.is_static), default=1)
@@ -59,7 +59,7 @@ class SplitRegion:
         self.weights = {name: uses for name, uses in self.read.items() if name not in self.layers}
         self.groups = {everyone, *self.group.values()}
 
-    def cut_of_image(self, name: str) -> Split | None:
+    def cut_of_image(self, name: str) -> Shard | None:
         """Returns the split of a convolution's result where its scope names rows or columns, which replicates its
         weight.
         """
@@ -73,7 +73,7 @@ class SplitRegion:
         at = scope[1] + len(shape) if scope[1] < 0 else scope[1]
         size = shape[at] if at in spatial else None
         group = self.group[name]
-        return split(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
+        return shard(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
 
     def touched_bytes(self, node: Node) -> int:
         """Returns the bytes of a node's operands and results."""

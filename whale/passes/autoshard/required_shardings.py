@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Split
+from whale.ir.layout import B, Shard
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Ref
 from whale.passes.analysis.scopes import context_of, ranks_of_scope, split_scope
@@ -17,7 +17,7 @@ from whale.sharding_rules.graph import make_op_view
 from whale.sharding_rules.nn.attention import RINGS
 
 
-def insist(region: SplitRegion, candidates: Candidates) -> None:
+def require_shardings(region: SplitRegion, candidates: Candidates) -> None:
     """Keeps the options that split weights and read them split, along the named dimension of the result where there is
     one.
 
@@ -44,10 +44,10 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
             if handle in whole:
                 continue
             if handle in factors:
-                split_somehow = candidates.keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs))
+                split_somehow = candidates.keep(name, lambda o: any(isinstance(p, Shard) for p in o.inputs))
                 divided[scope[0]] |= split_somehow
                 continue
-            taken = candidates.keep(name, lambda o, i=i: isinstance(o.inputs[i], Split))  # type: ignore[misc]
+            taken = candidates.keep(name, lambda o, i=i: isinstance(o.inputs[i], Shard))  # type: ignore[misc]
             if handle not in first and scope[1] is not None and node.op not in ROW_LOOKUPS:
                 _along(region, candidates, node, handle, scope[1])
                 read = {o.inputs[i] for o in candidates.options[name].values()}
@@ -62,18 +62,18 @@ def insist(region: SplitRegion, candidates: Candidates) -> None:
             if not taken:
                 continue
             divided[scope[0]] = True
-            candidates.keep(handle, lambda o: isinstance(o.outputs[0], Split))
+            candidates.keep(handle, lambda o: isinstance(o.outputs[0], Shard))
     _along_context(region, candidates)
     for name, node in region.nodes.items():
         if region.flops(node) or node.op in RINGS:
-            candidates.keep(name, lambda o: any(isinstance(p, Split) for p in o.inputs + o.outputs))
+            candidates.keep(name, lambda o: any(isinstance(p, Shard) for p in o.inputs + o.outputs))
     for path, something in divided.items():
         if not something:
             raise _nothing(region, path)
     # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a
     # batch is computed on, some scope must have. Those that something else decides on, as a branch that updates them,
     # are read whole.
-    batch = any(isinstance(p, Split) for p in region.outside.produced.values())
+    batch = any(isinstance(p, Shard) for p in region.outside.produced.values())
     if not divided and not region.layers and batch and not _reads_variables(region):
         raise _nothing(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
 
@@ -107,12 +107,12 @@ def _along_context(region: SplitRegion, candidates: Candidates) -> None:
 def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str, dim: int) -> None:
     shape = node.outputs[0].shape or ()
     at = dim + len(shape) if dim < 0 else dim
-    if candidates.keep(node.name, lambda o: isinstance(o.outputs[0], Split) and o.outputs[0].dim == at):
+    if candidates.keep(node.name, lambda o: isinstance(o.outputs[0], Shard) and o.outputs[0].dim == at):
         return
     size = shape[at] if 0 <= at < len(shape) else None
     parts = len(region.group[node.name])
     works = sorted(
-        {o.outputs[0].dim for o in candidates.options[node.name].values() if isinstance(o.outputs[0], Split)}
+        {o.outputs[0].dim for o in candidates.options[node.name].values() if isinstance(o.outputs[0], Shard)}
     )
     raise PlanError(
         "a result cannot be split along the dimension that wh.split names",

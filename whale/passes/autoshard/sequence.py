@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from whale.errors import PlanError
-from whale.ir.layout import Partial, Split, Strategy, split
+from whale.ir.layout import Partial, Shard, Strategy, shard
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims, TensorType
@@ -26,7 +26,7 @@ _WHOLE = 4.0  # transfers of an activation; to divide it takes two at most
 def along_sequence(
     program: Program, nodes: Mapping[str, Node], groups: Mapping[str, frozenset[int]], parts: int,
     weights: Collection[Dims], strategies: Mapping[str, Strategy],
-) -> dict[Ref, Split]:  # fmt: skip
+) -> dict[Ref, Shard]:  # fmt: skip
     """Returns the placements of the activations between products, in the scopes that name a sequence.
 
     Args:
@@ -36,7 +36,7 @@ def along_sequence(
       strategies: the choice by what is communicated; what it divides by features is no tensor between products.
     """
     widths = {size for shape in weights for size in shape}
-    found: dict[Ref, Split] = {}
+    found: dict[Ref, Shard] = {}
     for name, node in nodes.items():
         at = sequence_of(node.scope)
         for ref in node.list_refs() if at is not None and node.op != "Transpose" else ():
@@ -44,13 +44,13 @@ def along_sequence(
             if shape is None or len(shape) != RANK or shape[-1] not in widths or shape in weights:
                 continue
             lies, size, group = strategies[name].outputs[ref.index], shape[at or 0], groups[name]
-            if size is None or size < len(group) or (isinstance(lies, Split) and lies.dim == RANK - 1):
+            if size is None or size < len(group) or (isinstance(lies, Shard) and lies.dim == RANK - 1):
                 continue
-            found[ref] = split(at or 0, sizes_within(size, group, parts))
+            found[ref] = shard(at or 0, sizes_within(size, group, parts))
     return found
 
 
-def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option: Strategy) -> float:
+def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Shard], option: Strategy) -> float:
     """Returns the surcharge of an option that does not divide the sequence; a product's sum may be passed on as
     it is.
     """
@@ -60,7 +60,7 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Split], option:
     ]
     found = 0.0
     for ref, placement in pairs:
-        if (along := wanted.get(ref)) is None or (isinstance(placement, Split) and placement.dim == along.dim):
+        if (along := wanted.get(ref)) is None or (isinstance(placement, Shard) and placement.dim == along.dim):
             continue
         if not (isinstance(placement, Partial) and node.op in VIEWS):
             found += kept_whole(program.find_type(ref))
@@ -73,7 +73,7 @@ def kept_whole(activation: TensorType) -> float:
 
 
 def check_sequences(
-    program: Program, nodes: Iterable[Node], wanted: Mapping[Ref, Split], strategies: Mapping[str, Strategy]
+    program: Program, nodes: Iterable[Node], wanted: Mapping[Ref, Shard], strategies: Mapping[str, Strategy]
 ) -> None:
     """Raises PlanError where scopes name a sequence and nothing came to be divided along it.
 
@@ -87,7 +87,7 @@ def check_sequences(
         named.append(node.scope)
         for ref in node.list_refs():
             cut = strategies[node.name].outputs[ref.index]
-            if ref in wanted and isinstance(cut, Split) and cut.dim == at:
+            if ref in wanted and isinstance(cut, Shard) and cut.dim == at:
                 return
             if len(shape := program.find_type(ref).shape or ()) == RANK:
                 shapes[f"{node.op} {list(shape)}"] = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.ops import ROW_LOOKUPS
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.autoshard.region import SplitRegion
@@ -57,7 +57,7 @@ def spread(loads: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
 
 def is_whole(placement: object) -> bool:
     """Tells whether one rank has all of a tensor, and the others nothing."""
-    return isinstance(placement, Split) and len(placement.sizes) > 1 and len(placement.holders) == 1
+    return isinstance(placement, Shard) and len(placement.sizes) > 1 and len(placement.holders) == 1
 
 
 def _lookups(region: SplitRegion) -> dict[str, list[str]]:
@@ -83,7 +83,7 @@ def _reads_rows(region: SplitRegion, name: str, handle: str) -> bool:
 def _given(region: SplitRegion, handle: str, lookups: Collection[str]) -> int | None:
     """Returns the rank that has the table already, or that the scopes of all its lookups name."""
     known = region.known.get(handle)
-    if isinstance(known, Split) and is_whole(known):
+    if isinstance(known, Shard) and is_whole(known):
         return next(iter(known.holders))
     if known is not None:
         return None

@@ -22,7 +22,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Broadcast, Partial, Placement, Split, Strategy, divide_evenly, split
+from whale.ir.layout import B, Partial, Placement, Replicate, Shard, Strategy, divide_evenly, shard
 from whale.ir.ops import BRANCHES, CONTRACTIONS, HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
@@ -40,7 +40,7 @@ def state_at_rest(
     known: Mapping[str, Placement],
     weights: bool = False,
     avoid: Mapping[str, frozenset[int]] = MappingProxyType({}),
-) -> dict[str, Split]:
+) -> dict[str, Shard]:
     """Returns the placements of the variables that are split between steps, by handle node.
 
     Args:
@@ -58,7 +58,7 @@ def state_at_rest(
     if not any(is_model(program, node) for node in program.nodes):
         return {}  # a run that sets variables to their first values, say: it does not show which ones are state
     state = only_state(program)
-    found: dict[str, Split] = {}
+    found: dict[str, Shard] = {}
     uses: dict[str, list[Use]] = {name: [] for name in variables}
     for use in iterate_variable_uses(program):
         for name in {name for name in use.handles if name in variables}:
@@ -110,7 +110,7 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
     """Raises PlanError for a weight that has a dimension to be divided along, and is used as no divided one can be."""
     for variable in group:
         t = variable.type
-        cuts = [split(d, divide_evenly(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
+        cuts = [shard(d, divide_evenly(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
         if not t.is_static or t.bytes < min_bytes:
             continue
         for use in uses[variable.node] if cuts else ():
@@ -177,7 +177,7 @@ def _common(
     min_bytes: int,
     known: Mapping[str, Placement],
     later: Collection[int],
-) -> Split | None:
+) -> Shard | None:
     """Returns the split that all variables can have, along the first dimension that allows one; None: they stay whole.
 
     Dimensions that ``later`` axes divide are avoided: collectives along one axis then do not involve the other.
@@ -192,7 +192,7 @@ def _common(
         return None
     shape = types[0].shape or ()
     cuts = [
-        split(dim, divide_evenly(size, parts)) for dim, size in enumerate(shape) if size is not None and size >= parts
+        shard(dim, divide_evenly(size, parts)) for dim, size in enumerate(shape) if size is not None and size >= parts
     ]
     for cut in cuts:
         if cut.dim in later:
@@ -202,7 +202,7 @@ def _common(
     return None
 
 
-def _can_take(use: Use, handle: str, placement: Split, parts: int) -> bool:
+def _can_take(use: Use, handle: str, placement: Shard, parts: int) -> bool:
     """Tells whether an op can take a variable, and all that it updates together with it, as ``placement``.
 
     Rows go to where a table has them under split scopes alone: here ids are those of the whole batch.
@@ -275,13 +275,13 @@ class _Updates:
         if not node.outputs or not self._is_alike(node):
             return
         option = self._option(node, [self.parted.get(r, B) for r in node.inputs], operand)
-        if option is not None and all(isinstance(p, Split | Partial) for p in option.outputs):
+        if option is not None and all(isinstance(p, Shard | Partial) for p in option.outputs):
             self._take(node, option)
 
     def _take(self, node: Node, option: Strategy) -> None:
         self.chosen[node.name] = option
         for ref, placement in zip((*node.inputs, *node.list_refs()), option.inputs + option.outputs):
-            if isinstance(placement, Split) and ref not in self.parted and ref.node not in self.state:
+            if isinstance(placement, Shard) and ref not in self.parted and ref.node not in self.state:
                 self.parted[ref] = placement
                 self.waiting.append(ref)
 
@@ -312,5 +312,5 @@ class _Updates:
             and bool(node.inputs)
             and not node.stateful
             and node.op not in HAS_BODIES
-            and all(isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
+            and all(isinstance(p, Replicate) for p in strategy.inputs + strategy.outputs)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, Func
 from whale.passes.propagation.graph_state import GraphState
@@ -29,7 +29,7 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
     assert isinstance(body, Func) and isinstance(cond, Func)
     if any(p == FIRST for p, r in zip(current, node.inputs) if graph.program.find_type(r).dtype in UNMOVABLE):
         return graph.on_first_rank(node, "a loop over what only the first rank has")
-    state = [B if type(p) in (FirstRank, PerRank) else p for p in current]
+    state = [B if type(p) in (RankZero, PerRank) else p for p in current]
     free = [r in graph.remakable for r in node.inputs]
     types = [graph.program.find_type(r) for r in node.inputs]
     function = graph.axis.root.functions[body.name]
@@ -84,7 +84,7 @@ def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wa
       NeededWhole: a result that cannot be sent would have to be brought elsewhere.
     """
     root, functions = graph.axis.root, [f.name for f in list_called_functions(node)]
-    arguments = [B if type(p) in (FirstRank, PerRank) else p for p in current[1:]]
+    arguments = [B if type(p) in (RankZero, PerRank) else p for p in current[1:]]
     if any(p == FIRST and graph.program.find_type(r).dtype in UNMOVABLE for p, r in zip(current, node.inputs)):
         return graph.on_first_rank(node, "a branch over what only the first rank has")
     free = [r in graph.remakable for r in node.inputs[1:]]
@@ -110,7 +110,7 @@ def at_next_turn(state: Placement, out: Placement, dtype: str, free: bool) -> Pl
     """Returns the placement of a loop variable in the next iteration when it enters as ``state`` and the body yields
     ``out``.
     """
-    if state == out or type(out) is FirstRank:
+    if state == out or type(out) is RankZero:
         return state
     if dtype in UNMOVABLE:
         return out if free and state == B else state
@@ -118,23 +118,23 @@ def at_next_turn(state: Placement, out: Placement, dtype: str, free: bool) -> Pl
         return out  # B -> S and B -> P cost nothing
     if out == B:
         return B if type(state) is Partial else state
-    return state if type(state) is Split else B
+    return state if type(state) is Shard else B
 
 
 def behind_branches(options: Sequence[Placement], dtype: str) -> Placement:
     """Returns the placement in which a result leaves a conditional whose branches yield it as ``options``."""
     first = options[0]
     if all(o == first for o in options):
-        return B if type(first) is FirstRank else first
+        return B if type(first) is RankZero else first
     if dtype in UNMOVABLE:
         return next((o for o in options if o != B), B)
-    splits = {o for o in options if type(o) is Split}
-    rest = {o for o in options if type(o) not in (Split, Broadcast)}
+    splits = {o for o in options if type(o) is Shard}
+    rest = {o for o in options if type(o) not in (Shard, Replicate)}
     if len(splits) == 1 and not rest:
         return next(iter(splits))
     partial = {o for o in options if type(o) is Partial}
     return (
         next(iter(partial))
-        if len(partial) == 1 and not splits and all(type(o) in (Partial, Broadcast) for o in options)
+        if len(partial) == 1 and not splits and all(type(o) in (Partial, Replicate) for o in options)
         else B
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from whale.ir.layout import FIRST, B, Broadcast, Partial, Placement, Split, Strategy, split
+from whale.ir.layout import FIRST, B, Partial, Placement, Replicate, Shard, Strategy, shard
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.cost import change_cost
@@ -34,7 +34,7 @@ class Axis:
     root: Program
     parts: int
     semantics: Semantics
-    rows: Mapping[int, Split]
+    rows: Mapping[int, Shard]
     groups: RankGroups
     whole: Collection[tuple[str, Ref]]
     layouts: dict[str, GraphLayout]
@@ -58,7 +58,7 @@ class GraphState:
         self.per_rank = PerRankRows(self.program, axis.parts, mine, axis.rows, axis.groups)
         self.layout = GraphLayout()
         self.remakable: set[Ref] = set()
-        self.origins: dict[Ref, tuple[Split, ...]] = {}
+        self.origins: dict[Ref, tuple[Shard, ...]] = {}
 
     def seen(self, node: Node) -> list[Placement]:
         """Returns the placements in which a node finds its operands."""
@@ -112,22 +112,22 @@ class GraphState:
         This holds not only right behind such an op: two halves of the batch that are joined again, or the rows that
         a loop stacked, are the batch once more.
         """
-        if not self.origins and Split not in map(type, current):
+        if not self.origins and Shard not in map(type, current):
             return
-        found: dict[Split, None] = {}
+        found: dict[Shard, None] = {}
         summed = any(type(p) is Partial for p in chosen.outputs)
         for ref, placement, wanted in zip(node.inputs, current, chosen.inputs):
-            if type(placement) is Split and (wanted != placement or summed):
+            if type(placement) is Shard and (wanted != placement or summed):
                 found[placement] = None
-            if type(wanted) is not Split:
+            if type(wanted) is not Shard:
                 found.update(dict.fromkeys(self.origins.get(ref, ())))
         if not found:
             return
         splits = tuple(found)[:_MOST_ORIGINS]
         for ref, out, placement in zip(node.list_refs(), node.outputs, chosen.outputs):
-            if type(placement) is Split:
+            if type(placement) is Shard:
                 continue
-            if type(placement) is Broadcast:
+            if type(placement) is Replicate:
                 self.origins[ref] = splits
             if out.dtype in UNMOVABLE or not out.is_static or not out.shape:
                 continue
@@ -136,6 +136,6 @@ class GraphState:
                 if dims and type(placement) is Partial:
                     self.origins[ref] = splits  # rows that were added into the batch's rows
                 elif dims:
-                    self.layout.preferred[ref] = split(dims[0], s.sizes, s.blocks)
+                    self.layout.preferred[ref] = shard(dims[0], s.sizes, s.blocks)
                 if dims:
                     break

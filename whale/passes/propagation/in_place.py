@@ -6,7 +6,7 @@ Where all readers cut it alike, it makes just the part: nothing moves either way
 
 from __future__ import annotations
 
-from whale.ir.layout import B, Broadcast, Split
+from whale.ir.layout import B, Replicate, Shard
 from whale.ir.program import Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -23,11 +23,11 @@ def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLay
         if len(node.outputs) != 1 or rule is None or not getattr(rule, "produces_any", False):
             continue
         ref = Ref(node.name)
-        if node.outputs[0].dtype in UNMOVABLE or not isinstance(produced[ref], Broadcast) or ref in fetched:
+        if node.outputs[0].dtype in UNMOVABLE or not isinstance(produced[ref], Replicate) or ref in fetched:
             continue
         wanted = {strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
         target = next(iter(wanted)) if len(wanted) == 1 else B
-        if not isinstance(target, Split):
+        if not isinstance(target, Shard):
             continue
         op, current = make_op_view(program, node, parts), strategies[node.name].inputs
         for option in rule.strategies(op, current, (target,)):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from whale.ir.layout import Partial, PerRank, Split
+from whale.ir.layout import Partial, PerRank, Shard
 from whale.ir.ops import HAS_BODIES, IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING, UNMOVABLE
@@ -209,7 +209,7 @@ def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistic
     found: set[Ref] = set()
     for node in program.nodes:
         strategy = layout.strategies[node.name]
-        if node.stateful or not any(type(p) is Split for p in strategy.inputs + strategy.outputs):
+        if node.stateful or not any(type(p) is Shard for p in strategy.inputs + strategy.outputs):
             continue
         for ref, placement in zip(node.inputs, strategy.inputs):
             if ref in maker and type(placement) not in (PerRank, Partial) and layout.produced[ref] != placement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from whale.ir.layout import FIRST, B, Broadcast, Partial, PerRank, Placement, Split, Strategy, divide_evenly, split
+from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Shard, Strategy, divide_evenly, shard
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, require_static_shape
@@ -18,7 +18,7 @@ from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.graph import has_variable_handle, is_list_op, make_op_view
 from whale.sharding_rules.registry import LineRule, is_decided_by_types
 
-_WHOLE = frozenset({Broadcast})
+_WHOLE = frozenset({Replicate})
 _MOST_IN_KEY = 4  # operands of nodes of which several are alike
 
 
@@ -171,7 +171,7 @@ class NodeChoice:
         """
         found: dict[Strategy, None] = {}
         for i, (p, t) in enumerate(zip(current, op.inputs)):
-            if type(p) is not Split or not p.dim or not t.is_static or t.dtype in UNMOVABLE:
+            if type(p) is not Shard or not p.dim or not t.is_static or t.dtype in UNMOVABLE:
                 continue
             if any(o.inputs[i] == p and Partial not in map(type, o.outputs) for o in options):
                 continue
@@ -191,7 +191,7 @@ class NodeChoice:
         if not ids.is_static or not ids.shape:
             return found
         wanted, cuts = self._wanted(op), {current[rows.ids]: None}
-        if isinstance(current[rows.ids], Broadcast):
+        if isinstance(current[rows.ids], Replicate):
             strategies = self.state.layout.strategies
             for reader, i in self.state.program.consumers.get(op.node.inputs[rows.ids], ()):
                 if reader.name in strategies:
@@ -214,17 +214,17 @@ class NodeChoice:
         shape = op.outputs[0].shape or ()
         at = next((i for i, n in enumerate(shape) if n != 1), 0)  # one group of all rows
         rows = self.state.axis.rows.get(shape[at] or 0) if shape else None
-        return found if rows is None else {**found, split(at, rows.sizes, rows.blocks): None}
+        return found if rows is None else {**found, shard(at, rows.sizes, rows.blocks): None}
 
-    def _rows_cut(self, rows: int) -> Split:
+    def _rows_cut(self, rows: int) -> Shard:
         """Splits ``rows`` rows as the batch is split, where they are a multiple or a fraction of its rows; else
         evenly.
         """
         for s in self.state.axis.rows.values():
             more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, max(1, s.extent // max(rows, 1)))
             if rows * less == s.extent * more and not any(n % less for n in s.sizes):
-                return split(0, tuple(n * more // less for n in s.sizes), s.blocks)
-        return split(0, divide_evenly(rows, self.state.parts))
+                return shard(0, tuple(n * more // less for n in s.sizes), s.blocks)
+        return shard(0, divide_evenly(rows, self.state.parts))
 
     def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
         """Returns strategies that divide a product whose operands are whole or partial, but made from the batch."""
@@ -239,18 +239,18 @@ class NodeChoice:
                 found.update((o, None) for o in rule.strategies(op, current) if _divides(o))
         return list(found)
 
-    def _cut_as(self, origins: Iterable[Split], dim: int, size: int) -> Split:
+    def _cut_as(self, origins: Iterable[Shard], dim: int, size: int) -> Shard:
         """Splits a dimension as it was split where it comes from; as the batch's rows in their runs, or several times
         these; as another one of its size; else evenly.
         """
         alike = sorted((s for s in origins if s.extent == size), key=lambda s: s.dim != dim)
         if alike and alike[0].dim == dim:
-            return split(dim, alike[0].sizes, alike[0].blocks)
+            return shard(dim, alike[0].sizes, alike[0].blocks)
         for s in self.state.axis.rows.values():
             if s.blocks > 1 and s.dim == dim and s.extent and size % s.extent == 0:
-                return split(dim, tuple(n * size // s.extent for n in s.sizes), s.blocks)
+                return shard(dim, tuple(n * size // s.extent for n in s.sizes), s.blocks)
         return (
-            split(dim, alike[0].sizes, alike[0].blocks) if alike else split(dim, divide_evenly(size, self.state.parts))
+            shard(dim, alike[0].sizes, alike[0].blocks) if alike else shard(dim, divide_evenly(size, self.state.parts))
         )
 
     def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
@@ -296,14 +296,14 @@ def _as_in(like: Strategy, op: OpView, current: Sequence[Placement]) -> list[Pla
     """Returns the operands' placements of another program where their sizes allow it; else their own."""
     found = list(current)
     for i, (p, t) in enumerate(zip(like.inputs, op.inputs)):
-        if type(p) is not Split or (t.shape is not None and p.dim < len(t.shape) and t.shape[p.dim] == p.extent):
+        if type(p) is not Shard or (t.shape is not None and p.dim < len(t.shape) and t.shape[p.dim] == p.extent):
             found[i] = p
     return found
 
 
 def _is_whole(option: Strategy) -> bool:
-    return all(type(p) is Broadcast for p in option.inputs + option.outputs)
+    return all(type(p) is Replicate for p in option.inputs + option.outputs)
 
 
 def _divides(option: Strategy) -> bool:
-    return any(type(p) is Split for p in option.inputs + option.outputs)
+    return any(type(p) is Shard for p in option.inputs + option.outputs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from whale.ir.layout import B, Broadcast, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.layout import B, Partial, PerRank, Placement, Replicate, Shard, Strategy
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
@@ -100,7 +100,7 @@ def _target(program: Program, layout: GraphLayout, ref: Ref) -> Placement:
     """
     wanted = {layout.strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
     finished = [p for p in wanted if type(p) not in (Partial, PerRank)]
-    return finished[0] if len(finished) == 1 and type(finished[0]) is Split else B
+    return finished[0] if len(finished) == 1 and type(finished[0]) is Shard else B
 
 
 def _widens(program: Program, node: Node) -> bool:
@@ -143,13 +143,13 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
     for ref, placement in zip(node.inputs, strategy.inputs):
         source = layout.produced[ref]
         tensor = program.find_type(ref)
-        if type(placement) is Split:
+        if type(placement) is Shard:
             gathered = True
-            if type(source) is not Broadcast:
+            if type(source) is not Replicate:
                 if not tensor.bytes:
                     return None
                 price += move_cost(source, B, tensor.bytes, parts)
-        elif not tensor.bytes and type(placement) is not Broadcast and 0 not in (tensor.shape or ()):
+        elif not tensor.bytes and type(placement) is not Replicate and 0 not in (tensor.shape or ()):
             return None
     if gathered:
         types = [program.find_type(r) for r in node.inputs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from whale.ir.layout import B, Partial, PerRank, Placement, Split, Strategy, split
+from whale.ir.layout import B, Partial, PerRank, Placement, Shard, Strategy, shard
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import FLOATING
 from whale.passes.analysis.rank_groups import RankGroups
@@ -45,9 +45,9 @@ class PerRankRows:
     program: Program
     parts: int
     semantics: Semantics
-    rows: Mapping[int, Split]
+    rows: Mapping[int, Shard]
     groups: RankGroups
-    lies: dict[Ref, Split] = field(default_factory=dict)
+    lies: dict[Ref, Shard] = field(default_factory=dict)
 
     def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
         """Returns the strategies that the rule allows, and the same for operands that are each rank's own."""
@@ -78,7 +78,7 @@ class PerRankRows:
         if moments is None:
             return {}
         rows = strategy.inputs[0]
-        if type(rows) is not Split or type(strategy.outputs[0]) is not Partial or not any(rows.sizes):
+        if type(rows) is not Shard or type(strategy.outputs[0]) is not Partial or not any(rows.sizes):
             return {}
         self.lies[moments.mean] = rows
         return {ref: PerRank(rows.sizes)}
@@ -107,7 +107,7 @@ class PerRankRows:
             rows = self.rows.get(size or 0)
             if rows is None:
                 continue
-            wanted = self.groups.placed(op.node.scope, split(dim, rows.sizes, rows.blocks))
+            wanted = self.groups.placed(op.node.scope, shard(dim, rows.sizes, rows.blocks))
             for option in rule.strategies(op, current, (wanted,)):
                 if option.outputs == (wanted,):
                     return option

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from whale.ir.layout import B, Placement, Split, Strategy
+from whale.ir.layout import B, Placement, Shard, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.passes.analysis.rank_groups import RankGroups
@@ -77,7 +77,7 @@ def _propagate(
     model: ReferencePlan | None,
 ) -> dict[str, GraphLayout]:
     """Propagates once, given which tensors have to be made whole."""
-    rows = {p.extent: p for p in batch.values() if type(p) is Split}
+    rows = {p.extent: p for p in batch.values() if type(p) is Shard}
     axis = Axis(program, parts, semantics, rows, RankGroups(program, parts, rows), whole, {})
     main = GraphState(axis, "")
     layout = main.layout
@@ -165,7 +165,7 @@ class Propagation:
         read.
         """
         if node.op == "Identity":
-            return node.marks.gathered_at_use and type(self.state.layout.strategies[node.name].outputs[0]) is Split
+            return node.marks.gathered_at_use and type(self.state.layout.strategies[node.name].outputs[0]) is Shard
         if given or node.op != "ReadVariableOp" or node.inputs[0].node not in self.gathered:
             return False
         return not any(

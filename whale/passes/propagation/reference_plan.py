@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from whale.ir.layout import Broadcast, Placement, Split, Strategy, find_multiple, split
+from whale.ir.layout import Placement, Replicate, Shard, Strategy, find_multiple, shard
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
@@ -79,13 +79,13 @@ class ReferencePlan:
 
     def _here(self, p: Placement, t: TensorType) -> Placement | None:
         """Translates a tensor's placement ``p`` there to the one here; None: what is cut may be rows or not."""
-        if not isinstance(p, Split):
+        if not isinstance(p, Shard):
             return p
         if t.dtype in UNMOVABLE:
             return None
         for theirs, ours in self.rows.items():
             if times := find_multiple(p.sizes, theirs):
-                rows = split(p.dim, tuple(times * n for n in ours), p.blocks, p.halo)
+                rows = shard(p.dim, tuple(times * n for n in ours), p.blocks, p.halo)
                 if t.shape is None or p.dim >= len(t.shape):
                     return None
                 is_rows, is_not = t.shape[p.dim] == rows.extent, t.shape[p.dim] == p.extent
@@ -95,7 +95,7 @@ class ReferencePlan:
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
         """Tells whether the node's rule allows the strategy here, where other dimensions may have other sizes."""
         rule = find_rule(node.op)
-        cut = next((p for p in found.inputs + found.outputs if isinstance(p, Split)), None)
+        cut = next((p for p in found.inputs + found.outputs if isinstance(p, Shard)), None)
         if rule is None or found.once or cut is None:
             return True
         op = make_op_view(program, node, len(cut.sizes))
@@ -107,22 +107,22 @@ class ReferencePlan:
         return self.strategies.get(graph, {}).get(node.name)
 
 
-def _of_nothing(p: Placement, t: TensorType) -> Split | None:
+def _of_nothing(p: Placement, t: TensorType) -> Shard | None:
     """Returns the split of a tensor that is empty here along the dimension that is cut; None: it is not empty."""
-    if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE or p.dim >= len(t.shape):
+    if not isinstance(p, Shard) or t.shape is None or t.dtype in UNMOVABLE or p.dim >= len(t.shape):
         return None
-    return split(p.dim, (0,) * len(p.sizes), p.blocks) if t.shape[p.dim] == 0 else None
+    return shard(p.dim, (0,) * len(p.sizes), p.blocks) if t.shape[p.dim] == 0 else None
 
 
 def _fits(p: Placement, t: TensorType) -> bool:
     """Tells whether a tensor has the dimension and the size that a placement cuts."""
-    if not isinstance(p, Split) or t.shape is None or t.dtype in UNMOVABLE:
+    if not isinstance(p, Shard) or t.shape is None or t.dtype in UNMOVABLE:
         return True
     return p.dim < len(t.shape) and t.shape[p.dim] == p.extent
 
 
 def _is_whole(strategy: Strategy) -> bool:
-    return all(isinstance(p, Broadcast) for p in strategy.inputs + strategy.outputs)
+    return all(isinstance(p, Replicate) for p in strategy.inputs + strategy.outputs)
 
 
 def same_kind(one: Strategy, other: Strategy) -> bool:

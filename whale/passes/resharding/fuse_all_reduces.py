@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from whale.ir.layout import Broadcast, Partial, PerRank, Placement, Split
+from whale.ir.layout import Partial, PerRank, Placement, Replicate, Shard
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.analysis.uses import taken_by_updates
@@ -23,13 +23,13 @@ def fuse_all_reduces(
     layouts: Mapping[str, GraphLayout],
     reshards: tuple[Reshard, ...],
     group_bytes: int,
-    in_time: bool = False,
+    microbatched: bool = False,
 ) -> tuple[Reshard, ...]:
     """Numbers groups of ``reshards``; tensors above ``group_bytes`` travel alone, and so does what finds no partner.
 
     Args:
       group_bytes: largest sum of tensor bytes of one group.
-      in_time: whether the program is to run in micro-batches. What has the rows of a batch then travels for each of
+      microbatched: the program is to run in micro-batches. What has the rows of a batch then travels for each of
         them, counts before the first one, and only what updates take, after the last one, may wait for others.
     """
     numbers: dict[str, int] = {}
@@ -47,7 +47,7 @@ def fuse_all_reduces(
             kind = (graph, depth[r.key], tensor.dtype, what, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
                 continue
-            if in_time and not (is_all_reduce(r) and taken_by_updates(body, r.ref)):
+            if microbatched and not (is_all_reduce(r) and taken_by_updates(body, r.ref)):
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:
@@ -63,13 +63,13 @@ def fuse_all_reduces(
 
 def is_all_reduce(r: Reshard) -> bool:
     """Tells whether a sum, or another reduction, is wanted whole."""
-    return isinstance(r.source, Partial) and isinstance(r.target, Broadcast)
+    return isinstance(r.source, Partial) and isinstance(r.target, Replicate)
 
 
 def is_of_whole_table(r: Reshard) -> bool:
     """Tells whether a reshard moves what all ranks have parts of to one rank, or from there."""
     have, want = r.source, r.target
-    if not isinstance(have, Split) or not isinstance(want, Split) or have.dim != want.dim:
+    if not isinstance(have, Shard) or not isinstance(want, Shard) or have.dim != want.dim:
         return False
     alone = len(have.holders) == 1 or len(want.holders) == 1
     return alone and all(cut is cut.without_halo and cut.blocks == 1 for cut in (have, want))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.errors import ProgramError
-from whale.ir.layout import P_SUM, Broadcast, Partial, Placement
+from whale.ir.layout import P_SUM, Partial, Placement, Replicate
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.propagation.graph_layout import GraphLayout
@@ -65,7 +65,7 @@ def horovod_can(program: Program, r: Reshard) -> bool:
         r.graph == ""
         and isinstance(r.source, Partial)
         and r.source == P_SUM
-        and isinstance(r.target, Broadcast)
+        and isinstance(r.target, Replicate)
         and program.find_type(r.ref).dtype in HOROVOD_DTYPES
     )
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from whale.ir.layout import (
     P_SUM,
     B,
-    Broadcast,
     Partial,
     PerRank,
     Placement,
-    Split,
+    Replicate,
+    Shard,
     Strategy,
     count_moved_bytes,
     format_label,
@@ -71,11 +71,11 @@ def reshards_of_tensor(
         first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))
         rest = {t: why for t, why in targets.items() if t != P_SUM}
         return [first] + (reshards_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
-    wide = {t: why for t, why in targets.items() if isinstance(t, Split) and t is not t.without_halo}
+    wide = {t: why for t, why in targets.items() if isinstance(t, Shard) and t is not t.without_halo}
     if wide:
         # A rank that has its own part already fetches what its neighbours have.
         rest = {t: why for t, why in targets.items() if t not in wide}
-        cut = type(source) is Broadcast
+        cut = type(source) is Replicate
         for t, why in wide.items():
             if not cut and t.without_halo != source:
                 rest.setdefault(t.without_halo, why)
@@ -84,17 +84,17 @@ def reshards_of_tensor(
             start = source if cut else t.without_halo
             rows.append(_row(graph, ref, start, t, count_moved_bytes(start, t, tensor.bytes, parts), why))
         return rows
-    whole = next((t for t in targets if type(t) is Broadcast), None)
+    whole = next((t for t in targets if type(t) is Replicate), None)
     if whole is None and (
         (isinstance(source, Partial) and any(isinstance(t, Partial) for t in targets))
-        or (type(source) is not Broadcast and len(targets) > 1)
+        or (type(source) is not Replicate and len(targets) > 1)
     ):
         # Cheapest way to several forms, or from one reduction to another: once whole, then free cuts.
 
         targets = {B: next(iter(targets.values())), **targets}
         whole = B
     rows = []
-    for target in sorted(targets, key=lambda t: type(t) is not Broadcast):
+    for target in sorted(targets, key=lambda t: type(t) is not Replicate):
         start = whole if whole is not None and target != whole else source
         rows.append(
             _row(graph, ref, start, target, count_moved_bytes(start, target, tensor.bytes, parts), targets[target])

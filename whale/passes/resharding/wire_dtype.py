@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from whale.ir.exchanged_bytes import count_wire_bytes
-from whale.ir.layout import P_SUM, Broadcast, Split, count_moved_bytes
+from whale.ir.layout import P_SUM, Replicate, Shard, count_moved_bytes
 from whale.ir.ops import REF_UPDATES, UPDATES
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
@@ -29,7 +29,7 @@ def can_narrow(program: Program, r: Reshard) -> bool:
         r.graph == ""
         and r.backend == "whale"
         and r.source == P_SUM
-        and isinstance(r.target, Broadcast | Split)
+        and isinstance(r.target, Replicate | Shard)
         and program.find_type(r.ref).dtype == "float32"
     )
 
@@ -47,7 +47,7 @@ def narrow(
     def narrowed(r: Reshard) -> Reshard:
         if not can_narrow(program, r) or r.ref.node not in updating:
             return r
-        scattered = isinstance(r.target, Split)  # weights are gathered after an update of their parts
+        scattered = isinstance(r.target, Shard)  # weights are gathered after an update of their parts
         if (scattered and not taken_by_updates(program, r.ref)) or (not scattered and r.key in moves_after):
             return r
         tensor = program.find_type(r.ref)

@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 
 from whale.errors import PlanError
-from whale.ir.layout import FIRST, P_SUM, B, Broadcast, FirstRank, Partial, PerRank, Placement, Split, Strategy
+from whale.ir.layout import FIRST, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
@@ -102,7 +102,7 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
         if PerRank in map(type, strategy.inputs):
             _check_contributed(program, graph, node, plan)
         for ref, placement in zip(node.list_refs(), strategy.outputs):
-            if type(placement) is Split:
+            if type(placement) is Shard:
                 _check_sizes(program, node, ref, placement, plan.size)
             produced[ref] = placement
         if node.op in HAS_BODIES and not strategy.once:
@@ -125,7 +125,7 @@ def _check_variable(variable: Variable, node: Node, placement: Placement, parts:
     if placement == B:
         return
     shape = variable.type.shape or ()
-    fits = isinstance(placement, Split) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
+    fits = isinstance(placement, Shard) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
     if not fits or len(placement.sizes) != parts or placement.smallest < 0:  # type: ignore[union-attr]
         raise _fail(node, f"{variable.name} {variable.type} laid out {placement}", f"{parts} parts that make it up")
 
@@ -146,7 +146,7 @@ def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, p
     """Checks that a split has one size per rank, and that they add up (dimensions of a list's elements are not known
     here).
     """
-    if not isinstance(placement, Split):
+    if not isinstance(placement, Shard):
         return
     t = program.find_type(ref)
     if len(placement.sizes) != parts or placement.smallest < 0:
@@ -198,7 +198,7 @@ def _check_reshards(program: Program, plan: Plan) -> None:
         if r.key in keys:
             raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
         keys.add(r.key)
-        direct = type(r.source) in (Broadcast, FirstRank) or not isinstance(r.target, FirstRank)
+        direct = type(r.source) in (Replicate, RankZero) or not isinstance(r.target, RankZero)
         if is_with_owners(node, r.ref.index, r.source) or is_with_owners(node, r.ref.index, r.target):
             raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "rows that stay with their owners")
         if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
@@ -293,7 +293,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         return
     rule = find_rule(node.op)
     if whole and (not node.stateful or rule is None):
-        if node.stateful and not has_variable_handle(program, node) and not plan.in_time:  # in time, whole is once
+        if node.stateful and not has_variable_handle(program, node) and not plan.microbatched:  # in time, whole is once
             raise _fail(node, strategy, "a stateful op without a rule on the first rank only")
         return
     if rule is None:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from whale.errors import PlanError
-from whale.ir.layout import B, Partial, Placement, Split, Strategy, count_moved_bytes, divide_evenly, split
+from whale.ir.layout import B, Partial, Placement, Shard, Strategy, count_moved_bytes, divide_evenly, shard
 from whale.ir.plan import Plan
 from whale.ir.plan_text import MOST_OPS, explain_operation, find_ops, format_bytes, format_layout
 from whale.ir.program import Node, Program, Ref
@@ -58,7 +58,7 @@ def _chain(program: Program, plan: Plan, name: str) -> list[str]:
             (
                 (r, p)
                 for r, p in zip(node.inputs, s.inputs)
-                if isinstance(p, (Split, Partial)) and r.node in strategies and r.node not in seen
+                if isinstance(p, (Shard, Partial)) and r.node in strategies and r.node not in seen
             ),
             None,
         )
@@ -124,7 +124,7 @@ def _starts(
         for dim, size in itertools.islice(enumerate(shape or ()), 4):
             if size and size >= parts:
                 one: list[Placement] = [B] * len(made)
-                one[i] = split(dim, divide_evenly(size, parts))
+                one[i] = shard(dim, divide_evenly(size, parts))
                 yield one
 
 

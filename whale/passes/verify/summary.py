@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from cost_model.kernels.loop_counts import count_executions
-from whale.ir.layout import PerRank, Split
+from whale.ir.layout import PerRank, Shard
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
@@ -31,7 +31,7 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
         for n in program.nodes
         if (rule := find_rule(n.op)) is not None
         and rule.local_stream
-        and any(type(p) is Split for p in layout.strategies[n.name].outputs)
+        and any(type(p) is Shard for p in layout.strategies[n.name].outputs)
     ]
     fused = sum("Grad" not in n.op for n in statistics)
     found = []
@@ -75,7 +75,7 @@ def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) 
             flops = count_matmul_flops(node, [body.find_type(r) for r in node.inputs]) * (often[graph] if graph else 1)
             strategy = layout.strategies[node.name]
             total += flops
-            if any(isinstance(p, Split) for p in strategy.inputs + strategy.outputs):
+            if any(isinstance(p, Shard) for p in strategy.inputs + strategy.outputs):
                 divided += flops
     return divided, total
 

@@ -16,7 +16,7 @@ import msgspec
 from cost_model.graph.machine import rated_machine
 from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError
-from whale.ir.layout import Split, divide_proportionally
+from whale.ir.layout import Shard, divide_proportionally
 from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node, Program
 from whale.ir.strategy import ChosenStrategy, ParallelStrategy
@@ -320,7 +320,7 @@ def _looked_at(
         batch = batch_of(program, settings)
     except PlanError:
         return [(one, 0.0) for one in found]
-    rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Split) else 0
+    rows = sum(batch[0].placement.sizes) if batch and isinstance(batch[0].placement, Shard) else 0
     speeds = [1.0] * settings.size
     if unequal(environment.rates):
         speeds = _speeds(plans)
@@ -363,7 +363,7 @@ def _looked_at(
                     lower_bounds.speed_of((as_divided, whole), operations[environment.rates.index(one)], one.start_s)
                     for one in kinds
                 ]
-            sizes = batch[0].placement.sizes if rows and isinstance(batch[0].placement, Split) else (0,)
+            sizes = batch[0].placement.sizes if rows and isinstance(batch[0].placement, Shard) else (0,)
             even = len(kinds) == 1 and not settings.batch.shares
             shares = lower_bounds.Shares(min(sizes) / max(rows, 1), settings.size, even)
             if state:

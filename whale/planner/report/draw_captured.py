@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_model.graph.predict import CapturedPrediction, Span, Timeline
-from whale.ir.layout import Partial, Split, Strategy
+from whale.ir.layout import Partial, Shard, Strategy
 from whale.ir.mesh import find_tiles
 from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import format_bytes, format_seconds
@@ -295,9 +295,9 @@ def _divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
 def _way(s: Strategy) -> int:
     """Returns 0 where rows are divided, 1 where something else is, 2 where nothing is."""
     placed = s.inputs + s.outputs
-    if any(isinstance(p, Split) and p.dim for p in placed):
+    if any(isinstance(p, Shard) and p.dim for p in placed):
         return 1
-    if any(isinstance(p, Split) for p in placed):
+    if any(isinstance(p, Shard) for p in placed):
         return 0
     return 1 if any(isinstance(p, Partial) for p in s.outputs) else 2
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from whale.ir.collector import suspend_garbage_collection
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles
 from whale.ir.ops import ALL_REDUCE, ALL_REDUCES
 from whale.ir.plan import Plan, strategy_of
@@ -216,7 +216,7 @@ def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context)
     """Says on the first rank that a step has more micro-batches than were asked for."""
     asked = settings.time.micro_batches
     if context.rank == 0 and context.dry is None and plan.micro_batches > asked:
-        cut = {b.name: b.placement for b in plan.batch_inputs if isinstance(b.placement, Split)}
+        cut = {b.name: b.placement for b in plan.batch_inputs if isinstance(b.placement, Shard)}
         rows = ", ".join(f"{p.extent} of {name}" for name, p in cut.items())
         log.info(
             f"`{plan.program}` runs in {plan.micro_batches} micro-batches, not {asked}: scopes that bring rows "

@@ -21,7 +21,7 @@ import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.distributed.collective_call_check import read_surviving, read_together
 from whale.distributed.ranks import Ranks
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles, find_coordinates
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
 from whale.runtime.variables.in_files import copy_part, find_folder, make_mapped_variable, write_block
@@ -244,12 +244,12 @@ def cut_part(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
     return whole
 
 
-def _join_parts(parts: list[tf.Tensor], placement: Split) -> tf.Tensor:
+def _join_parts(parts: list[tf.Tensor], placement: Shard) -> tf.Tensor:
     joined = tf.concat(parts, axis=placement.dim)
     return _restore_order(joined, placement)
 
 
-def _restore_order(joined: tf.Tensor, placement: Split) -> tf.Tensor:
+def _restore_order(joined: tf.Tensor, placement: Shard) -> tf.Tensor:
     if placement.blocks == 1:
         return joined
     order = np.concatenate([placement.list_indices(i) for i in range(len(placement.sizes))])

@@ -17,7 +17,7 @@ from whale.distributed.faults import raise_comm_error
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S, Ranks
 from whale.errors import CommError, PlanError
-from whale.ir.layout import split
+from whale.ir.layout import shard
 from whale.ir.mesh import Tiles, make_one_axis_tiles
 from whale.partition.variable_use import VariableUse
 from whale.replicas import Said
@@ -398,7 +398,7 @@ def _refuse_other_layout(entry: _Entry | None, c: CapturedVariable, use: Variabl
 
 def _make_one_part_tiles(c: CapturedVariable) -> Tiles:
     """Returns tiles with one part, which all ranks hold."""
-    return make_one_axis_tiles(split(0, (int(c.variable.shape[0]),)))
+    return make_one_axis_tiles(shard(0, (int(c.variable.shape[0]),)))
 
 
 def _count_bytes(variable: tf.Variable) -> int:

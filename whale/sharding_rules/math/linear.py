@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.values import FLOATING, Shape
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.registry import rule
@@ -40,7 +40,7 @@ def _find_no_known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> t
 def _set_asserted_shape(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the asserted shape, a global attribute, to the local one."""
     placement, shape = strategy.outputs[0], op.attr("shape")
-    if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
+    if not isinstance(placement, Shard) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED
     dims = list(shape.dims)
     if dims[placement.dim] is not None:

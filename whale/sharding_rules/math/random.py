@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.values import find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.notation import FIRST_RANK, REPLICATED
@@ -42,7 +42,7 @@ def set_rank_key(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def _is_divided(strategy: Strategy) -> bool:
-    return any(isinstance(p, Split) for p in strategy.outputs)
+    return any(isinstance(p, Shard) for p in strategy.outputs)
 
 
 RULES = (

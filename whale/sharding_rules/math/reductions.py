@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.ir.layout import Partial, Split
+from whale.ir.layout import Partial, Shard
 from whale.ir.values import FLOATING
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.dims import freeze, make_labels, read_axis, read_constant, write_term
@@ -62,7 +62,7 @@ def frozen_reduction(op: OpView) -> str:
 
 def _compute_mean_as_sum(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Turns a mean over a cut dimension into a sum divided by the global count (an empty share has no mean)."""
-    if not (isinstance(strategy.outputs[0], Partial) and isinstance(strategy.inputs[0], Split)):
+    if not (isinstance(strategy.outputs[0], Partial) and isinstance(strategy.inputs[0], Shard)):
         return UNCHANGED
     count = 1
     for i in _find_reduced_dims(op) or ():

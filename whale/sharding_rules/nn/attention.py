@@ -6,7 +6,7 @@ their place exchanges blocks of keys and values (``whale.partition.ring_attentio
 
 from __future__ import annotations
 
-from whale.ir.layout import Split, Strategy
+from whale.ir.layout import Shard, Strategy
 from whale.ir.program import Node, Program
 from whale.ir.values import Dims, TensorType
 from whale.sharding_rules.base import OpView
@@ -37,7 +37,7 @@ def count_ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
     """Returns the bytes that travel in all: keys and values to every rank but their own, and back to it their
     gradients.
     """
-    if not isinstance(strategy.inputs[0], Split):
+    if not isinstance(strategy.inputs[0], Shard):
         return 0
     times = 1 if node.op == ATTENTION else 2
     return times * (len(strategy.inputs[0].sizes) - 1) * sum(program.find_type(r).bytes for r in node.inputs[1:3])

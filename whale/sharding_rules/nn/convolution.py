@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from whale.ir.layout import Split, split
+from whale.ir.layout import Shard, shard
 from whale.ir.values import Dims, TensorType
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.dims import make_labels, write_windows
@@ -13,7 +13,7 @@ from whale.sharding_rules.registry import rule
 
 
 # Rules of convolutions over divided rows or columns: an operand also has its neighbours' adjacent rows
-# (``Split.halo``).
+# (``Shard.halo``).
 #
 # A rank computes the results whose windows begin in its own rows. Forward, and for the filter's gradient, it needs the
 # image's rows that these windows reach; for the image's gradient, the incoming gradients of all windows that reach its
@@ -60,18 +60,18 @@ def _find_crossed_axis(op: OpView, strategy: Strategy) -> _Axis | None:
     """Returns the divided dimension over which windows reach further than they step, or None."""
     if op.attr("padding") != "SAME":
         return None
-    cut = {p.dim for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Split)}
+    cut = {p.dim for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)}
     image = strategy.outputs[0] if "BackpropInput" in op.node.op else strategy.inputs[0]
-    if not isinstance(image, Split):
+    if not isinstance(image, Shard):
         return None
     return next((a for a in _find_axes(op) if a.dim == image.dim and a.dim in cut and a.reach > a.step), None)
 
 
 def _widen(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None:
     have = strategy.inputs[i]
-    if not isinstance(have, Split) or have.blocks > 1:
+    if not isinstance(have, Shard) or have.blocks > 1:
         return None
-    wide = split(have.dim, have.sizes, 1, halo)
+    wide = shard(have.dim, have.sizes, 1, halo)
     return replace(strategy, inputs=(*strategy.inputs[:i], wide, *strategy.inputs[i + 1 :]))
 
 
@@ -97,13 +97,13 @@ def make_padding_explicit(op: OpView, strategy: Strategy, coordinate: int) -> Lo
         return UNCHANGED
     if "BackpropInput" in op.node.op:
         have, slope = strategy.outputs[0], strategy.inputs[2]
-        assert isinstance(have, Split) and isinstance(slope, Split)
+        assert isinstance(have, Shard) and isinstance(slope, Shard)
         first, end = slope.find_span(coordinate)
         begin, stop = have.find_span(coordinate)
         margins = begin - (first * axis.step - axis.before), (end - 1) * axis.step - axis.before + axis.reach - stop
     else:
         have = strategy.inputs[0]
-        assert isinstance(have, Split)
+        assert isinstance(have, Shard)
         begin = have.starts[coordinate]
         stop = begin + have.sizes[coordinate]
         margins = max(0, have.halo[0] - begin), max(0, stop + have.halo[1] - axis.size)

@@ -4,7 +4,7 @@ that is cut by batch is decomposed elsewhere), or each rank's own.
 
 from __future__ import annotations
 
-from whale.ir.layout import P_SUM, B, PerRank, Placement, Split, Strategy
+from whale.ir.layout import P_SUM, B, PerRank, Placement, Shard, Strategy
 from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
 from whale.sharding_rules.base import OpView
 from whale.sharding_rules.nn.convolution import write_image_term
@@ -69,7 +69,7 @@ def make_per_rank_moments(op: OpView, rows: Placement) -> Strategy | None:
     """Returns the strategy of a training batch norm, or of its gradient, with statistics of each rank's rows; None for
     other ops.
     """
-    if not op.attr("is_training", True) or not isinstance(rows, Split) or rows.dim != 0 or not rows.run:
+    if not op.attr("is_training", True) or not isinstance(rows, Shard) or rows.dim != 0 or not rows.run:
         return None
     own = PerRank(rows.sizes)
     if op.node.op in BATCH_NORMS:

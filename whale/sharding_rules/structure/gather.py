@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.values import find_numpy_dtype, require_static_shape
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.sharding_rules.dims import make_labels, read_axis, write_runs, write_term, write_terms
@@ -47,7 +47,7 @@ def _zero_remote_rows(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     if op.node.op == "GatherV2" and op.inputs[0].shape is not None:
         found = read_axis(op, 2, len(op.inputs[0].shape))
         at = -1 if found is None else found
-    if not isinstance(cut, Split) or cut.dim != at or op.attr("batch_dims", 0) or isinstance(strategy.inputs[1], Split):
+    if not isinstance(cut, Shard) or cut.dim != at or op.attr("batch_dims", 0) or isinstance(strategy.inputs[1], Shard):
         return UNCHANGED  # with ids that are cut, one rank has all
     return Local(
         window=Window(1, cut.offset(coordinate), cut.local_size(coordinate), masked=-1, at=at, runs=cut.blocks)
@@ -99,10 +99,10 @@ def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     cut = strategy.outputs[0] if op.node.op != "GatherNd" else strategy.inputs[0]
     depth = _count_addressed_dims(op)
     apart = 0 if op.marks.blocks else None
-    if not isinstance(cut, Split) or depth is None or cut.dim >= depth:
+    if not isinstance(cut, Shard) or depth is None or cut.dim >= depth:
         return Local(blocks=apart) if apart is not None else UNCHANGED
     offset, count = cut.offset(coordinate), cut.local_size(coordinate)
-    if isinstance(strategy.inputs[indices], Split):
+    if isinstance(strategy.inputs[indices], Shard):
         positions, each = _find_block_sizes(op)
         own = cut.list_indices(coordinate)[::positions] // positions
         moved = np.repeat((np.arange(len(own)) - own) * positions, each)
@@ -186,7 +186,7 @@ def _restrict_depth(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """
     cut, at = strategy.outputs[0], int(op.attr("axis", -1))
     at = len(op.inputs[0].shape or ()) if at == -1 else at
-    if not isinstance(cut, Split) or cut.dim != at:
+    if not isinstance(cut, Shard) or cut.dim != at:
         return UNCHANGED
     count = cut.local_size(coordinate)
     window = Window(0, cut.offset(coordinate), count, runs=cut.blocks)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Split, local_shape
+from whale.ir.layout import Shard, local_shape
 from whale.ir.values import Shape, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.notation import REPLICATED
@@ -15,7 +15,7 @@ from whale.sharding_rules.registry import rule
 
 def _set_element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
     """Sets the element shape of a cut list, which differs between ranks, to -1; it serves as an element shape only."""
-    if not isinstance(strategy.inputs[0], Split):
+    if not isinstance(strategy.inputs[0], Shard):
         return (None,)
     kind = op.outputs[0]
     rank = kind.shape[0] if kind.shape else None
@@ -25,7 +25,7 @@ def _set_element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) 
 def _set_element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the element shape, an attribute here, to the local one."""
     placement, shape = strategy.inputs[0], op.attr("element_shape")
-    if not isinstance(placement, Split) or not isinstance(shape, Shape) or shape.dims is None:
+    if not isinstance(placement, Shard) or not isinstance(shape, Shape) or shape.dims is None:
         return UNCHANGED
     # The attribute leaves out the dimension that is concatenated.
     dims = list(shape.dims)
@@ -48,7 +48,7 @@ def get_value(op: OpView) -> str:
 def _set_local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the shape of what is held, an attribute, to the local one."""
     placement, shapes = strategy.outputs[0], op.attr("output_shapes")
-    if not isinstance(placement, Split) or not shapes:
+    if not isinstance(placement, Shard) or not shapes:
         return UNCHANGED
     return Local(attrs={"output_shapes": (Shape(local_shape(shapes[0].dims, placement, coordinate)),)})
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.values import find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.sharding_rules.dims import write_runs
@@ -43,13 +43,13 @@ def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local
     """Restricts segments to the rank's: numbers count from its first; rows of others get -1, which is dropped."""
     cut = strategy.outputs[0]
     apart = 0 if op.marks.blocks else None
-    if not isinstance(cut, Split) or cut.dim != 0:
+    if not isinstance(cut, Shard) or cut.dim != 0:
         return Local(blocks=apart) if apart is not None else UNCHANGED
     offset, count = cut.offset(coordinate), cut.local_size(coordinate)
     consts = {2: np.array(count, find_numpy_dtype(op.inputs[2].dtype))}
-    if isinstance(strategy.inputs[1], Split) and len(cut.holders) == 1:
+    if isinstance(strategy.inputs[1], Shard) and len(cut.holders) == 1:
         return Local(blocks=apart, consts=consts)  # one rank has all
-    if isinstance(strategy.inputs[1], Split):
+    if isinstance(strategy.inputs[1], Shard):
         blocks = op.marks.blocks
         rows, segments = op.inputs[1].elements // blocks, cut.extent // blocks
         own = cut.list_indices(coordinate)[::segments] // segments

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.values import Dims, TensorType, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, local_input_shape, local_output_shape
 from whale.sharding_rules.dims import (
@@ -282,7 +282,7 @@ def split_op(op: OpView) -> str:
 def _set_split_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Sets the sizes of the results along the axis to the local ones, when that is cut."""
     placement, rank = strategy.inputs[0], len(op.inputs[0].shape or ())
-    if not isinstance(placement, Split) or placement.dim != read_axis(op, 2, rank):
+    if not isinstance(placement, Shard) or placement.dim != read_axis(op, 2, rank):
         return UNCHANGED
     shapes = [local_output_shape(op, strategy, i, coordinate) for i in range(len(op.outputs))]
     sizes = [-1 if shape is None else shape[placement.dim] for shape in shapes]
@@ -324,7 +324,7 @@ def tile(op: OpView) -> str:
 
 def _set_local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     placement, repeats = strategy.outputs[0], _find_repeats(op)
-    if not isinstance(placement, Split) or repeats is None:
+    if not isinstance(placement, Shard) or repeats is None:
         return UNCHANGED
     if strategy.inputs[0] == placement or repeats[placement.dim] == 1:
         return UNCHANGED
@@ -355,7 +355,7 @@ def broadcast_to(op: OpView) -> str:
 
 def _compute_static_shapes(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
     """Returns the global shapes, so that a rank does not look at its share."""
-    if not any(isinstance(p, Split) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
+    if not any(isinstance(p, Shard) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
         return (None,) * len(op.outputs)
     return tuple(_make_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
 
@@ -381,7 +381,7 @@ def shape_of(op: OpView) -> str:
 def _add_remote_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     """Adds to a shape with sizes that only the run knows what other ranks have of the dimension that is cut."""
     cut = strategy.inputs[0]
-    if op.inputs[0].is_static or not isinstance(cut, Split):
+    if op.inputs[0].is_static or not isinstance(cut, Shard):
         return UNCHANGED
     elsewhere = np.zeros(len(op.inputs[0].shape or ()), np.int64)
     elsewhere[cut.dim] = cut.extent - cut.local_size(coordinate)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.ir.values import Dims, find_numpy_dtype
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
 from whale.sharding_rules.dims import freeze, is_same_size, make_labels, read_constant, write_runs, write_term
@@ -62,7 +62,7 @@ class _Run:
         """Writes the dimension sliced, and what is kept of it."""
         return write_runs(self.all, label), write_runs(self.kept, label)
 
-    def local(self, placement: Split, coordinate: int) -> tuple[int, int]:
+    def local(self, placement: Shard, coordinate: int) -> tuple[int, int]:
         """Returns (begin, end) on a coordinate, given the placement of the sliced dimension."""
         run = placement.local_size(coordinate) // self.all
         return self.first * run, (self.first + self.kept) * run
@@ -78,7 +78,7 @@ def _run(begin: int, size: int, whole: int | None) -> _Run | None:
 
 def _set_local_slice_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     placement, begin, size = strategy.inputs[0], read_constant(op, 1), read_constant(op, 2)
-    if not isinstance(placement, Split):
+    if not isinstance(placement, Shard):
         return UNCHANGED
     if size is None:
         size = [-1 if n is None else n for n in op.outputs[0].shape or ()]
@@ -208,7 +208,7 @@ def strided_slice_update(op: OpView) -> str:
 
 def _set_bounds(op: OpView, shape: Dims | None, placement: object, coordinate: int) -> Local:
     """Sets the bounds of the cut dimension, where they are not masked: all of it, or the local part of the runs."""
-    if not isinstance(placement, Split) or shape is None:
+    if not isinstance(placement, Shard) or shape is None:
         return UNCHANGED
     entry = next(e for e in _read_entries(op, shape) or () if e.source == placement.dim)
     if entry.entry is None:

@@ -4,7 +4,7 @@ value.
 
 from __future__ import annotations
 
-from whale.ir.layout import Split
+from whale.ir.layout import Shard
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.notation import REPLICATED
@@ -43,7 +43,7 @@ def scatter(op: OpView) -> str:
 
 def _zero_remote_rows(op: OpView, strategy: Strategy, coordinate: int) -> Local:
     cut = strategy.inputs[0]
-    if not isinstance(cut, Split) or cut.dim != 0 or isinstance(strategy.inputs[1], Split):
+    if not isinstance(cut, Shard) or cut.dim != 0 or isinstance(strategy.inputs[1], Shard):
         return UNCHANGED  # with ids that are cut, one rank has all
     return Local(window=Window(1, cut.offset(coordinate), cut.local_size(coordinate), masked=2, runs=cut.blocks))
 

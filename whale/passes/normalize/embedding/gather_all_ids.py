@@ -31,7 +31,7 @@ _SLOPES = {"SparseSegmentSumGrad": "sum", "SparseSegmentMeanGrad": "mean", "Spar
 _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub"})
 
 
-def look_up_every_id(program: Program) -> Program:
+def gather_all_ids(program: Program) -> Program:
     """Makes lookups under split scopes take every id, where that leaves no use of the unique ids."""
     changed = program
     for node in program.nodes:

@@ -23,7 +23,7 @@ from whale.sharding_rules.embedding import SUMS_BY_ID
 _COUNTS = frozenset({"Size"})
 
 
-def update_by_owner(program: Program) -> Program:
+def update_on_owners(program: Program) -> Program:
     """Lets updates of tables of split scopes run on the ranks that own the rows."""
     uniques = (n for n in program.nodes if n.op == "Unique" and split_scope(n.scope))
     updates = [u for n in uniques if (u := _Update(program, n)).is_by_row()]

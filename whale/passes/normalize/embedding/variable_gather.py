@@ -21,7 +21,7 @@ from whale.sharding_rules.graph import iterate_variable_uses
 _IDS = ("int32", "int64")  # in which `ResourceGather` takes them
 
 
-def look_up_in_variables(program: Program) -> Program:
+def gather_from_variables(program: Program) -> Program:
     """Rewrites ``program`` so that no variable is read only for lookups of rows (along dimension 0)."""
     found = program
     for handle in _only_looked_up(program):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import tensorflow as tf
 
-from tests.passes.normalize.test_every_id import IDS, scoped
+from tests.passes.normalize.test_gather_all_ids import IDS, scoped
 from whale.capture.function import capture_function
 from whale.ir.program import Program
-from whale.passes.normalize.embedding.owner_updates import update_by_owner
+from whale.passes.normalize.embedding.owner_updates import update_on_owners
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.inline import inline
 from whale.sharding_rules.embedding import SUMS_BY_ID
@@ -30,7 +30,7 @@ def updated(rows: Rows, scope: str = "split_0") -> Program:
 
     slopes = tf.TensorSpec([8, 3], tf.float32)
     program = fold(inline(capture_function(step, (IDS, slopes), {}).program))
-    return update_by_owner(scoped(program, scope))
+    return update_on_owners(scoped(program, scope))
 
 
 def by_row(read: tf.Tensor, sums: tf.Tensor, once: tf.Tensor) -> tf.Tensor:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Program
-from whale.passes.normalize.embedding.gather_all_ids import look_up_every_id
+from whale.passes.normalize.embedding.gather_all_ids import gather_all_ids
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.inline import inline
 
@@ -37,7 +37,7 @@ def found(loss: Callable[[tf.Variable, tf.Tensor], tf.Tensor], scope: str = "spl
         return value
 
     program = fold(inline(capture_function(step, (IDS,), {}).program))
-    return look_up_every_id(scoped(program, scope))
+    return gather_all_ids(scoped(program, scope))
 
 
 def ops_of(program: Program) -> set[str]:
@@ -91,7 +91,7 @@ def test_an_optimizer_takes_once_the_ids_that_were_looked_up() -> None:
         return value
 
     before = scoped(fold(inline(capture_function(step, (IDS,), {}).program)), "split_0")
-    program = look_up_every_id(before)
+    program = gather_all_ids(before)
     (unique,) = (n for n in program.nodes if n.op == "Unique")
     assert unique.inputs[0].node == "ids" and unique.outputs[1].shape == (8,)
     read = next(n for n in program.nodes if n.op == "ResourceGather")

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Node, Program, find_waited_for
-from whale.passes.normalize.embedding.variable_gather import look_up_in_variables
+from whale.passes.normalize.embedding.variable_gather import gather_from_variables
 from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.inline import inline
 
@@ -52,7 +52,7 @@ def trained(look_up: Step) -> Step:
     ],
 )
 def test_lookups_in_a_value_read_the_variable(look_up: Step, count: int) -> None:
-    program = look_up_in_variables(captured(trained(look_up)))
+    program = gather_from_variables(captured(trained(look_up)))
     assert not nodes_of(program, "ReadVariableOp") and not nodes_of(program, "GatherV2")
     found = nodes_of(program, "ResourceGather")
     assert len(found) == count
@@ -63,7 +63,7 @@ def test_lookups_in_a_value_read_the_variable(look_up: Step, count: int) -> None
 
 
 def test_rows_are_cast_where_the_table_was() -> None:
-    program = look_up_in_variables(captured(trained(lambda table, ids: tf.gather(tf.cast(table, tf.bfloat16), ids))))
+    program = gather_from_variables(captured(trained(lambda table, ids: tf.gather(tf.cast(table, tf.bfloat16), ids))))
     (found,) = nodes_of(program, "ResourceGather")
     assert not nodes_of(program, "ReadVariableOp") and found.outputs[0].dtype == "float32"
     (cast,) = (node for node, _ in program.consumers[found.list_refs()[0]])
@@ -77,7 +77,7 @@ def test_a_lookup_comes_before_what_changes_the_variable_after_the_reading() -> 
         table.assign_sub(2 * tf.ones([6, 3]))
         return tf.gather(found, ids)
 
-    program = look_up_in_variables(captured(step))
+    program = gather_from_variables(captured(step))
     (first,), (last,) = nodes_of(program, "AssignAddVariableOp"), nodes_of(program, "AssignSubVariableOp")
     (found,) = nodes_of(program, "ResourceGather")
     assert found.controls == (first.name,) and found.name in last.controls
@@ -110,4 +110,4 @@ def in_a_branch(table: tf.Variable, ids: tf.Tensor) -> tf.Tensor:
 )
 def test_what_else_needs_all_of_a_variable_keeps_its_reading(step: Step) -> None:
     before = captured(step)
-    assert look_up_in_variables(before) is before
+    assert gather_from_variables(before) is before
