@@ -75,6 +75,7 @@ def _python_environment_impl(context):
             copts = library["compile_flags"],
             linkopts = library["link_flags"],
             headers = "@environment//:{}.headers".format(library["name"]),
+            units = library["units"],
         ))
     context.file("BUILD", build)
     context.file("libraries.bzl", "FLAGS = {}\n\nCORE, OPS, LOOPBACK, CUDA = {}\n\nMPI = {}\n".format(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import whale as wh
+from tests.draws import one_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 MOST_LINES = 100
@@ -37,7 +38,7 @@ def test_every_example_is_short_and_known() -> None:
     assert {name: count for name, count in lengths.items() if count > MOST_LINES} == {}
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", one_of(3, SMALL))
 def test_an_example_learns(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +54,7 @@ def test_an_example_learns(
     assert len(losses) >= 2 and losses[-1] < losses[0], losses
 
 
+@pytest.mark.long
 def test_the_elastic_example_goes_on_without_a_rank() -> None:
     line = [sys.executable, "-m", "whale", "run", "-np", "2", str(FOLDER / "elastic.py"), "--epochs", "3"]
     run = subprocess.run([*line, "--kill-at", "70"], capture_output=True, text=True, timeout=240)

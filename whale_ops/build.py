@@ -269,7 +269,7 @@ def list_units(part: str) -> tuple[Unit, ...]:
 
 
 def describe() -> dict[str, Any]:
-    """Returns the flags common to all libraries, and each library's own, as `bazel/environment.bzl` wants them."""
+    """Returns the common flags, and each library's own with its units, as `bazel/environment.bzl` wants them."""
     return {
         "flags": _FLAGS,
         "libraries": [
@@ -279,6 +279,9 @@ def describe() -> dict[str, Any]:
                 "include_folders": target.include_folders,
                 "link_flags": target.link_flags,
                 "facts": target.facts,
+                "units": {
+                    unit.name: [str(one.relative_to(PACKAGE.parent)) for one in unit.sources] for unit in target.units
+                },
             }
             for target in _list_targets()
         ],

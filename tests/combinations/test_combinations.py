@@ -52,7 +52,7 @@ SAMPLE = [
 LAZY = {"table", "growing table", "hot table"}  # their optimizers are those of Keras 3
 
 
-@pytest.mark.parametrize("names", one_of(4, SAMPLE), ids=" + ".join)
+@pytest.mark.parametrize("names", one_of(6, SAMPLE), ids=" + ".join)
 def test_features_together_are_as_one_device(names: tuple[str, ...]) -> None:
     if LAZY & set(names) and tf.__version__ < "2.16":
         pytest.skip("lazy optimizers are those of Keras 3")
@@ -105,6 +105,7 @@ def test_a_stage_of_which_no_rank_has_rows_is_refused() -> None:
     assert kind == "refused" and what.startswith("no rank of a stage has a share of the batch"), what
 
 
+@pytest.mark.long
 def test_a_cell_is_run_again_and_the_page_has_what_others_came_to(tmp_path: Path) -> None:
     kept, out = tmp_path / "kept.jsonl", tmp_path / "page.md"
     kept.write_text('[["loop", "branch"], "refused", "as it was"]\n[["offload", "branch"], "refused", "as it was"]\n')

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.launcher.helpers import Launcher
 
 SCRIPT = """
@@ -26,6 +28,7 @@ print("rank", wh.rank(), "equal")
 """
 
 
+@pytest.mark.long
 def test_a_script_under_a_file_of_scopes(launcher: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "scopes.json"
     file.write_text(json.dumps({"block_[01]": {"stage": 0}, "block_2": {"stage": 1}, "block_1/kernel": {"split": {}}}))

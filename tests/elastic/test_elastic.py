@@ -19,7 +19,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.mark.parametrize(
     "case",
     one_of(
-        2,
+        3,
         [
             Case("shard", 3, "0:1:slow,9:0:late,11:1:kill"),
             Case("zero3+save+large", 3, "0:1:slow,9:0:stop,111:2:copy"),

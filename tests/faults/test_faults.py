@@ -16,7 +16,7 @@ _OF_DEVICES = [Trial(work, "kill", 2, 1, 0.3) for work in DEVICES]
 
 @pytest.mark.parametrize(
     "trial",
-    [*trials(6, seed=5, steps=0.0), *one_of(3, _OF_DEVICES)],
+    [*trials(4, seed=5, steps=0.0), *one_of(6, _OF_DEVICES)],
     ids=lambda trial: f"{trial.work}-{trial.kind}-{trial.size}-{trial.transport}",
 )
 def test_a_fault_is_an_error_on_every_other_rank(trial: Trial, tmp_path: Path) -> None:

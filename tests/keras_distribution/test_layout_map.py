@@ -20,8 +20,8 @@ HUB = pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="
 @pytest.mark.parametrize(
     "name, axes",
     [
-        pytest.param("fully_sharded", "2x1", marks=pytest.mark.long),
-        ("transformer", "2x2"),
+        ("fully_sharded", "2x1"),
+        pytest.param("transformer", "2x2", marks=pytest.mark.long),
         pytest.param("gemma", "1x2", marks=HUB),
         pytest.param("llama", "1x4", marks=HUB),
     ],

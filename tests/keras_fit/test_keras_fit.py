@@ -31,6 +31,7 @@ _MARKS = {
     ("keras", "auto"): pytest.mark.long,
     ("keras", "zero"): pytest.mark.long,
     ("keras", "split"): pytest.mark.long,
+    ("keras", "stages"): pytest.mark.long,
 }
 
 

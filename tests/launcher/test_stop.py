@@ -27,7 +27,7 @@ STUBBORN = (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", one_of(3, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_ends_all_ranks(launcher: Launcher, number: signal.Signals) -> None:
     launcher.settings = PATIENT  # so that they end by this signal, and not by the SIGKILL that follows
     with launcher.start("-np", "2", launcher.script(SLEEP)) as process:

@@ -60,7 +60,7 @@ def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fixed", "stages", "mesh"),
     one_of(
-        2,
+        6,
         [
             (["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
             pytest.param(

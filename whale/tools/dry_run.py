@@ -56,6 +56,7 @@ from whale.runtime.context import DryRun, find_running, process
 from whale.runtime.loss_scale import find_loss_scale
 from whale.runtime.start import plan_only
 from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.tools.plan_graph import StepPlan, add_step
 from whale.tools.plan_model import planned_again
 from whale.tools.run_as_main import as_main, beside, failures_told, located
 from whale.tools.what_if import compared, read_what_if
@@ -63,8 +64,8 @@ from whale.tools.what_if import compared, read_what_if
 _MOST = 5
 
 
-def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
-    """Returns the plan of a step for so many ranks, made in this process alone.
+def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPlan:
+    """Returns the plan of a step for so many ranks, made in this process alone; its ``graph()`` is one of networkx.
 
     Args:
       fn: a Python function, a tf.function or a wh.function.
@@ -84,7 +85,8 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> Plan:
     program = normalise(captured.program, settings)
     found = make_any_plan(program, settings)
     found = replace(found, strategy=completed(strategy_of(found), settings))
-    return add_memory(found, lower_shown_ranks(program, found, settings), settings)
+    found = add_memory(found, lower_shown_ranks(program, found, settings), settings)
+    return add_step(found, expand(program, found.expanded, settings))
 
 
 @dataclass(frozen=True)

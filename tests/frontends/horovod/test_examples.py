@@ -51,7 +51,7 @@ def spread(launcher: Launcher, name: str, *arguments: str) -> dict[str, list[flo
     return result(done.stdout)
 
 
-@pytest.mark.parametrize("name", one_of(2, ["keras_mnist.py", "synthetic_benchmark.py", "tf1_mnist.py"]))
+@pytest.mark.parametrize("name", one_of(3, ["synthetic_benchmark.py", "keras_mnist.py", "tf1_mnist.py"]))
 def test_example(launcher: Launcher, name: str) -> None:
     expected = alone(launcher, name)
     found = spread(launcher, name)

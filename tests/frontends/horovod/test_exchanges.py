@@ -26,6 +26,7 @@ def test_optimizers_tapes_and_callbacks(launcher: Launcher, keras: str) -> None:
     assert done.returncode == 0 and done.stdout.count("all of Keras") == 2, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_plain_mpirun_starts_it_too(launcher: Launcher) -> None:
     code = "import whale.horovod.tensorflow as hvd; hvd.init(); print('mean', float(hvd.allreduce(hvd.rank() * 2.0)))"
     line = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", code]

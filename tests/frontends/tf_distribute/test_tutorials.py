@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.draws import one_of
 from tests.forkserver import plain_python
 from tests.launcher.helpers import Launcher
 
@@ -30,7 +31,9 @@ def result(said: str) -> dict[str, list[float]]:
     return json.loads(found[1])
 
 
-@pytest.mark.parametrize("name", ["custom_training.py", "multi_worker_with_ctl.py", "multi_worker_with_keras.py"])
+@pytest.mark.parametrize(
+    "name", one_of(3, ["multi_worker_with_ctl.py", "custom_training.py", "multi_worker_with_keras.py"])
+)
 def test_tutorial(launcher: Launcher, name: str) -> None:
     launcher.environment["TF_CONFIG"] = WORKERS
     alone = changed(name, "from tests.frontends.tf_distribute.one_device import Strategy\nstrategy = Strategy()")

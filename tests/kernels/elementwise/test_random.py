@@ -78,10 +78,10 @@ def results(
     return [value.numpy() for value in step(x, *parts)], step, (x, *parts)
 
 
-@pytest.mark.parametrize("first", one_of(3, [0, 8, 16]))
+@pytest.mark.parametrize("first", one_of(6, range(0, 24, 4)))
 def test_values_have_the_bits_of_the_program_as_written(first: int) -> None:
     operations = lines = repeated = 0
-    for seed in range(first, first + 8):
+    for seed in range(first, first + 4):
         dtype = ("float64", "float32")[seed % 2]
         expected, *_ = results(tf.function, seed, dtype, ((2,), (0, 1, 2)))
         found, step, given = results(wh.function, seed, dtype, ((2,), (0, 1, 2)))
@@ -92,13 +92,13 @@ def test_values_have_the_bits_of_the_program_as_written(first: int) -> None:
         operations += len(made)
         lines += sum(len(node.attrs["program"]) for node in made)
         repeated += sum(" r" in line or " c" in line for node in made for line in node.attrs["program"])
-    assert operations > 20 and lines > 3 * operations and repeated > 16
+    assert operations > 10 and lines > 3 * operations and repeated > 8
 
 
-@pytest.mark.parametrize("first", one_of(3, [100, 108, 116]))
+@pytest.mark.parametrize("first", one_of(6, range(100, 124, 4)))
 def test_sums_are_those_of_the_program_as_written_but_for_rounding(first: int) -> None:
     sums = 0
-    for seed in range(first, first + 8):
+    for seed in range(first, first + 4):
         over = ((0, 1), (0, 1), (2,))
         expected, *_ = results(tf.function, seed, "float64", over)
         found, step, given = results(wh.function, seed, "float64", over)
@@ -106,4 +106,4 @@ def test_sums_are_those_of_the_program_as_written_but_for_rounding(first: int) -
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10, err_msg=f"seed {seed}")
         program = step._step(given, {}).compiled.ranks[0]
         sums += sum(node.attrs["S"] for node in program.nodes if node.op == ELEMENTWISE)
-    assert sums > 2
+    assert sums > 1

@@ -44,6 +44,7 @@ def looked(speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Looke
     return Looked(monkeypatch)
 
 
+@pytest.mark.long
 def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., None], looked: Looked) -> None:
     rows = 8
     ranks(4, **{"mesh.auto_parallel": True, "memory.zero_min_bytes": 0})

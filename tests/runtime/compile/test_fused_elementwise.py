@@ -91,7 +91,7 @@ def operations(program: Program) -> Counter[str]:
     ("count", "config", "staged"),
     [
         (1, {}, False),
-        (2, {}, False),
+        pytest.param(2, {}, False, marks=pytest.mark.long),
         (2, {"memory.zero": 3, "memory.zero_min_bytes": 0}, False),
         (1, {"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"}, False),
         (2, {"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"}, True),

@@ -146,6 +146,7 @@ def test_optimizers_give_the_same_bits(ranks: Start, dtype: str) -> None:
     assert len(fused.nodes) < 0.5 * len(plain.nodes)
 
 
+@pytest.mark.long
 def test_keras_2s_optimizers_give_the_same_bits(ranks: Start) -> None:
     import tf_keras
 
