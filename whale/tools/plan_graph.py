@@ -52,7 +52,7 @@ class StepPlan(Plan):
                 op=node.op,
                 scope=node.scope,
                 flops=estimate_work(node, inputs).flops,
-                shapes=[tuple(one.shape) for one in node.outputs],
+                shapes=[one.shape for one in node.outputs],
                 dtypes=[one.dtype for one in node.outputs],
                 layouts={axis: _list_layouts(plan, node) for axis, plan in plans.items()},
                 moved_bytes=moved.get(node.name, 0),
