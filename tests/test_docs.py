@@ -44,9 +44,10 @@ def _record(path: Path) -> tuple[str, str, str]:
 
 def test_the_index_of_decisions_is_complete() -> None:
     records = [_record(path) for path in sorted(DECISIONS.glob("[0-9]*.md"))]
-    rows = re.findall(
-        r"^\| \[(\d{4})\]\((.*?)\) \| (\S+) \| (.*?) \| (.+) \|$", (DECISIONS / "README.md").read_text(), re.MULTILINE
-    )
+    page = (DECISIONS / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\d{4})\]\((.*?)\) \| (\S+) \| (.*?) \| (.+) \|$", page, re.MULTILINE)
+    by_subject = page.partition("By subject:")[2].partition("By number:")[0]
+    assert set(re.findall(r"\[(\d{4})\]\(", by_subject)) == {number for number, *_ in rows}
     assert [(number, date, title) for number, _, date, title, _ in rows] == records
     assert [int(number) for number, *_ in records] == list(range(1, len(records) + 1))
     assert all((DECISIONS / link).exists() and link.startswith(number) for number, link, *_ in rows)
