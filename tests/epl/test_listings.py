@@ -40,7 +40,7 @@ def test_a_second_init_begins_again(started: None) -> None:
     from whale.runtime.context import require_current
 
     context = require_current()
-    assert context.config["pipeline.micro_batches"] == 2 and not context.split_everything and context.size == 4
+    assert context.config["pipeline.micro_batches"] == 2 and not context.scoping.split_everything and context.size == 4
     with pytest.raises(wh.ClusterError, match="connected") as error:
         wh.init({**RANKS, "communication.in_process_ranks": 2})
     assert "communication.in_process_ranks=2" in str(error.value)

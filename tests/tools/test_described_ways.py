@@ -70,7 +70,7 @@ def test_the_large_layer_is_sharded(text: str, described: f.Dlrm | f.Classifier,
     assert large.ranks == 4 and large.predicted is not None
     # As a step of the same model that ranks run in that way.
     ranks(4)
-    require_current("the test").auto = ChosenStrategy(choice)
+    require_current("the test").planning.auto = ChosenStrategy(choice)
     step, batch = trained(described)
     step(*batch)
     before = counted()

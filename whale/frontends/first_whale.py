@@ -105,8 +105,8 @@ def _spread(modes: Sequence[str]) -> None:
     if modes and set(modes) <= {"replica", "replicate"}:
         return
     if modes and set(modes) <= {"replica", "replicate", "split"}:
-        context.split_everything = True
-        context.dividing_scope_seen = True
+        context.scoping.split_everything = True
+        context.scoping.dividing_scope_seen = True
         return
     context.config = context.config.but({"mesh.auto_parallel": True})
 
@@ -133,8 +133,8 @@ def set_default_strategy(strategy: Any) -> None:
             expected="wh.replica() or wh.split()",
             action="enter the other scope where the code is that it is for",
         )
-    context.split_everything = isinstance(strategy, split)
-    context.dividing_scope_seen |= context.split_everything
+    context.scoping.split_everything = isinstance(strategy, split)
+    context.scoping.dividing_scope_seen |= context.scoping.split_everything
 
 
 Slice = tuple[tuple[int, ...], ...]

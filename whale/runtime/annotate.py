@@ -29,7 +29,7 @@ def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
       PlanError: devices that are no ranks of the run, or ranks that each train by themselves.
     """
     context = require_current("wh.annotate()")
-    if patterns and (context.solo or context.own_programs is not None):
+    if patterns and (context.solo or context.planning.own_programs is not None):
         raise PlanError(
             "annotations say how a program is divided, and the ranks of this run each run one of their own",
             given=", ".join(map(repr, patterns)),
@@ -38,11 +38,11 @@ def annotate(patterns: Mapping[str, Sequence[NamedScope]]) -> None:
         )
     for text, scopes in patterns.items():
         for scope in scopes:
-            context.annotations.append(
-                Pattern(text, scope.kind, format_scope_part(scope, len(context.annotations), context))
+            context.scoping.annotations.append(
+                Pattern(text, scope.kind, format_scope_part(scope, len(context.scoping.annotations), context))
             )
-            context.dividing_scope_seen |= scope.kind in ("split", "stage")
-            context.stages_seen |= scope.kind == "stage"
+            context.scoping.dividing_scope_seen |= scope.kind in ("split", "stage")
+            context.scoping.stages_seen |= scope.kind == "stage"
 
 
 class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,7 +93,7 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
 
 def put_in_default_scope(program: Program, context: Context) -> Program:
     """Returns ``program`` with all that is in no scope inside of ``wh.split``, where the run has that for a default."""
-    if not context.split_everything:
+    if not context.scoping.split_everything:
         return program
     return program.replace_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
 
@@ -104,17 +104,17 @@ def put_in_named_scopes(captured: Captured, context: Context) -> Captured:
     Raises:
       PlanError: the program trains, and nothing in it, and in those before, matches a pattern.
     """
-    if not context.annotations:
+    if not context.scoping.annotations:
         return captured
-    named = in_named_scopes(captured.program, context.annotations, find_variable_names(captured.variables))
-    context.annotated.update(named.matched)
+    named = in_named_scopes(captured.program, context.scoping.annotations, find_variable_names(captured.variables))
+    context.scoping.annotated.update(named.matched)
     if trains(captured.program):
         _refuse_unmatched(named, context)
     return replace(captured, program=named.program)
 
 
 def _refuse_unmatched(named: Named, context: Context) -> None:
-    missing = [p.text for p in context.annotations if p.text not in context.annotated]
+    missing = [p.text for p in context.scoping.annotations if p.text not in context.scoping.annotated]
     if missing:
         near = nearest(missing[0], named.names)
         raise PlanError(
@@ -128,7 +128,9 @@ def _refuse_unmatched(named: Named, context: Context) -> None:
 
 def describe_unmatched(context: Context) -> str:
     """Returns a sentence, for the end of a run, about annotations that matched nothing; "" if there are none."""
-    missing = list(dict.fromkeys(repr(p.text) for p in context.annotations if p.text not in context.annotated))
+    missing = list(
+        dict.fromkeys(repr(p.text) for p in context.scoping.annotations if p.text not in context.scoping.annotated)
+    )
     return f"no step of this run had anything for the annotations {', '.join(missing)}" if missing else ""
 
 

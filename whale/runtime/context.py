@@ -131,90 +131,144 @@ class ElasticHooks(Protocol):
 
 
 @dataclass
-class Context(Ranks):
-    """The state of one run of Whale.
+class ScopeState:
+    """What scopes the script has entered, and what it said by names instead.
 
     Attributes:
-      variables: who holds which part of the run's variables.
-      programs: number of programs compiled so far, equal on all ranks.
-      elements: number of messages so far about what ranks read, equal on all ranks.
-      scopes: paths of the scopes that are entered, the innermost last; scope_count: how many were entered so far.
+      scopes: paths of the scopes that are entered, the innermost last.
+      scope_count: how many scopes were entered so far.
       dividing_scope_seen: whether a split or a stage was entered: ranks may come to hold parts of variables, or none.
       stages_seen: whether a stage was: steps then take whole batches.
-      predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
-      offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
-      loss_scale: of float16 steps; None before the first one.
-      fed_scale: the same of the graphs of sessions.
-      failed: whether a step of this rank has failed; the others are told so at the end.
-      dry: what a run is for that only plans; None: it computes.
-      apart: how ranks of hosts are reached that have no MPI in common; None: all have.
-      after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
-      at_once_bytes: of variables that were made before it was known whether they are divided.
-      searched_all: whether `auto_parallel` had time for every way, so that its choice may be kept.
-      auto: how ``auto_parallel`` spreads this run's programs; None before the first training step.
-      saved: the plan that one of the programs runs under; None: all are planned.
-      described: the plan of a described or measured model that training programs are spread by, and its file.
-      meter: what measures the steps of this run; None: nobody asks.
-      own_programs: None: the ranks run one program together, which is the usual case.
-      meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
       split_ranks: ranks in a row that divide tensors together, where the script says so by a number; 0: as configured.
       split_everything: whether steps are planned as if they stood inside of ``wh.split``.
-      written: paths that the first rank has written, and others might read too early.
-      annotations: scopes by names of layers and variables; annotated: the patterns that anything matched so far.
+      annotations: scopes by names of layers and variables.
+      annotated: the patterns of these that anything matched so far.
+    """
+
+    scopes: list[str] = field(default_factory=list)
+    scope_count: int = 0
+    dividing_scope_seen: bool = False
+    stages_seen: bool = False
+    split_ranks: int = 0
+    split_everything: bool = False
+    annotations: list[Pattern] = field(default_factory=list)
+    annotated: set[str] = field(default_factory=set)
+
+
+@dataclass
+class PlanningState:
+    """What a run plans its programs by, beside its configuration.
+
+    Attributes:
+      dry: what a run is for that only plans; None: it computes.
+      saved: the plan that one of the programs runs under; None: all are planned.
+      described: the plan of a described or measured model that training programs are spread by, and its file.
+      auto: how ``auto_parallel`` divides this run's programs; None before the first training step.
+      searched_all: whether `auto_parallel` had time for every candidate, so that its choice may be kept.
+      own_programs: None: the ranks run one program together, which is the usual case.
+      meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
+      meter: what measures the steps of this run; None: nobody asks.
+    """
+
+    dry: DryRun | None = None
+    saved: SavedPlan | None = None
+    described: tuple[PlanFile, str] | None = None
+    auto: ChosenStrategy | None = None
+    searched_all: bool = True
+    own_programs: OwnPrograms | None = None
+    meaning: GraphSemantics | None = None
+    meter: Meter | None = None
+
+
+@dataclass
+class LossScales:
+    """The loss scales of a run under ``precision.compute_dtype=float16``.
+
+    Attributes:
+      loss_scale: of steps; None before the first one.
+      fed_scale: of the graphs of sessions.
+    """
+
+    loss_scale: LossScale | None = None
+    fed_scale: LossScaleFeed | None = None
+
+
+@dataclass
+class Reports:
+    """What was said of a run's programs, so that it is said once, and what reports ask for.
+
+    Attributes:
+      predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
+      offloaded: name of a program -> bytes that a step copies to the host's memory, and from it, on the ranks here.
       compiled_for: the inputs of the latest program of each name, in words.
       whole: names of programs that every rank computes whole, which was said.
       on_device: what was said of tables that are not kept in the host's memory.
       plans_not_kept: whether it was said why plans are not kept for later runs.
-      outside: what changes variables beside the run's programs; None when no other process takes part.
-      distributed: whether a program of this run updates variables.
-      solo: whether the ranks may each train alone.
-      notice: hears that the run is to end, where it may save then.
-      elastic: has this rank go on when others are gone; None: the run ends then.
+    """
+
+    predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
+    offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    compiled_for: dict[str, str] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    on_device: set[str] = field(default_factory=set)
+    plans_not_kept: bool = False
+
+
+@dataclass
+class Hooks:
+    """What else is done when runs of a session, or the run itself, end.
+
+    Attributes:
       between_runs: what is done on every rank after a run of a session that all ranks make.
       at_end: what puts TensorFlow's settings back that the run has changed.
       before_shutdown: what an orderly end waits for, on every rank: checkpoints that threads write.
     """
 
+    between_runs: list[Callable[[], None]] = field(default_factory=list)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    before_shutdown: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass
+class Context(Ranks):
+    """The state of one run of Whale.
+
+    Attributes:
+      variables: who holds which part of the run's variables.
+      scoping, planning, scaling, reports, hooks: what is kept of scopes, of plans, of loss scales, of what was said, and of
+        what is done at ends.
+      programs: number of programs compiled so far, equal on all ranks.
+      elements: number of messages so far about what ranks read, equal on all ranks.
+      failed: whether a step of this rank has failed; the others are told so at the end.
+      apart: how ranks of hosts are reached that have no MPI in common; None: all have.
+      after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
+      at_once_bytes: of variables that were made before it was known whether they are divided.
+      written: paths that the first rank has written, and others might read too early.
+      outside: what changes variables beside the run's programs; None when no other process takes part.
+      distributed: whether a program of this run updates variables.
+      solo: whether the ranks may each train alone.
+      notice: hears that the run is to end, where it may save then.
+      elastic: has this rank go on when others are gone; None: the run ends then.
+    """
+
     variables: VariableStore = field(default_factory=VariableStore)
+    scoping: ScopeState = field(default_factory=ScopeState)
+    planning: PlanningState = field(default_factory=PlanningState)
+    scaling: LossScales = field(default_factory=LossScales)
+    reports: Reports = field(default_factory=Reports)
+    hooks: Hooks = field(default_factory=Hooks)
     programs: int = 0
     elements: int = 0
-    scopes: list[str] = field(default_factory=list)
-    scope_count: int = 0
-    dividing_scope_seen: bool = False
-    stages_seen: bool = False
-    predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
-    offloaded: dict[str, tuple[int, int]] = field(default_factory=dict)
-    loss_scale: LossScale | None = None
-    fed_scale: LossScaleFeed | None = None
     failed: bool = False
-    dry: DryRun | None = None
     after_horovod: bool = False
     apart: SocketBootstrap | None = None
     at_once_bytes: int = 0
-    searched_all: bool = True
-    auto: ChosenStrategy | None = None
-    saved: SavedPlan | None = None
-    described: tuple[PlanFile, str] | None = None
-    meter: Meter | None = None
-    own_programs: OwnPrograms | None = None
-    meaning: GraphSemantics | None = None
-    split_ranks: int = 0
-    split_everything: bool = False
     written: set[str] = field(default_factory=set)
-    annotations: list[Pattern] = field(default_factory=list)
-    annotated: set[str] = field(default_factory=set)
-    compiled_for: dict[str, str] = field(default_factory=dict)
-    whole: set[str] = field(default_factory=set)
-    on_device: set[str] = field(default_factory=set)
-    plans_not_kept: bool = False
     outside: ExternalUpdates | None = None
     distributed: bool = False
     solo: bool = False
     notice: PreemptionNotice | None = None
     elastic: ElasticHooks | None = None
-    between_runs: list[Callable[[], None]] = field(default_factory=list)
-    at_end: list[Callable[[], None]] = field(default_factory=list)
-    before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
     def watch_calls(
         self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]
@@ -224,7 +278,7 @@ class Context(Ranks):
             call = self.watch.progress.count_steps(call, name)
         if self.trace is not None:
             call = self.trace.trace_steps(call, name, number)
-        return call if self.meter is None else self.meter.measure_steps(call, plan())
+        return call if self.planning.meter is None else self.planning.meter.measure_steps(call, plan())
 
     @property
     def is_elastic(self) -> bool:
@@ -255,13 +309,13 @@ class Context(Ranks):
         """Returns how many ranks programs are planned for: those of the run, or of the one that a dry run stands
         for.
         """
-        return self.size if self.dry is None else self.dry.size
+        return self.size if self.planning.dry is None else self.planning.dry.size
 
     @property
     def mesh(self) -> Mesh:
         """Returns the sizes of axes that the configuration gives, or a number of ranks that divide tensors."""
         said = self.config["mesh"]
-        return said if said or not self.split_ranks else Mesh(**{TENSOR: self.split_ranks})
+        return said if said or not self.scoping.split_ranks else Mesh(**{TENSOR: self.scoping.split_ranks})
 
     @property
     def local_ranks(self) -> int:
@@ -271,7 +325,7 @@ class Context(Ranks):
     @property
     def has_local_batch(self) -> bool:
         """Tells whether every rank brings a batch of its own."""
-        spread = self.has_other_processes or self.dry is not None
+        spread = self.has_other_processes or self.planning.dry is not None
         return spread and self.config["batch.mode"] == "local"
 
     @property
@@ -282,13 +336,13 @@ class Context(Ranks):
         Recording what initializers do costs a first step more than running them: it is not done for what is whole in
         the end.
         """
-        given = self.saved is not None or self.described is not None
-        return not given and all(_REPLICAS.fullmatch(path) for path in self.scopes)
+        given = self.planning.saved is not None or self.planning.described is not None
+        return not given and all(_REPLICAS.fullmatch(path) for path in self.scoping.scopes)
 
     @property
     def may_divide_variables(self) -> bool:
         """Tells whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
-        if self.dry is not None or (self.size == 1 and not self.config["memory.offload"]):
+        if self.planning.dry is not None or (self.size == 1 and not self.config["memory.offload"]):
             return False
         return bool(self._is_asked_to_divide or self.config["mesh.auto_parallel"])
 
@@ -298,8 +352,8 @@ class Context(Ranks):
         return bool(
             self.config["memory.zero"]
             or self.config["memory.offload"]
-            or (self.scopes and not self._is_only_replicating)
-            or self.dividing_scope_seen
+            or (self.scoping.scopes and not self._is_only_replicating)
+            or self.scoping.dividing_scope_seen
         )
 
     def should_defer(self, size_bytes: int | None) -> bool:
@@ -310,7 +364,7 @@ class Context(Ranks):
         """
         if not self.may_divide_variables:
             return False
-        given = self.saved is not None or self.described is not None
+        given = self.planning.saved is not None or self.planning.described is not None
         if size_bytes is None or size_bytes > _SMALL_BYTES or self._is_asked_to_divide or given:
             return True
         self.at_once_bytes += size_bytes

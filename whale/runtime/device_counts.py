@@ -32,7 +32,7 @@ def set_split_ranks(count: int | None) -> None:
         return
     check_count("split", count)
     config = context.config
-    known = context.mesh.get(TENSOR) or (context.planned_size if context.dividing_scope_seen else 0)
+    known = context.mesh.get(TENSOR) or (context.planned_size if context.scoping.dividing_scope_seen else 0)
     if (config["mesh"] or known) and known != count:
         raise PlanError(
             "tensors of a run are divided over one number of ranks",
@@ -40,7 +40,7 @@ def set_split_ranks(count: int | None) -> None:
             expected="one number for all splits",
             action="give every wh.split the same device_count, or name axes with the key mesh",
         )
-    context.split_ranks = count
+    context.scoping.split_ranks = count
 
 
 def refuse_unnamed_stage(count: int | None) -> None:

@@ -22,9 +22,9 @@ def find_loss_scale(context: Context) -> LossScale | None:
     config = context.config
     if config["precision.compute_dtype"] != "float16":
         return None
-    if context.loss_scale is None:
-        context.loss_scale = LossScale(*_first_and_growth(config))
-    return context.loss_scale
+    if context.scaling.loss_scale is None:
+        context.scaling.loss_scale = LossScale(*_first_and_growth(config))
+    return context.scaling.loss_scale
 
 
 def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
@@ -32,9 +32,9 @@ def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
     config = context.config
     if config["precision.compute_dtype"] != "float16":
         return None
-    if context.fed_scale is None:
-        context.fed_scale = LossScaleFeed(*_first_and_growth(config))
-    return context.fed_scale
+    if context.scaling.fed_scale is None:
+        context.scaling.fed_scale = LossScaleFeed(*_first_and_growth(config))
+    return context.scaling.fed_scale
 
 
 def loss_scale() -> float:
@@ -47,8 +47,8 @@ def loss_scale() -> float:
       ConfigError: losses are not scaled.
     """
     context = require_current("wh.loss_scale()")
-    if context.fed_scale is not None and context.loss_scale is None:
-        return context.fed_scale.scale
+    if context.scaling.fed_scale is not None and context.scaling.loss_scale is None:
+        return context.scaling.fed_scale.scale
     found = find_loss_scale(context)
     if found is None:
         raise ConfigError(

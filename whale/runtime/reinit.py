@@ -10,7 +10,7 @@ from typing import Any
 from whale.config import Config
 from whale.errors import ClusterError
 from whale.log import set_level
-from whale.runtime.context import Context, find_running
+from whale.runtime.context import Context, LossScales, ScopeState, find_running
 
 # Keys of settings that the ranks were connected with; these stay as they are until ranks are connected again.
 _CONNECTED = ("communication.", "fault.", "debug.trace", "debug.emulate")
@@ -45,9 +45,5 @@ def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
 
 
 def _forget(context: Context) -> None:
-    context.scopes.clear()
-    context.annotations.clear()
-    context.annotated.clear()
-    context.scope_count = context.split_ranks = 0
-    context.dividing_scope_seen = context.stages_seen = context.split_everything = False
-    context.auto = context.saved = context.loss_scale = context.fed_scale = context.meaning = None
+    context.scoping, context.scaling = ScopeState(), LossScales()
+    context.planning.auto = context.planning.saved = context.planning.meaning = None

@@ -67,7 +67,7 @@ def _format_settings(scope: NamedScope, context: Context) -> str:
                 action=f"correct {name}, or leave it out",
             )
         settings.append(f"{name}={at}")
-    inside_of = ranks_of_scope("/".join(context.scopes[-1:]))
+    inside_of = ranks_of_scope("/".join(context.scoping.scopes[-1:]))
     if devices is not None and (len(devices) < size or inside_of is not None):
         settings.append(_format_ranks(sorted(devices)))
     return f"({','.join(settings)})" if settings else ""
@@ -125,10 +125,10 @@ def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
     """
     context = require_current("the scope wh.stage")
     ranks = _check_devices("stage", devices, context)
-    if stage_of("/".join(context.scopes[-1:])):
+    if stage_of("/".join(context.scoping.scopes[-1:])):
         raise PlanError(
             "a stage inside a stage",
-            given=context.scopes[-1],
+            given=context.scoping.scopes[-1],
             expected="stages beside each other",
             action="leave the inner wh.stage out",
         )
@@ -204,7 +204,7 @@ def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
             expected="an integer of at least 1",
             action="correct num_micro_batch",
         )
-    path = "".join(context.scopes[-1:])
+    path = "".join(context.scoping.scopes[-1:])
     if stage_of(path) or any(map(split_scope, path.split("/"))):
         raise PlanError(
             "a pipeline inside a stage or a split",
@@ -213,7 +213,7 @@ def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
             action="enter wh.pipeline around them",
         )
     settings = f"(micro_batches={num_micro_batch})"
-    find_micro_batches(context, [*context.scopes[-1:], f"pipeline_0{settings}"])
+    find_micro_batches(context, [*context.scoping.scopes[-1:], f"pipeline_0{settings}"])
     with _enter_path(context, "pipeline", settings):
         yield
 
@@ -243,23 +243,27 @@ def find_micro_batches(context: Context, paths: Iterable[str]) -> int:
 def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     # Numbered within a graph, so that tracing it again gives the same names; behind those that layers were created in.
-    number = getattr(graph, "_whale_scopes", context.scope_count) if graph is not None else context.scope_count
-    path = "/".join([*context.scopes[-1:], f"{kind}_{number}{settings}"])
+    number = (
+        getattr(graph, "_whale_scopes", context.scoping.scope_count)
+        if graph is not None
+        else context.scoping.scope_count
+    )
+    path = "/".join([*context.scoping.scopes[-1:], f"{kind}_{number}{settings}"])
     if graph is not None:
         graph._whale_scopes = number + 1
     else:
-        context.scope_count = number + 1
+        context.scoping.scope_count = number + 1
 
     def create_in_scope(next_creator: Any, **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
         setattr(variable, SCOPE_ATTR, path)
         return variable
 
-    context.dividing_scope_seen |= kind in ("split", "stage")
-    context.stages_seen |= kind == "stage"
-    context.scopes.append(path)
+    context.scoping.dividing_scope_seen |= kind in ("split", "stage")
+    context.scoping.stages_seen |= kind == "stage"
+    context.scoping.scopes.append(path)
     with ExitStack() as stack:
-        stack.callback(context.scopes.pop)
+        stack.callback(context.scoping.scopes.pop)
         stack.enter_context(tf.variable_creator_scope(create_in_scope))
         if graph is not None:
             attribute = attr_value_pb2.AttrValue(s=path.encode())
@@ -291,7 +295,7 @@ def mark_recomputed() -> AbstractContextManager[None]:
 
 def join_path(context: Context, path: str) -> str:
     """Returns the path of an earlier scope for code that is built inside the scopes that are entered now."""
-    outer = "".join(context.scopes[-1:])
+    outer = "".join(context.scoping.scopes[-1:])
     if not outer or outer == path or path.startswith(f"{outer}/"):
         return path
     return outer if stage_of(outer) and stage_of(path) else f"{outer}/{path}"

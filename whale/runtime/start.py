@@ -30,7 +30,7 @@ from whale.distributed.watch import LauncherWatch
 from whale.errors import ClusterError, ConfigError, WhaleError
 from whale.log import log, set_level
 from whale.runtime.annotate import annotate, describe_unmatched, read_annotations
-from whale.runtime.context import Context, DryRun, OwnPrograms, local_ranks, process, require_current
+from whale.runtime.context import Context, DryRun, OwnPrograms, PlanningState, local_ranks, process, require_current
 from whale.runtime.elastic.elastic_run import Elastic
 from whale.runtime.reinit import begin_again
 from whale.runtime.saved_plan import SavedPlan, read_saved_plan
@@ -99,7 +99,7 @@ def init(
         config = config if isinstance(config, Config) else Config(config or {})
         config = config if config["fault.elastic"] else config.but({"fault.elastic": "memory"})
     going_on = process.context
-    if going_on is not None and going_on.own_programs is None and not plan and not solo:
+    if going_on is not None and going_on.planning.own_programs is None and not plan and not solo:
         begin_again(config)
         return
     _begin(config, plan, own_programs=False, solo=solo)
@@ -156,17 +156,17 @@ def _begin(
         with open_span(trace, "wh.init", "init"):
             context = _start(config, place, f"whale{process.runs}", trace)
             if own_programs:
-                context.own_programs = OwnPrograms(local_ranks(context))
+                context.planning.own_programs = OwnPrograms(local_ranks(context))
             elif context.has_other_processes or joins():
                 _share_random_state(context, solo)
             if isinstance(saved, SavedPlan):
-                context.saved, context.auto = saved, saved.chosen_strategy
+                context.planning.saved, context.planning.auto = saved, saved.chosen_strategy
             elif saved is not None:
-                context.described = saved, path
+                context.planning.described = saved, path
             context.solo = solo
             annotate(annotations)
             deferred.install(lambda size_bytes: not context.ended and context.should_defer(size_bytes))
-            context.at_end.append(restart_streams())
+            context.hooks.at_end.append(restart_streams())
     except BaseException as error:
         _undo()
         if trace is not None:
@@ -269,13 +269,13 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
             watch.look_after(None)
     process.context = Context(
         config, place, size, ranks, comms, name, watch, trace,
-        dry=process.dry, meter=process.meter, after_horovod=after_horovod, apart=apart,
+        planning=PlanningState(dry=process.dry, meter=process.meter), after_horovod=after_horovod, apart=apart,
     )  # fmt: skip
     if config["communication.backend"] == "horovod" and process.dry is None:
         horovod.start(config, size, ranks)
     if process.dry is None and config["fault.notice_s"]:
         process.context.notice = PreemptionNotice()
-        process.context.at_end.append(process.context.notice.stop)
+        process.context.hooks.at_end.append(process.context.notice.stop)
     if process.dry is None and config["fault.elastic"] and (size > 1 or joins()):
         process.context.elastic = Elastic(process.context)
     if process.dry is None:
@@ -292,8 +292,8 @@ def shutdown() -> None:
     came first, MPI is Horovod's to end, and both go on.
     """
     try:
-        while process.context is not None and process.context.before_shutdown:
-            process.context.before_shutdown.pop()()
+        while process.context is not None and process.context.hooks.before_shutdown:
+            process.context.hooks.before_shutdown.pop()()
     finally:
         _end()
 
@@ -305,15 +305,20 @@ def _end() -> None:
     context.ended = True
     _conclude(context)
     context.variables.clear()
-    for put_back in context.at_end:
+    for put_back in context.hooks.at_end:
         put_back()
     if context.seeds is not None:
         context.seeds.take_back()
     if context.outside is not None:
         context.outside.take_back()
-    if context.saved is not None and not context.saved.used and context.dry is None and context.rank == 0:
-        log.warning(f"no step of this run was the one of the saved plan {context.saved.path}")
-    if context.dry is None and context.rank == 0 and (missing := describe_unmatched(context)):
+    if (
+        context.planning.saved is not None
+        and not context.planning.saved.used
+        and context.planning.dry is None
+        and context.rank == 0
+    ):
+        log.warning(f"no step of this run was the one of the saved plan {context.planning.saved.path}")
+    if context.planning.dry is None and context.rank == 0 and (missing := describe_unmatched(context)):
         log.warning(missing)
     if not context.after_horovod:
         horovod.stop()  # MPI ends with the last communicator, and must not end under Horovod's thread

@@ -62,12 +62,12 @@ class _Meter:
         self.kernels: defaultdict[str, float] = defaultdict(float)
 
     def note_plan(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
-        saved = require_current().saved
+        saved = require_current().planning.saved
         if saved is not None and plan.fingerprint == saved.plan.fingerprint:
             self.seen = Planned(program, plan, settings)
 
     def measure_steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-        saved = require_current().saved
+        saved = require_current().planning.saved
         if saved is None or plan.fingerprint != saved.plan.fingerprint:
             return call
         return lambda *args: self._step(call, args)

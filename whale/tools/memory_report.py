@@ -99,11 +99,11 @@ def memory_report() -> MemoryReport:
     return MemoryReport(
         context.ranks,
         dict(held),
-        {name: find() for name, find in context.predicted.items()},
+        {name: find() for name, find in context.reports.predicted.items()},
         *allocated,
         resident,
         most,
         context.variables.count_host_bytes(),
-        offloaded_bytes() if context.offloaded else (0, 0),
-        dict(context.offloaded),
+        offloaded_bytes() if context.reports.offloaded else (0, 0),
+        dict(context.reports.offloaded),
     )

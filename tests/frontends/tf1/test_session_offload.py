@@ -80,7 +80,7 @@ def test_state_lies_in_the_hosts_memory(ranks: Start, tmp_path: Path, how: str, 
         copied = tuple(now - then for now, then in zip(offloaded_bytes(), before))
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, 1e-12, 1e-12)
-    assert copied == require_current().offloaded["session"] and min(copied) > 0
+    assert copied == require_current().reports.offloaded["session"] and min(copied) > 0
     where: dict[str, set[str]] = {}
     for graph in metadata.partition_graphs:
         for node in graph.node:

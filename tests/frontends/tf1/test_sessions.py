@@ -102,7 +102,7 @@ def test_a_supervisor_acts_between_runs(ranks: Start, tmp_path: Path) -> None:
     context = find_running()
     assert context is not None
     trained(v1.Session)
-    assert context.between_runs == []
+    assert context.hooks.between_runs == []
 
 
 def test_sync_replicas_is_the_optimizer_that_it_wraps(ranks: Start, capfd: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_a_large_classifier_is_split_without_a_scope(
     assert worst.error <= limit("float64", 0.0), worst
     plan = started(classifier)
     hand_made = Classifier(wh.function, wh.replica, wh.split).step.plan(*classifier.batch(0))
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None and chosen.strategy.split
     inner = plan.inner or plan
     assert any(isinstance(p, Shard) for p in inner.variables.values())
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_not_chosen(
     # Weight, its two moments, gradient and logits take 2 MB: one of two parts fits, the whole does not.
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1.9e6, "for the test"))
     started(classifier)
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None and (chosen.strategy.split or chosen.strategy.zero)
     wh.shutdown()
     monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e5, "for the test"))
@@ -136,7 +136,7 @@ def test_activations_are_computed_again_where_memory_binds(
     deep = Deep(wh.function, 32)
     worst = difference(expected, deep.train(8192), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None and chosen.strategy.recompute == "auto", chosen
     least = min(taken, key=lambda way: way.bytes)
     assert least.bytes <= limit_bytes < plain.bytes and chosen.step_s > plain.seconds  # memory for time
@@ -174,7 +174,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     monkeypatch.setattr(team, "predicted", predicted)
     deep = Deep(wh.function, 2)
     deep.step.plan(*deep.batch(0, 64))
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     wh.shutdown()
     shares = {name: s / taken[name] for name, s in lasting.items() if name != "data parallel"}
     assert len(shares) > 4
@@ -186,7 +186,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     deep = Deep(wh.function, 2)
     deep.step.plan(*deep.batch(0, 64))
     assert set(taken) < planned
-    assert context.require_current().auto == chosen
+    assert context.require_current().planning.auto == chosen
 
 
 def test_unequal_ranks_get_rows_by_their_speed(
@@ -208,7 +208,7 @@ def test_unequal_ranks_get_rows_by_their_speed(
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].shares == (11, 5)
-    assert context.require_current().auto.strategy.shares == found[0].shares
+    assert context.require_current().planning.auto.strategy.shares == found[0].shares
 
 
 def test_rows_so_few_that_unequal_ranks_have_as_many(ranks: Callable[..., None], speed: Callable[..., None]) -> None:
@@ -217,7 +217,7 @@ def test_rows_so_few_that_unequal_ranks_have_as_many(ranks: Callable[..., None],
     ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function)
     classifier.step.plan(*(part[:4] for part in classifier.batch(0)))
-    assert not context.require_current().auto.strategy.shares
+    assert not context.require_current().planning.auto.strategy.shares
 
 
 def test_all_ranks_end_together_whatever_they_do_once() -> None:
@@ -284,7 +284,7 @@ def test_a_pipeline_is_found_without_a_scope(
     deep = Deep(wh.function)
     worst = difference(expected, deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None and len(chosen.strategy.stages) == count, chosen
     assert len(deep.step.plan(*deep.batch(0)).stage_groups) == count
 
@@ -308,7 +308,7 @@ def test_an_optimizers_state_is_divided_where_its_update_takes_long(
     monkeypatch.setattr(search, "choices", lambda *a: [c for c in choices(*a) if not c.split])
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None and chosen.strategy.zero == 1
 
 

@@ -66,7 +66,7 @@ def test_weights_are_divided_too_where_state_is_not_enough(ranks: Callable[..., 
     deep = Deep(wh.function, 8)
     worst = difference(Deep(depth=8).train(rows), deep.train(rows), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None and chosen.strategy.zero == 3 and not chosen.strategy.is_pipelined
 
 
@@ -83,5 +83,5 @@ def test_replicas_of_stages_divide_their_state_where_memory_binds(ranks: Callabl
     deep = Deep(wh.function, 8)
     worst = difference(Deep(depth=8).train(), deep.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None and chosen.strategy.zero == 1 and chosen.strategy.stages == plain.strategy.stages

@@ -59,7 +59,11 @@ def trained(ranks: Ranks, cache: Path, steps: int = 3, **config: Any) -> tuple[P
     scopes = () if config.get("mesh.auto_parallel") else (wh.replica, wh.split)
     classifier = Classifier(wh.function, *scopes)
     losses = [np.asarray(classifier.step(*classifier.batch(i))) for i in range(steps)]
-    found = {"losses": np.asarray(losses), **classifier.values(), "memory": require_current().predicted["step"]()}
+    found = {
+        "losses": np.asarray(losses),
+        **classifier.values(),
+        "memory": require_current().reports.predicted["step"](),
+    }
     plan = classifier.step.plan(*classifier.batch(0))
     wh.shutdown()
     return plan, found

@@ -95,7 +95,7 @@ def test_what_was_predicted_is_what_runs(
     monkeypatch.setattr(compile, "lower_ranks", lower_ranks)
     ranks(2, **{"mesh.auto_parallel": True, **config})
     make()()
-    chosen = context.require_current().auto
+    chosen = context.require_current().planning.auto
     assert chosen is not None
     programs = foreseen[chosen.strategy.name]
     (here,) = [one for one in ran if one[0].name == programs[0].name]
@@ -109,12 +109,12 @@ def test_memory_limit_bytes_binds_the_choice(ranks: Callable[..., None], speed: 
     speed(SLOW_LINK)  # every rank alone is the fastest way, and needs the whole weight and its two moments
     ranks(2, **{"mesh.auto_parallel": True})
     classifier(adam=True)()
-    free = context.require_current().auto
+    free = context.require_current().planning.auto
     assert free is not None and free.strategy.replicated
     wh.shutdown()
     ranks(2, **{"mesh.auto_parallel": True, "memory.limit_bytes": int(0.8 * free.held_bytes)})
     classifier(adam=True)()
-    bound = context.require_current().auto
+    bound = context.require_current().planning.auto
     assert bound is not None and bound.held_bytes <= 0.8 * free.held_bytes
     wh.shutdown()
     ranks(2, **{"mesh.auto_parallel": True, "memory.limit_bytes": 100_000})
@@ -128,13 +128,13 @@ def test_the_cgroups_limit_binds_the_choice(
     speed(SLOW_LINK)
     ranks(2, **{"mesh.auto_parallel": True})
     classifier(adam=True)()
-    free = context.require_current().auto
+    free = context.require_current().planning.auto
     assert free is not None and free.strategy.replicated
     wh.shutdown()
     limit = int(0.8 * free.held_bytes)
     monkeypatch.setattr(memory_plan, "memory_limit_bytes", lambda: 2 * limit)  # of the host's two ranks together
     ranks(2, **{"mesh.auto_parallel": True})
     classifier(adam=True)()
-    bound = context.require_current().auto
+    bound = context.require_current().planning.auto
     assert bound is not None and bound.held_bytes <= limit
     assert not tf.config.list_physical_devices("GPU")  # whose memory no cgroup limits

@@ -76,7 +76,7 @@ def test_a_team_finds_what_one_process_finds(
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     alone, together = found
-    assert together.chosen == alone.chosen == context.require_current().auto
+    assert together.chosen == alone.chosen == context.require_current().planning.auto
     assert together.made.plan == alone.made.plan
     assert together.is_whole and teams[-1].looked_at
     # Which ways cannot run does not depend on who tries them.

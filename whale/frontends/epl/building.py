@@ -81,7 +81,7 @@ def _find_share(losses: Any, variables: Any) -> float:
 def is_active() -> bool:
     """Tells whether a script of the library runs in this process, and builds a graph."""
     context = find_running()
-    return context is not None and context.meaning is not None and not tf.executing_eagerly()
+    return context is not None and context.planning.meaning is not None and not tf.executing_eagerly()
 
 
 def _patch_updates(kind: type) -> None:

@@ -77,11 +77,11 @@ def init(config: Config | None = None) -> None:
     building.patch_gradients()
     patch_iterators()
     context = require_current("epl.init()")
-    context.meaning = _EplSemantics()
+    context.planning.meaning = _EplSemantics()
     if context.seeds is not None:
         context.seeds.leave_draws_to_ranks()
     # Task graphs come to lie apart or split; that is known when they are all there.
-    context.dividing_scope_seen = True
+    context.scoping.dividing_scope_seen = True
     env.is_ready = True
     env.cluster = Cluster(layout="all" if config.cluster.colocate_split_and_replicate else "auto")
     _tell(config)

@@ -39,7 +39,7 @@ def require_context(what: str, process_set: Any) -> Context:
 
 def make_key(context: Context, kind: str, name: str | None) -> str:
     """Returns the key under which the ranks meet: equal on all of them where their scripts do the same."""
-    programs = context.own_programs
+    programs = context.planning.own_programs
     assert programs is not None
     programs.exchanges += 1
     if tf.executing_eagerly():

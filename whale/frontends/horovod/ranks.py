@@ -30,8 +30,8 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
     if context is None:
         start.init_own_programs(config)
         began, programs = require_own_run("hvd.init()")
-        began.before_shutdown.append(lambda: _say_if_nothing_was_exchanged(began, programs))
-    elif context.own_programs is None:
+        began.hooks.before_shutdown.append(lambda: _say_if_nothing_was_exchanged(began, programs))
+    elif context.planning.own_programs is None:
         raise ClusterError(
             "wh.init() and hvd.init() mean different programs",
             given="hvd.init() after wh.init()",
@@ -57,7 +57,7 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Tells whether ``init`` was called, and ``shutdown`` not."""
     context = find_running()
-    return context is not None and context.own_programs is not None
+    return context is not None and context.planning.own_programs is not None
 
 
 def require_own_run(what: str) -> tuple[Context, OwnPrograms]:
@@ -67,14 +67,14 @@ def require_own_run(what: str) -> tuple[Context, OwnPrograms]:
       ClusterError: there is none; names ``what`` asked for it.
     """
     context = find_running()
-    if context is None or context.own_programs is None:
+    if context is None or context.planning.own_programs is None:
         raise ClusterError(
             f"{what} needs hvd.init()",
             given="no run" if context is None else "a run that wh.init() began",
             expected="hvd.init() before it",
             action="call hvd.init() at the start of the script",
         )
-    return context, context.own_programs
+    return context, context.planning.own_programs
 
 
 def rank() -> int:

@@ -135,4 +135,4 @@ def _is_run_at_once() -> bool:
 
 
 def _count_exchange(context: Any) -> None:
-    context.own_programs.exchanges += 1
+    context.planning.own_programs.exchanges += 1

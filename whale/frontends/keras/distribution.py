@@ -107,12 +107,12 @@ def _set_distribution(original: Callable[[Any], None], distribution: Any) -> Non
     if distribution is not None:
         groups, group = _find_mesh(distribution, context)
         if hasattr(distribution, "_layout_map"):
-            context.dividing_scope_seen = True  # variables that are made from now on may come to lie split
-            context.split_everything |= group > 1
-            context.split_ranks = group if groups > 1 and group > 1 else 0
+            context.scoping.dividing_scope_seen = True  # variables that are made from now on may come to lie split
+            context.scoping.split_everything |= group > 1
+            context.scoping.split_ranks = group if groups > 1 and group > 1 else 0
             if context.rank == 0:
                 distribution._whale_paths = []
-                context.at_end.append(partial(_say_what_fits_nothing, distribution))
+                context.hooks.at_end.append(partial(_say_what_fits_nothing, distribution))
     original(distribution)
 
 

@@ -53,7 +53,7 @@ def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, 
     for name in _DATA:
         if name in given.arguments:
             given.arguments[name] = input_pipeline.find_whole_dataset(given.arguments[name])
-    if is_first(context) and context.dry is None:
+    if is_first(context) and context.planning.dry is None:
         return original(*given.args, **given.kwargs)
     given.arguments["verbose"] = 0
     with adapt_for_other_ranks(given.arguments.get("callbacks")) as callbacks:
@@ -65,7 +65,7 @@ def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, 
 def print_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Replaces ``print_msg`` and ``summary``: what Keras tells a person, only the first rank prints."""
     context = find_running()
-    if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.dry is None):
+    if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.planning.dry is None):
         original(*args, **kwargs)
 
 

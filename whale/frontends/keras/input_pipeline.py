@@ -89,8 +89,8 @@ class FedIterator:
 
 def _needs_whole_batches(context: Context) -> bool:
     """Whether a plan may divide a batch in another way than by the ranks' rows, so that each rank reads all of it."""
-    saved = context.saved is not None and context.saved.needs_whole_batches
-    return saved or context.stages_seen or bool(context.config["mesh.auto_parallel"])
+    saved = context.planning.saved is not None and context.planning.saved.needs_whole_batches
+    return saved or context.scoping.stages_seen or bool(context.config["mesh.auto_parallel"])
 
 
 def find_whole_dataset(data: Any) -> Any:

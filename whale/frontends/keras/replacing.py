@@ -37,7 +37,7 @@ def _wrap_during_run(
     @functools.wraps(original)
     def call_original_or_new(*args: Any, **kwargs: Any) -> Any:
         context = find_running()
-        if context is None or context.solo or context.own_programs is not None:
+        if context is None or context.solo or context.planning.own_programs is not None:
             if before is not None:
                 before(args[0])
             return original(*args, **kwargs)

@@ -39,7 +39,7 @@ def enter_name_scope(original: Callable[..., Any], scope: Any) -> Any:
     TensorFlow would number a scope that is entered again, and Keras enters most of them twice; ``wh.annotate`` could
     not tell the second scope of `dense` from a layer `dense_1`.
     """
-    if capturing.get() and _find_running().annotations:
+    if capturing.get() and _find_running().scoping.annotations:
         from keras.src.backend.common.name_scope import current_path
 
         scope._tf_name_scope = tf.name_scope("/".join(filter(None, (current_path(), scope.name))) + "/")
@@ -47,8 +47,8 @@ def enter_name_scope(original: Callable[..., Any], scope: Any) -> Any:
 
 
 def _remember(layer: Any, context: Context) -> None:
-    if context.scopes and getattr(layer, _PATH, None) is None and not capturing.get():
-        object.__setattr__(layer, _PATH, context.scopes[-1])
+    if context.scoping.scopes and getattr(layer, _PATH, None) is None and not capturing.get():
+        object.__setattr__(layer, _PATH, context.scoping.scopes[-1])
 
 
 def _find_running() -> Context:

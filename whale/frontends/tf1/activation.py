@@ -23,9 +23,9 @@ def find_spread_run() -> Context | None:
     context = find_running()
     if context is None or _asked.get() is not None:
         return context if _asked.get() else None
-    if context.solo or context.own_programs is not None:
+    if context.solo or context.planning.own_programs is not None:
         return None
-    if context.planned_size > 1 or context.dry is not None or context.meter is not None:
+    if context.planned_size > 1 or context.planning.dry is not None or context.planning.meter is not None:
         return context
     config = context.config
     said = (key for key in config if key != "mesh.plan_cache")  # which says nothing of how a program is to be run

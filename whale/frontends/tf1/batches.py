@@ -26,11 +26,11 @@ def find_batch_readers(context: Context, graph: tf.Graph) -> BatchReaders | None
     """Returns which ranks bring the batches of runs of ``graph``; None: the first rank, or whoever feeds, brings the
     whole one.
     """
-    if context.meaning is not None:
-        return context.meaning.find_batch_readers(graph)
+    if context.planning.meaning is not None:
+        return context.planning.meaning.find_batch_readers(graph)
     if not context.has_local_batch:
         return None
-    return BatchReaders(tuple(range(context.planned_size)), whole=context.stages_seen)
+    return BatchReaders(tuple(range(context.planned_size)), whole=context.scoping.stages_seen)
 
 
 def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context: Context) -> list[np.ndarray]:
@@ -90,7 +90,7 @@ def replace_fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, t
         if type(value) is not ShardedTensor:
             continue
         name, part = fed if isinstance(fed, str) else fed.name, rows_of_run(value, context)
-        if context.stages_seen:
+        if context.scoping.stages_seen:
             with tf_context.eager_mode():
                 part = whole_batch(value, name, context)
         else:

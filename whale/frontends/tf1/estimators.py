@@ -46,8 +46,8 @@ def _run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if cluster is not None:
             os.environ[_CLUSTER] = cluster
     left_out += [_CLUSTER] if cluster is not None else []
-    if left_out and context.rank == 0 and "RunConfig" not in context.whole:
-        context.whole.add("RunConfig")
+    if left_out and context.rank == 0 and "RunConfig" not in context.reports.whole:
+        context.reports.whole.add("RunConfig")
         log.info(f"RunConfig does without {', '.join(left_out)}: the ranks are those of the run")
 
 

@@ -84,7 +84,7 @@ def patch_gradients() -> None:
 
 def _find_scale() -> LossScaleFeed | None:
     context = find_spread_run()
-    if context is None or context.own_programs is not None or ops.executing_eagerly_outside_functions():
+    if context is None or context.planning.own_programs is not None or ops.executing_eagerly_outside_functions():
         return None  # a step that is a function has a scale of its own: see whale.capture.function
     return find_loss_scale_feed(context)
 
@@ -119,7 +119,7 @@ def turn_on_switches() -> None:
     off = {what: names for what, names in _SWITCHES.items() if not getattr(v1, names[2])()}
     for on, back, _ in off.values():
         getattr(v1, on)()
-        context.at_end.append(getattr(v1, back))
+        context.hooks.at_end.append(getattr(v1, back))
     if off and context.rank == 0:
         log.info(f"turned on {' and '.join(off)} for the graphs that are built from now on (call wh.init() before)")
 
@@ -168,11 +168,11 @@ def _start(original: Any, thread: Any) -> None:
     def run_turn() -> None:
         nonlocal due_s
         if thread._coord.should_stop():
-            context.between_runs.remove(run_turn)
+            context.hooks.between_runs.remove(run_turn)
         elif _follow_first_rank(time.time() >= due_s, context):
             due_s = time.time() + thread._timer_interval_secs
             thread.run_loop()
 
     thread.start_loop()
     run_turn()
-    context.between_runs.append(run_turn)
+    context.hooks.between_runs.append(run_turn)

@@ -46,8 +46,8 @@ def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _tell(context: Context) -> None:
-    if context.rank == 0 and "SyncReplicasOptimizer" not in context.whole:
-        context.whole.add("SyncReplicasOptimizer")
+    if context.rank == 0 and "SyncReplicasOptimizer" not in context.reports.whole:
+        context.reports.whole.add("SyncReplicasOptimizer")
         log.info(
             "SyncReplicasOptimizer stands for the optimizer that it wraps: a step computes the global batch on "
             "all ranks at once"

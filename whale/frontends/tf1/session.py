@@ -88,7 +88,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         super().__init__("", graph, config)
         self._fed = threading.local()  # ``rows``: of every rank, of what a thread's run is fed with a part of
         self._acts_between = False
-        offloads = self._whale.dry is None and bool(self._whale.config["memory.offload"])
+        offloads = self._whale.planning.dry is None and bool(self._whale.config["memory.offload"])
         self._ranks_graph = RanksGraph(config, self._whale.config if offloads else None)
         self._runs: dict[Hashable, Run] = {}
         self._plans: dict[Hashable, Compiled] = {}
@@ -174,10 +174,14 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
     ) -> Any:
         """Runs fetches and feeds that TensorFlow's session has already flattened and converted."""
         values = self._run_parts(handle, target_list, fetch_list, feed_dict, options, run_metadata)
-        if self._whale.between_runs and not self._acts_between and not _is_only_filling_queues(target_list, fetch_list):
+        if (
+            self._whale.hooks.between_runs
+            and not self._acts_between
+            and not _is_only_filling_queues(target_list, fetch_list)
+        ):
             self._acts_between = True  # what is done between runs makes runs
             try:
-                for act in list(self._whale.between_runs):
+                for act in list(self._whale.hooks.between_runs):
                     act()
             finally:
                 self._acts_between = False
@@ -195,8 +199,8 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
             )
         feeds: Mapping[tf.Tensor, np.ndarray] = {ref.deref(): np.asarray(value) for ref, value in feed_dict.items()}
         settings = options, run_metadata
-        if self._whale.meaning is not None:
-            fetch_list = [self._whale.meaning.find_fetched(self.graph, t) for t in fetch_list]
+        if self._whale.planning.meaning is not None:
+            fetch_list = [self._whale.planning.meaning.find_fetched(self.graph, t) for t in fetch_list]
         if _is_only_filling_queues(target_list, fetch_list):
             # Queues are read on the first rank. The threads that fill them run on every rank, in no common order.
             return self._one_rank.run([], target_list, feeds, settings)
@@ -319,8 +323,8 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         program = read_last(captured.program)
         if self._whale.has_local_batch:
             program = remove_work(program, {n for n in done if self.graph.get_operation_by_name(n).type in BEGINS})
-        if self._whale.meaning is not None:
-            program = self._whale.meaning.apply_scopes(program, self.graph)
+        if self._whale.planning.meaning is not None:
+            program = self._whale.planning.meaning.apply_scopes(program, self.graph)
         captured = put_in_named_scopes(replace(captured, program=program), self._whale)
         return replace(captured, program=put_in_default_scope(captured.program, self._whale))
 

@@ -67,14 +67,14 @@ class Strategy:
         if find_running() is None:
             start.init(config)
         context = require_current("wh.Strategy()")
-        if context.own_programs is not None:
+        if context.planning.own_programs is not None:
             raise ProgramError(
                 "wh.Strategy() and hvd.init() mean different programs",
                 given="wh.Strategy() after hvd.init()",
                 expected="one program of all ranks, or a program of each rank",
                 action="remove one of the two",
             )
-        if context.dry is None:
+        if context.planning.dry is None:
             check_tf_config(said, context.rank, context.size, context.place.launcher)
         steps.install()
         install()
@@ -234,7 +234,7 @@ def install() -> None:
     @functools.wraps(original)
     def _write(self: Any, file_prefix: Any, options: Any = None) -> Any:
         context = find_running()
-        if context is None or not context.has_other_processes or context.own_programs is not None:
+        if context is None or not context.has_other_processes or context.planning.own_programs is not None:
             return original(self, file_prefix, options)
         with gather_on_first_rank(ObjectGraphView(self).breadth_first_traversal()[0], context), captures_steps():
             return _write_once(lambda: original(self, file_prefix, options), os.fspath(file_prefix), context)

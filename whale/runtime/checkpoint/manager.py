@@ -95,7 +95,7 @@ class CheckpointManager:
         self._open, self._state = open_folder, RankMessage()
         self._left: int | None = None  # ranks that were gone when it was opened
         self._context.retry_after_loss(self._follow)
-        self._context.before_shutdown.append(self.wait)
+        self._context.hooks.before_shutdown.append(self.wait)
 
     @property
     def checkpoint(self) -> tf.train.Checkpoint:

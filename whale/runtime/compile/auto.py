@@ -66,15 +66,15 @@ def spread_program(
     """
     if settings.size == 1 or has_scopes(program):
         return Applied(program, settings)
-    chosen, made = context.auto, None
+    chosen, made = context.planning.auto, None
     if chosen is None:
         if not trains(program):
             return Applied(program, settings)
-        if context.described is not None:
-            chosen = context.auto = _as_described(program, settings, context, context.described)
+        if context.planning.described is not None:
+            chosen = context.planning.auto = _as_described(program, settings, context, context.planning.described)
         else:
             chosen, made = _agreed(program, settings, context, number, captured, options)
-            context.auto = chosen
+            context.planning.auto = chosen
     if made is not None and not settings.observer.is_on:  # passes run where they are watched
         return Applied(made.program, made.settings, made.plan)
     if (how := recompute_of(chosen.strategy)) and captured is not None and trains(program):
@@ -87,10 +87,12 @@ def seen_by_plan(program: Program, context: Context) -> Program:
     """Returns a captured program as the run's plan takes it: the plan of a described model replaces what scopes would
     say.
     """
-    if context.described is None or not has_scopes(program):
+    if context.planning.described is None or not has_scopes(program):
         return program
-    if context.auto is None and context.rank == 0:
-        log.info(f"`{program.name}` is spread as {context.described[1]} says, and not by the script's own scopes")
+    if context.planning.auto is None and context.rank == 0:
+        log.info(
+            f"`{program.name}` is spread as {context.planning.described[1]} says, and not by the script's own scopes"
+        )
     return without_scopes(program)
 
 
@@ -114,7 +116,7 @@ def _agreed(
     options: Options,
 ) -> tuple[ChosenStrategy, Made | None]:
     """Returns rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
-    dry = context.dry is not None
+    dry = context.planning.dry is not None
     # Where speeds have changed within this run, the choice of an earlier run does not fit any more.
     changed = context.elastic is not None and context.elastic.divisions > 0
     kept = None if changed else _kept(program, settings, context, number)
@@ -130,7 +132,7 @@ def _agreed(
                 error.action = options(min(environment.limits_bytes))
                 raise
         _say(found.chosen, found.lines)
-        context.searched_all = found.is_whole
+        context.planning.searched_all = found.is_whole
         if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
             keep_strategy(program, context, settings, found.chosen)
         return found.chosen, found.made
@@ -143,7 +145,7 @@ def _agreed(
 
 def _environment(program: Program, context: Context, captured: Program | None) -> SearchEnvironment:
     """Returns what ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
-    size, dry, profile = context.planned_size, context.dry, _profile(context)
+    size, dry, profile = context.planned_size, context.planning.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
         environment = SearchEnvironment.of_cluster(dry.cluster, program, size, captured)
         asked = context.config["memory.limit_bytes"]
@@ -157,9 +159,13 @@ def _environment(program: Program, context: Context, captured: Program | None) -
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
     """Returns what rank 0 chose in an earlier run, on every rank; collective between processes."""
     chosen = None
-    if context.rank == 0 and context.dry is None and (chosen := kept_strategy(program, context, settings)) is not None:
+    if (
+        context.rank == 0
+        and context.planning.dry is None
+        and (chosen := kept_strategy(program, context, settings)) is not None
+    ):
         say_kept(chosen)
-    if context.dry is not None or not context.has_other_processes:
+    if context.planning.dry is not None or not context.has_other_processes:
         return chosen
     mine = msgspec.json.encode(chosen) if context.rank == 0 else None
     said = context.comms[0].broadcast_bytes(

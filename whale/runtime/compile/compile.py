@@ -103,8 +103,8 @@ def compile_program(
     """
     number, context.programs = context.programs, context.programs + 1
     clock = _Clock(context)
-    if context.dry is not None and context.dry.passes is not None:
-        context.dry.passes.runs.clear()  # those of programs before, which are not what is planned
+    if context.planning.dry is not None and context.planning.dry.passes is not None:
+        context.planning.dry.passes.runs.clear()  # those of programs before, which are not what is planned
     settings = _settings(program, context, variables)
     lying = settings.split.tiles
     captured = seen_by_plan(program, context)
@@ -116,15 +116,22 @@ def compile_program(
 
     # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
     recomputable = captured if marked is not None else None
-    if context.dry is not None:
-        _show(program, context, settings.but(size=context.dry.size, batch__local=local), number, recomputable, options)
+    if context.planning.dry is not None:
+        _show(
+            program,
+            context,
+            settings.but(size=context.planning.dry.size, batch__local=local),
+            number,
+            recomputable,
+            options,
+        )
     else:
         settings = settings.but(batch__local=local)
     compare_programs(program, local, number, context)
     clock.lap("fingerprint")
     made = None
-    if context.dry is None:
-        if movable and context.auto is None:  # the search covers programs without stages, too
+    if context.planning.dry is None:
+        if movable and context.planning.auto is None:  # the search covers programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
         spread = _spread(program, settings, context, number, recomputable, options)
         program, settings, made = spread.program, spread.settings, spread.plan
@@ -133,8 +140,8 @@ def compile_program(
         clock.lap("choose")
     plan = agreed_plan(program, number, context, settings, made)
     clock.lap("plan")
-    if context.meter is not None:
-        context.meter.note_plan(program, plan, settings)
+    if context.planning.meter is not None:
+        context.planning.meter.note_plan(program, plan, settings)
     expanded = decompose(program, plan, settings)
     clock.lap("expand")
     whole = _tell_if_whole(expanded, plan, context)
@@ -153,7 +160,7 @@ def compile_program(
     ranks = prepare_for_run(lowered, settings, context.ranks, comm, number)
     lowered = [beside_files(one, in_files) for one in lowered]
     most_bytes = 0.0
-    if context.dry is None:
+    if context.planning.dry is None:
         limit, _ = limit_bytes(context.config, context.local_ranks)
         most_bytes = refuse_what_does_not_fit(
             dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit)
@@ -163,7 +170,7 @@ def compile_program(
         context.watch.tell_plan(program.name, lambda: format_plan(plan))
     context.distributed = context.distributed or any(updates(program, node) for node in program.nodes)
     clock.lap("memory")
-    if context.dry is None:
+    if context.planning.dry is None:
         spent = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in clock.seconds.items() if s >= 1e-3)
         log.debug(f"{what} is compiled for {context.size} ranks in {sum(clock.seconds.values()):.3f} s (ms: {spent})")
     return Compiled(plan, expanded, ranks, number, clock.seconds, whole, on_device, most_bytes)
@@ -171,26 +178,26 @@ def compile_program(
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
     """Says once, on the first rank, that a program is not divided, unless `auto_parallel` found that to be faster."""
-    if context.dry is not None or context.rank != 0 or plan.program in context.whole:
+    if context.planning.dry is not None or context.rank != 0 or plan.program in context.reports.whole:
         return ""
-    chosen = context.auto is not None and context.auto.strategy.replicated
+    chosen = context.planning.auto is not None and context.planning.auto.strategy.replicated
     if chosen or not (text := undivided(program, plan)):
         return ""
-    context.whole.add(plan.program)
+    context.reports.whole.add(plan.program)
     log.warning(text)
     return text
 
 
 def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> str:
     """Says once, on the first rank, which tables are not kept in the host's memory, and what needs all of one."""
-    if settings.memory.offload != TABLES or context.dry is not None or context.rank != 0:
+    if settings.memory.offload != TABLES or context.planning.dry is not None or context.rank != 0:
         return ""
     left = not_by_rows(program, plan.offloaded)
     why = "; ".join(f"{name}, for {op}" for name, op in left.items())
     text = f'`{plan.program}` needs all of what memory.offload="{TABLES}" would keep in the host\'s memory: {why}'
-    if not left or text in context.on_device:
+    if not left or text in context.reports.on_device:
         return ""
-    context.on_device.add(text)
+    context.reports.on_device.add(text)
     log.info(text)
     return text
 
@@ -198,7 +205,7 @@ def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, contex
 def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> None:
     """Says on the first rank what a backend leaves to Whale, or to the host."""
     backend = settings.exchange.backend
-    if context.rank != 0 or context.dry is not None:
+    if context.rank != 0 or context.planning.dry is not None:
         return
     if backend == "horovod" and (plan.stage_groups or plan.inner is not None):
         sums = [n.op for g in (program, *program.functions.values()) for n in g.nodes if n.op in ALL_REDUCES]
@@ -215,7 +222,7 @@ def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, conte
 def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context) -> None:
     """Says on the first rank that a step has more micro-batches than were asked for."""
     asked = settings.time.micro_batches
-    if context.rank == 0 and context.dry is None and plan.micro_batches > asked:
+    if context.rank == 0 and context.planning.dry is None and plan.micro_batches > asked:
         cut = {b.name: b.placement for b in plan.batch_inputs if isinstance(b.placement, Shard)}
         rows = ", ".join(f"{p.extent} of {name}" for name, p in cut.items())
         log.info(
@@ -253,14 +260,18 @@ def micro_batches_of(program: Program, context: Context) -> int:
       PlanError: it asks for several numbers.
     """
     # A step that is traced while a pipeline is entered belongs to it as well.
-    return find_micro_batches(context, all_paths(program).union(context.scopes[-1:]))
+    return find_micro_batches(context, all_paths(program).union(context.scoping.scopes[-1:]))
 
 
 def _spread(
     program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
 ) -> Applied:
     """Returns the program and its settings as `auto_parallel`, or the plan of a described model, has them."""
-    if not context.config["mesh.auto_parallel"] and context.auto is None and context.described is None:
+    if (
+        not context.config["mesh.auto_parallel"]
+        and context.planning.auto is None
+        and context.planning.described is None
+    ):
         return Applied(program, settings)
     return spread_program(program, settings, context, number, captured, options)
 
@@ -269,24 +280,24 @@ def _show(
     program: Program, context: Context, settings: PlanSettings, number: int, captured: Program | None, options: Options
 ) -> None:
     """Plans for the ranks of a dry run, which then sees the plan; what runs is planned for one rank."""
-    assert context.dry is not None
+    assert context.planning.dry is not None
     spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
     plan = made_plan(program, context, settings, spread.plan)
     ranks = lower_shown_ranks(program, plan, settings)
     plan = add_memory(plan, ranks, settings)
-    found = context.auto.strategy if context.auto is not None else strategy_of(plan)
-    plan = replace(plan, strategy=completed(found, settings), searched=context.auto is not None)
-    context.dry.seen(plan, program, settings, ranks)
+    found = context.planning.auto.strategy if context.planning.auto is not None else strategy_of(plan)
+    plan = replace(plan, strategy=completed(found, settings), searched=context.planning.auto is not None)
+    context.planning.dry.seen(plan, program, settings, ranks)
 
 
 def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
     """Records what `wh.memory_report` is asked about the program later."""
     first = lowered[0]
-    context.predicted[plan.program] = cache(lambda: step_bytes(first, context.rank, context.size))
+    context.reports.predicted[plan.program] = cache(lambda: step_bytes(first, context.rank, context.size))
     if plan.offloaded:
         there, back = zip(*map(crossing_bytes, lowered))
-        context.offloaded[plan.program] = sum(there), sum(back)
+        context.reports.offloaded[plan.program] = sum(there), sum(back)
 
 
 def ready_step(
@@ -294,7 +305,7 @@ def ready_step(
 ) -> Ready:
     """Returns what is kept of a compiled program, and called."""
     plan, program = compiled.plan, compiled.program
-    chosen = context.auto
+    chosen = context.planning.auto
     return Ready(
         program=program.name,
         inputs=inputs,
@@ -310,10 +321,10 @@ def ready_step(
         rolled=any(node.op == CALL for one in compiled.ranks for node in one.nodes),
         trains=any(updates(program, node) for node in program.nodes),
         most_bytes=compiled.most_bytes,
-        crossing_bytes=context.offloaded.get(program.name),
+        crossing_bytes=context.reports.offloaded.get(program.name),
         whole=compiled.whole,
         on_device=compiled.on_device,
-        matched=tuple(sorted(context.annotated)),
+        matched=tuple(sorted(context.scoping.annotated)),
         chosen=msgspec.json.encode(chosen) if chosen is not None else b"",
     )
 
@@ -332,7 +343,7 @@ def bytes_under(
     settings = _settings(program, context, variables).but(observer=PassObserver())
     captured, program = program, normalise(program, settings)
     settings = settings.but(batch__local=local)
-    if context.auto is not None:
+    if context.planning.auto is not None:
         spread = spread_program(program, settings, context, 0, captured, lambda _: "")
         program, settings = spread.program, spread.settings
     lowered = substitute_kernels(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)

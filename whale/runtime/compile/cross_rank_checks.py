@@ -43,10 +43,10 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
     mark = compute_fingerprint(program)
     comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
     mark_of_this = msgspec.json.encode(_Mark(program.name, mark, dict(local)))
-    before = context.compiled_for.get(program.name, "")
+    before = context.reports.compiled_for.get(program.name, "")
     purpose = _purpose(program.name, _inputs(program), number, before)
     said = comm.allgather_bytes(f"whale/program/{number}", mark_of_this, timeout_s, purpose)
-    context.compiled_for[program.name] = _inputs(program)
+    context.reports.compiled_for[program.name] = _inputs(program)
     marks = [msgspec.json.decode(m, type=_Mark) for m in said]
     if all(m.fingerprint == marks[0].fingerprint for m in marks):
         for rank, said_by in enumerate(marks):
@@ -110,12 +110,12 @@ def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
       CommError: a rank does not take part.
     """
     if context.has_other_processes:
-        number, before = context.programs, context.compiled_for.get(name, "")
+        number, before = context.programs, context.reports.compiled_for.get(name, "")
         purpose, timeout_s = _purpose(name, inputs, number, before), context.config["debug.check_timeout_s"]
         said = context.comms[0].allgather_bytes(f"whale/kept/{number}", mark.encode(), timeout_s, purpose)
         mark = mark if all(other == mark.encode() for other in said) else ""
     if mark:
-        context.compiled_for[name] = inputs
+        context.reports.compiled_for[name] = inputs
     return bool(mark)
 
 
@@ -138,8 +138,8 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
     Raises:
       PlanError: the saved plan is not legal for the program, or none can be made.
     """
-    saved = context.saved.find_plan(program, settings) if context.saved is not None else None
-    if context.saved is None or saved is None:
+    saved = context.planning.saved.find_plan(program, settings) if context.planning.saved is not None else None
+    if context.planning.saved is None or saved is None:
         if (kept := kept_plan(program, context, settings)) is not None:
             return kept
         plan = made
@@ -148,7 +148,7 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
                 plan = make_any_plan(program, settings)
         keep_plan(program, context, settings, plan)
         return plan
-    verify_saved_plan(program, saved, settings, context.saved.path)
+    verify_saved_plan(program, saved, settings, context.planning.saved.path)
     return saved
 
 

@@ -78,7 +78,7 @@ def keep_strategy(program: Program, context: Context, settings: PlanSettings, ch
 
 def folder_of(context: Context) -> Path | None:
     """Returns where plans are kept; None: they are not."""
-    return None if context.dry is not None else find_folder(context.config["mesh.plan_cache"])
+    return None if context.planning.dry is not None else find_folder(context.config["mesh.plan_cache"])
 
 
 def _plan_name(program: Program, settings: PlanSettings) -> str:
@@ -155,8 +155,8 @@ def put_kept(files: CacheFolder, context: Context, name: str, data: bytes) -> No
     try:
         files.put(name, data)
     except OSError as error:
-        if not context.plans_not_kept:
-            context.plans_not_kept = True
+        if not context.reports.plans_not_kept:
+            context.reports.plans_not_kept = True
             log.warning(f"plans are not kept for later runs ({error}); plan_cache names another folder")
 
 

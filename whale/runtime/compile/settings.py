@@ -61,9 +61,10 @@ def settings_of(context: Context) -> PlanSettings:
             wire_dtype=config["communication.wire_dtype"],
         ),
         observer=PassObserver(
-            config["debug.dump"] if context.rank == 0 else "", context.dry.passes if context.dry is not None else None
+            config["debug.dump"] if context.rank == 0 else "",
+            context.planning.dry.passes if context.planning.dry is not None else None,
         ),
-        fuse=fused_on(context.dry.cluster if context.dry is not None else None, fuse),
+        fuse=fused_on(context.planning.dry.cluster if context.planning.dry is not None else None, fuse),
         mesh=tuple(Axis(name, size) for name, size in context.mesh.items()),
     )
 

@@ -124,7 +124,7 @@ def _compiled(
     shared: SharedTrace,
     drawing: IteratorReads | None,
 ) -> Step:
-    if context.dry is None:
+    if context.planning.dry is None:
         for tensor in arguments.tensors:
             rows_of_run(tensor, context)
 
@@ -144,9 +144,13 @@ def _compiled(
         return found
 
     with open_span(context.trace, "capture", "compile"):
-        marks = context.config["memory.recompute"] or context.config["mesh.auto_parallel"] or context.auto is not None
+        marks = (
+            context.config["memory.recompute"]
+            or context.config["mesh.auto_parallel"]
+            or context.planning.auto is not None
+        )
         trace = traced(bool(marks), drawing)
-    if context.config["memory.offload"] and context.dry is None:
+    if context.config["memory.offload"] and context.planning.dry is None:
         compute_device(context.config)  # refused before anything is sent
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}
@@ -179,7 +183,7 @@ def _lowered(
     parts = tuple(local)
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes. A saved plan of several axes
     # was made of whole batches, too, whose rows it may divide otherwise than by ranks. So may micro-batches.
-    staged, saved = has_stages(captured.program), context.saved
+    staged, saved = has_stages(captured.program), context.planning.saved
     gathers = bool(local) and (
         staged
         or (saved is not None and saved.needs_whole_batches)
@@ -187,7 +191,7 @@ def _lowered(
     )
     if gathers:
         local = {}
-        context.stages_seen |= staged
+        context.scoping.stages_seen |= staged
     layouts = context.variables.list_tiles(captured.variables)
     compiled = compile_program(
         captured.program, context, local, layouts, lambda: _in_scopes(traced().read(), context).program,
@@ -196,7 +200,7 @@ def _lowered(
     uses = find_variable_uses(compiled.program, compiled.plan)
     if context.elastic is not None:
         context.elastic.check(uses, captured.variables)
-    if context.dry is None and context.size > 1:
+    if context.planning.dry is None and context.size > 1:
         planned = {node: use.tiles for node, use in uses.items() if use.tiles is not None}
         refuse_other_tiles(captured.variables, layouts, planned)
     _adopt(captured.variables, uses, compiled.plan.offloaded, compiled.kinds, context)
@@ -228,7 +232,7 @@ def _taken(
     """The step of a trace as an earlier run lowered it. Collective between processes."""
     start_s = time.perf_counter()
     number, context.programs = context.programs, context.programs + 1
-    context.stages_seen |= ready.gathers and ready.staged
+    context.scoping.stages_seen |= ready.gathers and ready.staged
     tied, plan = trace.collect_ties(ready.variables), cache(ready.read_plan)
     here = {node: tiles for node, tiles in layouts.items() if node in ready.variables}
 

@@ -148,7 +148,7 @@ def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context
       name: as ``find`` said.
     """
     files = files_of(context, settings_of(context)) if name else None
-    if files is None or not context.searched_all:
+    if files is None or not context.planning.searched_all:
         return
     text = plan.to_json()
     agreed = blake2b(repr((text, ready.chosen, ready.gathers, ready.program)).encode(), digest_size=16).hexdigest()
@@ -164,20 +164,20 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
       predicted: bytes that the step takes on the first rank here, by category.
     """
     first = context.rank == 0
-    if ready.chosen and context.auto is None:
-        context.auto = msgspec.json.decode(ready.chosen, type=ChosenStrategy)
+    if ready.chosen and context.planning.auto is None:
+        context.planning.auto = msgspec.json.decode(ready.chosen, type=ChosenStrategy)
         if first:
-            say_kept(context.auto)
-    if ready.whole and ready.program not in context.whole:
-        context.whole.add(ready.program)
+            say_kept(context.planning.auto)
+    if ready.whole and ready.program not in context.reports.whole:
+        context.reports.whole.add(ready.program)
         log.warning(ready.whole)
-    if ready.on_device and ready.on_device not in context.on_device:
-        context.on_device.add(ready.on_device)
+    if ready.on_device and ready.on_device not in context.reports.on_device:
+        context.reports.on_device.add(ready.on_device)
         log.info(ready.on_device)
-    context.annotated.update(ready.matched)
-    context.predicted[ready.program] = cache(predicted)
+    context.scoping.annotated.update(ready.matched)
+    context.reports.predicted[ready.program] = cache(predicted)
     if ready.crossing_bytes is not None:
-        context.offloaded[ready.program] = ready.crossing_bytes
+        context.reports.offloaded[ready.program] = ready.crossing_bytes
     if context.watch is not None and first:
         context.watch.tell_plan(ready.program, lambda: format_plan(plan()))
     context.distributed = context.distributed or ready.trains
@@ -186,7 +186,14 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
 
 def _may_keep(context: Context) -> bool:
     """Whether what a rank runs is decided by what ``_digest`` knows, and nobody needs its program besides."""
-    others = context.dry, context.saved, context.described, context.meter, context.own_programs, context.elastic
+    others = (
+        context.planning.dry,
+        context.planning.saved,
+        context.planning.described,
+        context.planning.meter,
+        context.planning.own_programs,
+        context.elastic,
+    )
     return all(one is None for one in others) and not context.config["debug.dump"]
 
 
@@ -194,11 +201,14 @@ def _digest(
     trace: Trace, local: Mapping[str, tuple[int, ...]], layouts: Mapping[str, Tiles], number: int, context: Context
 ) -> str:
     config = {key: value for key, value in context.config.items() if key not in _NO_MATTER}
-    named: list[Any] = [context.annotations, find_variable_names(trace.variables) if context.annotations else {}]
-    auto = context.auto, machine(context) if context.config["mesh.auto_parallel"] else ()
+    named: list[Any] = [
+        context.scoping.annotations,
+        find_variable_names(trace.variables) if context.scoping.annotations else {},
+    ]
+    auto = context.planning.auto, machine(context) if context.config["mesh.auto_parallel"] else ()
     run = (
-        context.size, context.ranks, context.comm_name, context.local_ranks, context.scopes[-1:],
-        context.split_everything, context.solo, number,
+        context.size, context.ranks, context.comm_name, context.local_ranks, context.scoping.scopes[-1:],
+        context.scoping.split_everything, context.solo, number,
     )  # fmt: skip
     settings = settings_of(context).but(observer=PassObserver())
     parts = (trace.compute_digest(), dict(local), dict(layouts), config, settings, named, auto, run)

@@ -104,9 +104,9 @@ class Elastic:
         run = self._run
         if self._balance is None:
             return None
-        given = (run.saved is not None or run.described is not None) * "their plan is given"
-        cut = run.auto is not None and run.auto.strategy.is_pipelined
-        return self._balance.watch(plan, program, run, given or run.stages_seen * "each has its stage", cut)
+        given = (run.planning.saved is not None or run.planning.described is not None) * "their plan is given"
+        cut = run.planning.auto is not None and run.planning.auto.strategy.is_pipelined
+        return self._balance.watch(plan, program, run, given or run.scoping.stages_seen * "each has its stage", cut)
 
     def take_step(
         self,
@@ -171,7 +171,7 @@ class Elastic:
                     return self._at.returned  # type: ignore[no-any-return]
                 args, kwargs = self._calls.prepare_again(args, kwargs)
             if self._generations is not None and self._at.steps > steps:
-                self._calls.record_step(wrap_in_scopes(self._run.scopes, take), args, kwargs)
+                self._calls.record_step(wrap_in_scopes(self._run.scoping.scopes, take), args, kwargs)
         finally:
             self._inside = False
         self._at.calls = calls + 1

@@ -42,13 +42,11 @@ class ElasticRun(Protocol):
     variables: VariableStore
     programs: int
     elements: int
-    auto: Any
-    saved: Any
-    described: Any
-    compiled_for: dict[str, str]
+    planning: Any
+    reports: Any
+    hooks: Any
     apart: SocketBootstrap | None
     outside: ExternalUpdates | None
-    at_end: list[Callable[[], None]]
 
 
 class RankGroup:
@@ -80,7 +78,7 @@ class RankGroup:
         if self.door is None and GROWS_VARIABLE in os.environ:
             self.door = RankListener(os.environ[PEERS_VARIABLE])
             self._watch.tell({"address": self.door.address})
-            context.at_end.append(self.door.close)
+            context.hooks.at_end.append(self.door.close)
 
     @property
     def _watch(self) -> LauncherWatch:
@@ -129,9 +127,9 @@ class RankGroup:
         """The shares of rows are these from now on."""
         context = self._of()
         context.config = context.config.but({"batch.shares": shares})
-        if context.auto is not None:
-            even = msgspec.structs.replace(context.auto.strategy, shares=())
-            context.auto = msgspec.structs.replace(context.auto, strategy=even)
+        if context.planning.auto is not None:
+            even = msgspec.structs.replace(context.planning.auto.strategy, shares=())
+            context.planning.auto = msgspec.structs.replace(context.planning.auto, strategy=even)
 
     def divide_work(self, rows: Sequence[int], why: str) -> None:
         """The ranks stay, with these rows, or with stages that are planned anew (); nothing is compiled for that."""
@@ -139,7 +137,7 @@ class RankGroup:
         if rows:
             self.divisions += 1
             self.divide(list(rows))
-            context.compiled_for.clear()
+            context.reports.compiled_for.clear()
         self.divide_data()
         if context.place.rank == 0:
             log.info(why)
@@ -160,10 +158,10 @@ class RankGroup:
         context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))
         context.size, context.ranks = size, (me,)
         context.variables = VariableStore(keeps_first=True)
-        context.auto = context.saved = context.described = None
+        context.planning.auto = context.planning.saved = context.planning.described = None
         if changes := find_fitting_changes(context.config, size):
             context.config = context.config.but(changes)
-        context.compiled_for.clear()
+        context.reports.compiled_for.clear()
 
     def make_meeting(self, members: Sequence[int], kind: int) -> Any:
         """Through which some of the ranks talk that are there; ``kind`` as of ``Members.connect``."""

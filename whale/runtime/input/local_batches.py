@@ -52,8 +52,8 @@ def exchange(mine: Brought, context: Context) -> list[Brought]:
     Raises:
       tf.errors.OpError: the error of the first rank that met one, on every rank.
     """
-    if context.dry is not None:
-        return [mine] * context.dry.size
+    if context.planning.dry is not None:
+        return [mine] * context.planning.dry.size
     key, context.elements = f"whale/element/{context.elements}", context.elements + 1
     said = context.comms[0].allgather_bytes(key, msgspec.msgpack.encode(mine), ELEMENT_TIMEOUT_S)
     everyone = [msgspec.msgpack.decode(data, type=Brought) for data in said]
