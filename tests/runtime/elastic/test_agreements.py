@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from whale.errors import CommError
-from whale.runtime.elastic.membership import ANEW, GROWN, MET, WHOLE, Agreements
+from whale.runtime.elastic.agreement import ANEW, GROWN, MET, WHOLE, Agreements
 
 pytestmark = pytest.mark.core
 

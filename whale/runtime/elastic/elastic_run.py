@@ -30,10 +30,7 @@ from whale.ir.program import Program
 from whale.log import log
 from whale.partition.variable_use import VariableUse
 from whale.runtime.context import Context
-from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
-from whale.runtime.elastic.generations import Generations
-from whale.runtime.elastic.group import RankGroup
-from whale.runtime.elastic.membership import (
+from whale.runtime.elastic.agreement import (
     ANEW,
     GROWN,
     MET,
@@ -45,7 +42,10 @@ from whale.runtime.elastic.membership import (
     gather_bytes,
     hear_returned,
 )
+from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
+from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.recovery import RecoveredState, become_whole, describe_lost, recover
+from whale.runtime.elastic.rendezvous import RankGroup
 from whale.runtime.elastic.requirements import (
     find_host_name,
     has_divided_variables,

@@ -1,4 +1,4 @@
-"""The ranks of an elastic run as they are now: who they are, how they are connected, and what they count in common."""
+"""Connects the ranks of an elastic run anew: who they are now, where they meet, and what they count in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.distributed.trace import Trace
 from whale.distributed.watch import LauncherWatch
 from whale.log import log
-from whale.runtime.elastic.membership import LoneCommunicator, gather_bytes, send_value
+from whale.runtime.elastic.agreement import LoneCommunicator, gather_bytes, send_value
 from whale.runtime.elastic.requirements import count_hosts_left, find_fitting_changes
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.runtime.variables.variable_store import VariableStore
