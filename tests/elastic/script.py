@@ -10,7 +10,7 @@ FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is 
 sent; "join": one more rank joins, for which the program has to be one of "shard" or Keras'; "plan": when the ranks
 next agree on a plan; "meet": in their next meeting; "move": a moment after all have what they need to go on from there;
 "anew": a moment after all are ready to plan stages anew, which they do where a rank of "cuts" (auto_parallel) is slow;
-"grow": a moment after all are ready to take a newcomer in (step -1: of the newcomer itself).
+"grow": a moment after all are ready to take a joining rank in (step -1: of that rank itself).
 """
 
 import contextlib
