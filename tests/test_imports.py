@@ -131,6 +131,14 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 SEARCH = "whale.planner.graph_search"  # the search over graphs
 COMPILED_BY = {"Program", "Plan", "PlanSettings", "Made", "FirstLayouts"}  # what functions of a compiler take and give
 TENSORFLOW = {"tensorflow", "keras", "tf_keras"}
+HELP_OF_EVERY_VERB = """
+import contextlib
+from whale.cli import make_parser
+for action in make_parser()._actions:
+    for verb in action.choices or ():
+        with contextlib.suppress(SystemExit):
+            make_parser().parse_args([verb, "--help"])
+"""
 MAY_IMPORT_TENSORFLOW = {
     "whale.capture",
     "whale.distributed",
@@ -347,9 +355,9 @@ def test_public_names_that_need_no_tensorflow_load_none() -> None:
     assert {"whale.config", "whale.errors", "whale.annotations"} <= loaded
 
 
-@pytest.mark.parametrize("verb", ["run", "plan", "show", "profile", "simulate", "doctor"])
-def test_the_command_starts_without_heavy_modules(verb: str) -> None:
-    loaded = loaded_after(f"from whale.cli import main\ntry:\n    main(['{verb}', '--help'])\nexcept SystemExit: pass")
+def test_the_command_starts_without_heavy_modules() -> None:
+    loaded = loaded_after(HELP_OF_EVERY_VERB)
+    assert "whale.cli.show" in loaded
     assert not loaded & {"tensorflow", "numpy", "networkx"}
 
 
