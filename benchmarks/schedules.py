@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import tensorflow as tf
 
 import whale as wh
-from whale.ir.schedule import compute_bubble_s, count_live_micro_batches, make_schedule
+from whale.ir.pipeline_schedule import compute_bubble_s, count_live_micro_batches, make_schedule
 from whale.sharding_rules import registry
 from whale.started import process_place
 

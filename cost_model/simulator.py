@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from whale.errors import PlanError
-from whale.ir.schedule import Schedule
+from whale.ir.pipeline_schedule import Schedule
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from cost_model.kernels.collectives import all_reduce_s
 from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, compute_interval_s
 from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
+from whale.ir.pipeline_schedule import Schedule, make_schedule
 from whale.ir.prediction import Prediction, RankPrediction
-from whale.ir.schedule import Schedule, make_schedule
 from whale.ir.strategy import ParallelStrategy, count_live_chunks
 
 SCHEDULES = ("1f1b", "gpipe")  # of whole backward passes

@@ -21,7 +21,7 @@ from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import simulate
 from whale.errors import PlanError
-from whale.ir.schedule import count_live_micro_batches, make_schedule
+from whale.ir.pipeline_schedule import count_live_micro_batches, make_schedule
 from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, count_live_chunks, divide_chunks
 
 GPT = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=51200)

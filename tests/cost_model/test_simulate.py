@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cost_model.simulator import Tasks, memory_curve, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
-from whale.ir.schedule import compute_bubble_fraction, count_live_micro_batches, make_schedule
+from whale.ir.pipeline_schedule import compute_bubble_fraction, count_live_micro_batches, make_schedule
 
 
 def play(name: str, stages: int, chunks: int, micro_batches: int) -> tuple[Tasks, float]:

@@ -10,7 +10,7 @@ FAULTS: "5:1:kill,7:0:stop": in step 5 the rank that was started as number 1 is 
 sent; "join": one more rank joins, for which the program has to be one of "shard" or Keras'; "plan": when the ranks
 next agree on a plan; "meet": in their next meeting; "move": a moment after all have what they need to go on from there;
 "anew": a moment after all are ready to plan stages anew, which they do where a rank of "cuts" (auto_parallel) is slow;
-"grow": a moment after all are ready to take a newcomer in (step -1: of the newcomer itself).
+"grow": a moment after all are ready to take a joining rank in (step -1: of that rank itself).
 """
 
 import contextlib
@@ -28,14 +28,14 @@ import whale as wh
 from whale.distributed import balance
 from whale.runtime.compile import compile
 from whale.runtime.context import find_running
-from whale.runtime.elastic import elastic_run, generations, membership
+from whale.runtime.elastic import agreement, elastic_run, generations
 from whale.started import joins
 
 BATCH, BATCHES, EPOCHS, WIDTH, LARGE = 24, 6, 2, 12, 60_000
 LAST = 100 + EPOCHS * BATCHES  # behind it no step follows
 generations.ALONE_BYTES = 150  # so that some pieces are sent alone, and others together
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "late": signal.SIGKILL}
-_AGREED = {"move": {membership.MET}, "grow": {membership.WHOLE, membership.GROWN}, "anew": {membership.ANEW}}
+_AGREED = {"move": {agreement.MET}, "grow": {agreement.WHOLE, agreement.GROWN}, "anew": {agreement.ANEW}}
 
 
 class Faults:
@@ -109,14 +109,14 @@ def grow() -> None:
 
 def agree_and_die(kinds: set[int]) -> None:
     """When this rank next agrees on such a thing, it is killed within some milliseconds: it may act, or may not."""
-    agree = membership.Agreements.agree
+    agree = agreement.Agreements.agree
 
     def agrees(self, news, kind, *others):
         if kind in kinds:
             threading.Timer(random.uniform(0.0, 0.01), os.kill, (os.getpid(), signal.SIGKILL)).start()
         agree(self, news, kind, *others)
 
-    setattr(membership.Agreements, "agree", agrees)  # noqa: B010
+    setattr(agreement.Agreements, "agree", agrees)  # noqa: B010
 
 
 def slow_down() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whale.errors import PlanError
-from whale.ir.schedule import (
+from whale.ir.pipeline_schedule import (
     PhaseKind,
     Schedule,
     compute_bubble_s,

@@ -25,7 +25,7 @@ from whale.frontends.keras.elastic_fit import (
 pytestmark = pytest.mark.core
 
 
-@pytest.mark.skipif(not hasattr(keras, "ops"), reason="a newcomer takes up the fit of Keras 3")
+@pytest.mark.skipif(not hasattr(keras, "ops"), reason="a joining rank takes up the fit of Keras 3")
 def test_callbacks_are_told_by_what_has_changed_and_is_plain() -> None:
     stops = keras.callbacks.EarlyStopping("val_loss", min_delta=0.5)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

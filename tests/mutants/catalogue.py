@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "slices_stay_scaled",  # gradients of tables keep the scale of the loss
-        "whale/capture/scaling.py",
+        "whale/capture/loss_scaling.py",
         "tf.IndexedSlices(_unscale(gradient.values, by), gradient.indices, gradient.dense_shape)",
         "tf.IndexedSlices(gradient.values, gradient.indices, gradient.dense_shape)",
         "sum",
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "one_forward_too_many",  # before the first backward pass of 1F1B: right, with more memory
-        "whale/ir/schedule.py",
+        "whale/ir/pipeline_schedule.py",
         "        warm = min(stages - 1 - stage, micro_batches)\n"
         "        row = [Phase(0, m, PhaseKind.F) for m in range(warm)]\n"
         "        for m in range(micro_batches - warm):",
@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "credits_of_results_taken_first",  # what is taken at the moment at which another comes
-        "whale/ir/schedule.py",
+        "whale/ir/pipeline_schedule.py",
         "key=lambda move: (move[0], -move[1])",
         "key=lambda move: (move[0], move[1])",
         "order",

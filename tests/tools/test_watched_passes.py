@@ -40,6 +40,7 @@ def test_a_plan_says_what_each_pass_took_and_changed(tmp_path: Path, capsys: pyt
         of_passes = sum(float(rows[one.name][1].replace("-", "0")) for one in table.passes)
         assert float(rows[table.name][1]) == pytest.approx(of_passes, abs=1e-4 * len(table.passes))
     assert rows["share_scalars"][2].startswith("1 gone, 1 changed, of ")
+    assert rows["update_on_owners"][1] != "-", "the program is made ready for as many ranks as the plan is for"
     assert rows["build_plan_draft"][2].endswith("layouts of nodes") and float(rows["build_plan_draft"][1]) > 0
     assert rows["partition"][2].endswith("nodes") and "new" in rows["partition"][2]
     assert rows["elementwise"][2].endswith("nodes")

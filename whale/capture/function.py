@@ -17,7 +17,7 @@ from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.gradients import scope_gradients
 from whale.capture.graph import Names, name_captures, read_graph
-from whale.capture.scaling import LossScale, scale_losses
+from whale.capture.loss_scaling import LossScale, scale_losses
 from whale.capture.sharded import IteratorReads
 from whale.capture.signature import flatten_arguments, read_tracing_options
 from whale.errors import CaptureError

@@ -1,4 +1,4 @@
-"""Tracks which ranks a run has as some go and others come, and decides whether newcomers are taken in."""
+"""Tracks which ranks a run has as some go and others come, and decides whether joining ranks are taken in."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class StepTimes:
     Attributes:
       moving_s: from the latest change of ranks, or the first call of all, to the end of the next step, what is compiled
         for it included.
-      declined: the ranks that were there when newcomers were last not worth it.
+      declined: the ranks that were there when joining ranks were last not worth it.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class StepTimes:
 
 
 def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool) -> bool:
-    """Tells whether it pays to go from ``ranks`` ranks to all that are ``present``; newcomers are taken to be as fast.
+    """Tells whether it pays to go from ``ranks`` ranks to all that are ``present``, those that join being as fast.
 
     Args:
       weighed: as of ``StepTimes.weigh``; None: it does, as far as is known.
@@ -159,7 +159,7 @@ def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, t
 
 @dataclass(frozen=True)
 class Welcome:
-    """A message to a newcomer: how far the others are, and what they have agreed on.
+    """A message to a joining rank: how far the others are, and what they have agreed on.
 
     Attributes:
       calls, steps: made and taken.
@@ -178,7 +178,7 @@ class Welcome:
 
 
 def extend_shares(shares: Sequence[int], size: int) -> list[int]:
-    """Extends shares of rows by those of newcomers, of whose speed nothing is known: as large as the others' on
+    """Extends shares of rows by those of joining ranks, of whose speed nothing is known: as large as the others' on
     average.
     """
     if not shares:

@@ -4,7 +4,7 @@ Between the script and the worker of `whale run` beside it goes a socket with li
 
     worker -> script   {"rank": 1, "what": "was killed by SIGKILL", "goes_on": false}   a rank is gone; null: mpirun
                        {"joined": [3], "addresses": {"0": "127.0.0.1:4321", ...}, "goes_on": true, "rank": null}
-                       {"start": ..., "history": [...], "rank": null}   first thing to a newcomer: all of that so far
+                       {"start": ..., "history": [...], "rank": null}   to a joining rank, first: all of that so far
                        {"all": {"0": "127.0.0.1:4321", ...}, "rank": null}   where hosts have mpiruns of their own
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
                        {"address": ..., "start": ...}, {"ready": true}   where ranks may join: see Elastic

@@ -10,10 +10,10 @@ from itertools import pairwise
 from whale.errors import PlanError
 from whale.ir.layout import Partial, Shard, Strategy
 from whale.ir.mesh import count_moved_along, find_tiles, make_mesh
+from whale.ir.pipeline_schedule import format_schedule, make_schedule
 from whale.ir.plan import Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction
 from whale.ir.program import Node
-from whale.ir.schedule import format_schedule, make_schedule
 
 ROWS = 12  # operations, variables, and changes of layout listed at most
 

@@ -22,7 +22,7 @@ from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import PLAN_VARIABLE, Options
-from whale.launcher.scale_up.newcomers import Newcomers
+from whale.launcher.scale_up.joining_ranks import JoiningRanks
 
 # Connections that the system holds until they are accepted: a worker that finds no place among others' tries again only
 # after a second.
@@ -85,7 +85,9 @@ def _run_attempts(
             environment = mpirun.make_environment(options, f"{address}:{port}", token, restarts, library, hash_seed)
             starts = mpirun.list_starts(options, program, environment)
             grows = (
-                functools.partial(Newcomers, options, program, environment) if options.hosts_from is not None else None
+                functools.partial(JoiningRanks, options, program, environment)
+                if options.hosts_from is not None
+                else None
             )
             job = Job(options, listener, token, config["fault.freeze_s"], trace, progress, grows)
             if progress is not None:

@@ -36,7 +36,7 @@ from whale.passes.analysis.uses import taken_by_updates
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import offload, offloaded
 from whale.passes.memory.step_bytes import step_bytes
-from whale.passes.normalize.ring import in_blocks_if_large
+from whale.passes.normalize.attention_as_one import in_blocks_if_large
 from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
 from whale.passes.resharding.fuse_sums import fuse_sums

@@ -19,8 +19,8 @@ from whale.passes.analysis.rank_groups import named_ranks
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.autoshard.divide import divide
 from whale.passes.memory.zero import state_at_rest, update_strategies
+from whale.passes.normalize.attention_as_one import for_rings, in_rings
 from whale.passes.normalize.decompose import decompose, has_split_form, is_composite
-from whale.passes.normalize.ring import for_rings, in_rings
 from whale.passes.propagation.fixpoint import settled_layouts
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.partial_sums import reduce_partial_sums

@@ -78,7 +78,7 @@ class TimeSettings:
 
     Attributes:
       micro_batches: into how many parts each rank cuts its rows; 1: none.
-      schedule: in which order stages run them (see ``whale.ir.schedule``).
+      schedule: in which order stages run them (see ``whale.ir.pipeline_schedule``).
       same_rows: each rank has the same rows of each micro-batch, or none, and so have the micro-batches.
       local_statistics: batch statistics are of each micro-batch.
     """

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from cost_model.cluster.cluster_file import Cluster
 from whale.capture.captured import CapturedVariable
-from whale.capture.scaling import LossScale, LossScaleFeed
+from whale.capture.loss_scaling import LossScale, LossScaleFeed
 from whale.config import Mesh
 from whale.distributed.balance import WatchedSteps
 from whale.distributed.preemption import PreemptionNotice

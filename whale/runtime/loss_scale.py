@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.capture.scaling import LossScale, LossScaleFeed
+from whale.capture.loss_scaling import LossScale, LossScaleFeed
 from whale.config import Config
 from whale.errors import ConfigError
 from whale.runtime.context import Context, require_current

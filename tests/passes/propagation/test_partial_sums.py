@@ -14,7 +14,7 @@ from tests.partition.compare import assert_equal_runs
 from tests.programs import Builder, plan_of
 from whale.ir.layout import P_SUM, B, Partial, Replicate, Shard, Strategy, divide_evenly, shard
 from whale.ir.program import Program, Ref
-from whale.passes.analysis.cost import compute_cost, move_cost
+from whale.passes.analysis.resharding_cost import compute_cost, move_cost
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.partial_sums import reduce_partial_sums
 from whale.passes.resharding.reshards import explicit_reshards

@@ -15,8 +15,8 @@ import whale as wh
 from tests.draws import one_of
 from tests.runtime.compile.test_stages import Chain, Tied, Towers, assert_equals_one_device, batch, trained, weight
 from whale.errors import PlanError
+from whale.ir.pipeline_schedule import make_schedule
 from whale.ir.plan_text import format_plan
-from whale.ir.schedule import make_schedule
 
 Start = Callable[..., None]
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.memory import peaks_above
-from whale.ir.schedule import count_live_micro_batches, make_schedule
+from whale.ir.pipeline_schedule import count_live_micro_batches, make_schedule
 
 Start = Callable[..., None]
 ROWS, WIDE, NARROW = 128, 1024, 16  # of a micro-batch; what is narrow is too small to be counted

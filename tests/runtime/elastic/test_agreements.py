@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from whale.errors import CommError
-from whale.runtime.elastic.membership import ANEW, GROWN, MET, WHOLE, Agreements
+from whale.runtime.elastic.agreement import ANEW, GROWN, MET, WHOLE, Agreements
 
 pytestmark = pytest.mark.core
 
@@ -61,7 +61,7 @@ def test_nobody_acts_where_nobody_has() -> None:
     other.agree(1, MET, Meeting(), lambda: None)
     other.agree(1, WHOLE, Meeting(), lambda: None)
     mine.catch_up(Meeting(told(Agreements())))
-    mine.catch_up(Meeting(told(other)))  # of which this one, a newcomer, knows nothing
+    mine.catch_up(Meeting(told(other)))  # of which this one, a joining rank, knows nothing
     mine.agree(2, MET, Meeting(), lambda: None)
     assert told(mine) > told(other)
 

@@ -66,7 +66,7 @@ def test_of_what_was_committed_the_latest_two_calls_are_kept() -> None:
     assert {calls: state() for calls, state in commits.held.items()} == {1: b"c", 2: b"d"}
 
 
-def test_newcomers_are_weighed_where_it_is_known_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_ranks_are_weighed_where_it_is_known_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     times = StepTimes()
@@ -85,7 +85,7 @@ def test_newcomers_are_weighed_where_it_is_known_what_is_left(monkeypatch: pytes
     assert times.moving_s == 2.0 and times.weigh(12) is None
 
 
-def test_newcomers_have_shares_as_the_others_have_on_average() -> None:
+def test_joining_ranks_have_shares_as_the_others_have_on_average() -> None:
     assert extend_shares([], 4) == []
     assert extend_shares([2, 4], 4) == [2, 4, 3, 3]
 

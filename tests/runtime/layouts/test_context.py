@@ -19,7 +19,7 @@ from whale.ir.layout import B, Partial, Shard
 from whale.ir.mesh import iterate_levels
 from whale.ir.plan import Plan
 from whale.passes.analysis.attention import attentions
-from whale.passes.normalize.ring import in_rings
+from whale.passes.normalize.attention_as_one import in_rings
 from whale.runtime.context import require_current
 
 SCOPE = partial(wh.split, context=1)

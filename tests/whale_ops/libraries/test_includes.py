@@ -1,4 +1,4 @@
-"""Include arrows run one way: which room of the C++ code may include which, read from the sources."""
+"""Include arrows run one way: which folder of the C++ code may include which, read from the sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[3]
 OURS = ROOT / "whale_ops"
 
-# Room -> the rooms that it includes. Nothing of TensorFlow, MPI or CUDA in the core: each has a library of its own.
+# Folder -> the folders that it includes. Nothing of TensorFlow, MPI or CUDA in the core: each has a library of its own.
 INCLUDED: dict[str, set[str]] = {
     "core/base": set(),
     "core/transport": {"core/base"},
@@ -32,7 +32,7 @@ INCLUDED: dict[str, set[str]] = {
     "tf_kernels/random": {"tf_kernels"},
     "tf_kernels/memory": {"core/transport", "tf_kernels"},
 }
-# Headers of others -> the only room that includes them, or one inside it. No room has those of CUDA and NCCL: what is
+# Headers of others -> the only folder that includes them, or one inside it. None has those of CUDA and NCCL: what is
 # needed of them is declared.
 OTHERS = {r"tensorflow/|absl/|xla/|unsupported/|Eigen": "tf_kernels", r"mpi\.h": "mpi", r"cuda|nccl|nvrtc": "none"}
 
@@ -41,7 +41,7 @@ def sources() -> list[Path]:
     return [path for suffix in ("h", "cc", "cu") for path in sorted(OURS.rglob(f"*.{suffix}"))]
 
 
-def room(path: Path) -> str:
+def folder(path: Path) -> str:
     return str(path.parent.relative_to(OURS))
 
 
@@ -58,19 +58,19 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_rooms_include_what_the_table_says() -> None:
-    found: dict[str, set[str]] = {room(path): set() for path in sources()}
+def test_folders_include_what_the_table_says() -> None:
+    found: dict[str, set[str]] = {folder(path): set() for path in sources()}
     for path in sources():
         for quote, name in includes(path):
             if (ROOT / name).exists():
                 assert quote == '"', f"{path}: {name} is ours"
-                found[room(path)].add(room(ROOT / name))
+                found[folder(path)].add(folder(ROOT / name))
                 continue
-            assert quote == "<" or room(path).startswith("tf_kernels"), (
+            assert quote == "<" or folder(path).startswith("tf_kernels"), (
                 f"{path}: {name} is not named by its place in the project"
             )
             for others, only in OTHERS.items():
-                assert room(path).startswith(only) or not re.match(others, name), f"{path} includes {name}"
+                assert folder(path).startswith(only) or not re.match(others, name), f"{path} includes {name}"
     assert {here: there - {here} for here, there in found.items()} == INCLUDED
 
 

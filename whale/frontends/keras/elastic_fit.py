@@ -1,4 +1,4 @@
-"""``fit`` in a run that other processes may join: where it is, and how a newcomer takes it up there.
+"""``fit`` in a run that other processes may join: where it is, and how a joining rank takes it up there.
 
 Before each of its calls of the model's step a rank notes the epoch, the step in it, the place in the data, the seeds
 that data were made with, and what callbacks have come to hold. A process that joins waits for this where it calls
@@ -40,7 +40,9 @@ _fit: contextvars.ContextVar[FitCall | None] = contextvars.ContextVar("fit", def
 _done: weakref.WeakKeyDictionary[ElasticHooks, list[Any]] = (
     weakref.WeakKeyDictionary()
 )  # (history, epochs) of calls of fit
-_closed: weakref.WeakSet[ElasticHooks] = weakref.WeakSet()  # where a newcomer could not know the order of data any more
+_closed: weakref.WeakSet[ElasticHooks] = (
+    weakref.WeakSet()
+)  # where a joining rank could not know the order of data any more
 _ahead: weakref.WeakKeyDictionary[ElasticHooks, Any] = weakref.WeakKeyDictionary()  # what a process that joins was told
 
 
@@ -124,14 +126,14 @@ class FitCall:
             self._placed = True
 
     def read_beside(self, data: Any, context: Context) -> None:
-        """A callback reads data. What shuffles them has gone on to another order then, which a newcomer cannot know."""
+        """A callback reads data. Their shuffle has gone on to another order then, which a joining rank cannot know."""
         if not isinstance(data, tf.data.Dataset) or not reshuffles(data) or self._elastic in _closed:
             return
         _closed.add(self._elastic)
         if context.rank == 0:
             log.warning(
                 "processes that come are not taken in any more: a callback reads data of which each iteration has "
-                "another order, and a newcomer would read other rows than the others; evaluate data without a shuffle"
+                "another order, and a joining rank would read other rows than the rest; evaluate data without a shuffle"
             )
 
     # -- steps

@@ -13,7 +13,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import gradients_util
 from tensorflow.python.training import basic_session_run_hooks, coordinator
 
-from whale.capture.scaling import LossScaleFeed, compute_scaled_gradients, compute_scaled_tape_gradient
+from whale.capture.loss_scaling import LossScaleFeed, compute_scaled_gradients, compute_scaled_tape_gradient
 from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import ProgramError
 from whale.frontends.tf1 import estimators, first_rank_files, optimizers

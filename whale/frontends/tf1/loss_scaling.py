@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.attrs import LOSS_SCALE
-from whale.capture.scaling import LossScaleFeed
+from whale.capture.loss_scaling import LossScaleFeed
 from whale.capture.v1 import GraphCapture
 from whale.errors import PlanError
 from whale.ir.program import Program

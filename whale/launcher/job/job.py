@@ -50,7 +50,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Growth(Protocol):
-    """The interface of what starts ranks while a run goes on; see whale/launcher/scale_up/newcomers.py.
+    """The interface of what starts ranks while a run goes on; see whale/launcher/scale_up/joining_ranks.py.
 
     Attributes:
         processes: the mpiruns of all that it has started; links: of the ranks that have yet to come in.
@@ -70,7 +70,7 @@ class Growth(Protocol):
         """Reads the list of hosts now."""
 
     def look(self) -> None:
-        """Starts newcomers, or has them come in, when it is time."""
+        """Starts joining ranks, or has them come in, when it is time."""
 
     def is_expecting(self, rank: int) -> bool:
         """Tells whether a rank of this number was started, and has not come up yet."""
@@ -131,7 +131,7 @@ class Job:
         self._wake, self._wake_writer = socket.socketpair()
         self._mpiruns: Mpiruns
         self._door: Listener
-        self._newcomers: Growth | None = None
+        self._growth: Growth | None = None
 
     def run(self, starts: Sequence[MpirunStart]) -> int:
         """Starts the ranks by mpirun, and returns the exit code of the run once all of it has ended.
@@ -151,7 +151,7 @@ class Job:
                 for process in self._mpiruns.processes:
                     self._register(process.output, functools.partial(self._read_mpirun, process))
                 if self._grows is not None:
-                    self._newcomers = self._grows(self._links, self._ending, self._printer, self._selector)
+                    self._growth = self._grows(self._links, self._ending, self._printer, self._selector)
                 self._run_loop()
                 return self._conclude()
             except BrokenPipeError:
@@ -206,8 +206,8 @@ class Job:
             self._door.look()
             self._lookout.look()
             self._ending.send_due()
-            if self._newcomers is not None:
-                self._newcomers.look()
+            if self._growth is not None:
+                self._growth.look()
             if not ready and time.monotonic() > self._ending.give_up_s:
                 return
             if not self._is_complete and not self._ending.has_begun and time.monotonic() > start_by_s:
@@ -247,8 +247,8 @@ class Job:
 
     def _read_signals(self) -> None:
         for number in self._wake.recv(_READ_BYTES):
-            if number == signal.SIGHUP and self._newcomers is not None:
-                self._newcomers.ask()
+            if number == signal.SIGHUP and self._growth is not None:
+                self._growth.ask()
             elif number in _SIGNALS:
                 self._ending.stop(number)
 
@@ -267,7 +267,7 @@ class Job:
         try:
             for kind, payload in link.unpacker.feed(data):
                 if link.rank is not None:
-                    if self._newcomers is None or not self._newcomers.take(link, link.rank, kind, payload):
+                    if self._growth is None or not self._growth.take(link, link.rank, kind, payload):
                         self._reports.take(link, link.rank, kind, payload)
                 elif not self._greet(link, kind, payload):
                     data = b""
@@ -279,7 +279,7 @@ class Job:
             link.connection.close()
             if link.rank is not None and not link.exited:
                 link.exited = True
-                if self._newcomers is not None and self._newcomers.lose(link.rank):
+                if self._growth is not None and self._growth.lose(link.rank):
                     return
                 gone = (
                     ranks.make_unreadable_failure(link.rank, link.host, wrong)
@@ -289,12 +289,12 @@ class Job:
                 self._ending.fail(gone)
 
     def _greet(self, link: ranks.RankLink, kind: FrameKind, payload: bytes) -> bool:
-        newcomers = self._newcomers
-        rank = link.greet(kind, payload, self._options.ranks, newcomers.is_expecting if newcomers is not None else None)
+        growth = self._growth
+        rank = link.greet(kind, payload, self._options.ranks, growth.is_expecting if growth is not None else None)
         if rank is None or rank in self._links:
             link.rank = None
             return False
-        if newcomers is not None and newcomers.greet(link, rank):
+        if growth is not None and growth.greet(link, rank):
             return True
         self._links[rank] = link
         if self._trace is not None:
@@ -321,9 +321,9 @@ class Job:
                 key.fileobj.close()
         # Workers that never connected have nothing to see closed.
         processes, links = list(self._mpiruns.processes), list(self._links.values())
-        if self._newcomers is not None:
-            self._newcomers.close()
-            processes, links = processes + self._newcomers.processes, links + self._newcomers.links
+        if self._growth is not None:
+            self._growth.close()
+            processes, links = processes + self._growth.processes, links + self._growth.links
         for process in processes:
             process.end(_MPIRUN_S, by_itself=self._is_complete)
         # A worker that was killed, or is frozen, has not ended what its script had started.
@@ -393,7 +393,7 @@ class Job:
 
 
 def _list_ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], started: int) -> list[RankEnd | None]:
-    """Returns how each rank that is not gone ended its run; newcomers that were never taken in are left out."""
+    """Returns how each rank that is not gone ended its run; joining ranks that were never taken in are left out."""
     left = [rank for rank in sorted(links) if rank not in gone]
     return [links[rank].end for rank in left if links[rank].end or rank < started]
 

@@ -272,7 +272,7 @@ class RankLink:
         self.tell({"rank": rank, "what": what, "goes_on": goes_on})
 
     def tell_start(self, start: str, history: Sequence[dict[str, Any]]) -> None:
-        """Tells the script of a newcomer what the others have begun with, and who is gone and has come since."""
+        """Tells the script of a joining rank what the others have begun with, and who is gone and has come since."""
         self.tell({"rank": None, "start": start, "history": list(history)})
 
     def tell(self, message: dict[str, Any]) -> None:

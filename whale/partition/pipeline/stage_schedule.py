@@ -9,9 +9,9 @@ from whale.errors import PlanError
 from whale.ir.emitter import COMMUNICATOR
 from whale.ir.layout import Shard, parse_placement, shard
 from whale.ir.ops import POINT_TO_POINT
+from whale.ir.pipeline_schedule import count_credits, count_live_micro_batches, make_schedule
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, sort_nodes
-from whale.ir.schedule import count_credits, count_live_micro_batches, make_schedule
 from whale.ir.values import DType, Func, Shape
 from whale.partition.identical_ranks import is_alike
 from whale.partition.pipeline.microbatch_loop import CALL, Call, outline

@@ -21,7 +21,7 @@ from whale.ir.ops import ASSIGNS, READS, READS_ROWS
 from whale.ir.plan import StageGroup
 from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import UNMOVABLE
-from whale.passes.analysis.cost import count_matmul_flops
+from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.analysis.scopes import PASSED_ON
 
 STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes of a mesh

@@ -9,7 +9,7 @@ from functools import partial
 from whale.ir.layout import B, PerRank, Placement, RankZero, Replicate, Shard, Strategy
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.analysis.cost import LATENCY, change_cost, compute_cost, exchange_cost, fraction
+from whale.passes.analysis.resharding_cost import LATENCY, change_cost, compute_cost, exchange_cost, fraction
 from whale.passes.analysis.scopes import context_of
 from whale.passes.autoshard.context import whole_activations
 from whale.passes.autoshard.region import SplitRegion

@@ -23,11 +23,11 @@ from whale.passes.analysis.scopes import has_split_scopes, sequence_of
 from whale.passes.autoshard.candidates import Candidates
 from whale.passes.autoshard.choose import choose
 from whale.passes.autoshard.costs import node_costs, tensor_forms
-from whale.passes.autoshard.decomposed_losses import refuse_decomposed_rows
 from whale.passes.autoshard.region import SplitRegion
 from whale.passes.autoshard.required_shardings import require_shardings
 from whale.passes.autoshard.sequence import along_sequence, check_sequences
 from whale.passes.autoshard.tables import is_whole, whole_tables
+from whale.passes.autoshard.unbounded_expert_rows import refuse_unbounded_expert_rows
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.propagate import NOTHING
 
@@ -69,7 +69,7 @@ def divide(
     }
     if parts > 1 and has_split_scopes(program):
         region = SplitRegion(program, outside, parts, known, at_rest, tables)
-        refuse_decomposed_rows(region)
+        refuse_unbounded_expert_rows(region)
         if before is not None:
             ranks = {
                 name: next(iter(p.holders))

@@ -10,8 +10,8 @@ from whale.ir.layout import Placement, Shard, shard
 from whale.ir.ops import HAS_BODIES, LOOKUPS, READS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.analysis.cost import count_matmul_flops
 from whale.passes.analysis.rank_groups import sizes_within
+from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.analysis.scopes import ranks_of_scope, split_scope
 from whale.passes.autoshard.context import context_seeds, layers_in_context, with_sequence
 from whale.passes.propagation.graph_layout import GraphLayout

@@ -14,8 +14,8 @@ from whale.ir.layout import Partial, Shard, Strategy, shard
 from whale.ir.ops import VIEWS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims, TensorType
-from whale.passes.analysis.cost import LATENCY
 from whale.passes.analysis.rank_groups import sizes_within
+from whale.passes.analysis.resharding_cost import LATENCY
 from whale.passes.analysis.scopes import sequence_of
 
 _REDUCTIONS = frozenset({"Sum", "Mean", "BiasAddGrad"})  # a normalisation's statistics, and gradients of its weights

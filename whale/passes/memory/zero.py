@@ -26,7 +26,7 @@ from whale.ir.layout import B, Partial, Placement, Replicate, Shard, Strategy, d
 from whale.ir.ops import BRANCHES, CONTRACTIONS, HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.analysis.cost import count_matmul_flops
+from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import Use, can_take, iterate_variable_uses, list_called_functions, make_op_view

@@ -1,8 +1,8 @@
 """Makes steps whose gradients overflow change nothing (mixed precision in float16): updates ask whether all are finite.
 
-Tracing has scaled losses and marked the unscaled gradients (whale.capture.scaling). Here one answer is made of all of
-them, in ordinary nodes: propagation finds that it needs sums over ranks, so it is the same everywhere, and waits for
-the last micro-batch. Where it is no, what is assigned is the old value, what is added is zero. That concerns the
+Tracing has scaled losses and marked the unscaled gradients (whale.capture.loss_scaling). Here one answer is made of
+all of them, in ordinary nodes: propagation finds that it needs sums over ranks, so it is the same everywhere, and waits
+for the last micro-batch. Where it is no, what is assigned is the old value, what is added is zero. That concerns the
 updates that depend on a gradient, the counters that only these read (an optimizer's `iterations`), and those that wait
 for them (a global step); statistics of the forward pass are updated as in every step. An optimizer's op of its own gets
 operands with which it changes nothing.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from whale.ir.layout import FIRST, B, Partial, Placement, Replicate, Shard, Strategy, shard
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
-from whale.passes.analysis.cost import change_cost
 from whale.passes.analysis.rank_groups import RankGroups
+from whale.passes.analysis.resharding_cost import change_cost
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.per_rank import PerRankRows, Semantics
 from whale.passes.propagation.unmovable import NeededWhole

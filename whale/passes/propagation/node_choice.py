@@ -9,7 +9,7 @@ from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Sh
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, require_static_shape
-from whale.passes.analysis.cost import compute_cost, count_matmul_flops, exchange_cost, move_cost
+from whale.passes.analysis.resharding_cost import compute_cost, count_matmul_flops, exchange_cost, move_cost
 from whale.passes.propagation.graph_state import INFINITE, GraphState
 from whale.passes.propagation.reference_plan import same_kind
 from whale.sharding_rules import find_rule

@@ -16,7 +16,7 @@ from whale.ir.layout import B, Partial, PerRank, Placement, Replicate, Shard, St
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
-from whale.passes.analysis.cost import compute_cost, count_matmul_flops, move_cost
+from whale.passes.analysis.resharding_cost import compute_cost, count_matmul_flops, move_cost
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.minimum_cut import UNBOUNDED, Network
 from whale.sharding_rules.graph import is_recreatable

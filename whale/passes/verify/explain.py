@@ -13,7 +13,7 @@ from whale.ir.layout import B, Partial, Placement, Shard, Strategy, count_moved_
 from whale.ir.plan import Plan
 from whale.ir.plan_text import MOST_OPS, explain_operation, find_ops, format_bytes, format_layout
 from whale.ir.program import Node, Program, Ref
-from whale.passes.analysis.cost import change_cost, fraction
+from whale.passes.analysis.resharding_cost import change_cost, fraction
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import make_op_view
 

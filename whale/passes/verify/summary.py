@@ -9,7 +9,7 @@ from whale.ir.layout import PerRank, Shard
 from whale.ir.ops import CONTRACTIONS
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
-from whale.passes.analysis.cost import count_matmul_flops
+from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.normalize.decompose import is_composite
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule

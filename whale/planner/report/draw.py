@@ -10,8 +10,8 @@ from typing import Any
 from cost_model.analytic.evaluate import Evaluation, played
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import Tasks, Timeline, memory_curve
+from whale.ir.pipeline_schedule import make_schedule
 from whale.ir.plan_text import format_seconds
-from whale.ir.schedule import make_schedule
 from whale.ir.strategy import ParallelStrategy, Stage
 from whale.planner.report import show
 from whale.planner.report.lanes import short

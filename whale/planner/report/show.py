@@ -12,6 +12,7 @@ from cost_model.analytic.layer_costs import Model, costs_of
 from cost_model.analytic.memory import offloaded_bytes
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
+from whale.ir.pipeline_schedule import make_schedule
 from whale.ir.plan_text import (
     format_bytes,
     format_plan,
@@ -21,7 +22,6 @@ from whale.ir.plan_text import (
     list_op_rows,
 )
 from whale.ir.prediction import Prediction
-from whale.ir.schedule import make_schedule
 from whale.ir.strategy import ParallelStrategy, Stage, count_expert_ranks, format_count
 from whale.planner.analytic_search.neighbours import move_cut
 from whale.planner.report.planfile import Alternative, PlanFile

@@ -108,8 +108,6 @@ def compile_program(
     settings = _settings(program, context, variables)
     lying = settings.split.tiles
     captured = seen_by_plan(program, context)
-    program = normalise(captured, settings)
-    clock.lap("normalise")
 
     def options(limit: float) -> str:
         return options_text(settings, limit, captured, marked, has_compute_device())
@@ -117,16 +115,15 @@ def compile_program(
     # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
     recomputable = captured if marked is not None else None
     if context.planning.dry is not None:
-        _show(
-            program,
-            context,
-            settings.but(size=context.planning.dry.size, batch__local=local),
-            number,
-            recomputable,
-            options,
-        )
+        alone = settings.but(observer=PassObserver())  # what runs is not what is planned, nor watched
+        settings = settings.but(size=context.planning.dry.size, batch__local=local)
+        _show(normalise(captured, settings), context, settings, number, recomputable, options)
+        settings = alone
+        program = normalise(captured, settings)
     else:
+        program = normalise(captured, settings)
         settings = settings.but(batch__local=local)
+    clock.lap("normalise")
     compare_programs(program, local, number, context)
     clock.lap("fingerprint")
     made = None

@@ -30,10 +30,7 @@ from whale.ir.program import Program
 from whale.log import log
 from whale.partition.variable_use import VariableUse
 from whale.runtime.context import Context
-from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
-from whale.runtime.elastic.generations import Generations
-from whale.runtime.elastic.group import RankGroup
-from whale.runtime.elastic.membership import (
+from whale.runtime.elastic.agreement import (
     ANEW,
     GROWN,
     MET,
@@ -45,7 +42,10 @@ from whale.runtime.elastic.membership import (
     gather_bytes,
     hear_returned,
 )
+from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
+from whale.runtime.elastic.generations import Generations
 from whale.runtime.elastic.recovery import RecoveredState, become_whole, describe_lost, recover
+from whale.runtime.elastic.rendezvous import RankGroup
 from whale.runtime.elastic.requirements import (
     find_host_name,
     has_divided_variables,
@@ -334,7 +334,7 @@ class Elastic:
             try:
                 self._meet()
                 if not self._group.members:
-                    self._take_in_newcomers(None)
+                    self._take_in_joining_ranks(None)
             except CommError:
                 if self._group.is_over:
                     log.warning("the others have come to their end, and this process has not joined them")
@@ -344,7 +344,7 @@ class Elastic:
                     raise
         return self._commits.held[self._at.calls]()
 
-    def _take_in_newcomers(self, welcome: Welcome | None) -> None:
+    def _take_in_joining_ranks(self, welcome: Welcome | None) -> None:
         comm, members, hosts, known = self._group.offer(welcome)
         act = partial(self._apply_growth, comm, members, hosts, known)
         self._agreements.agree(self._group.number, GROWN, comm, act)
@@ -374,7 +374,7 @@ class Elastic:
             return False
         self._make_variables_whole(meeting, said, WHOLE)
         counted = self._at.calls, self._at.steps, context.programs, context.elements, group.divisions + 1
-        self._take_in_newcomers(Welcome(*counted, list(context.config["batch.shares"]), state()))
+        self._take_in_joining_ranks(Welcome(*counted, list(context.config["batch.shares"]), state()))
         return True
 
 

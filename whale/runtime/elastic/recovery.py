@@ -17,8 +17,8 @@ from whale.distributed.faults import raise_comm_error
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import ClusterError
+from whale.runtime.elastic.agreement import LoneCommunicator
 from whale.runtime.elastic.generations import Generations, Snapshot
-from whale.runtime.elastic.membership import LoneCommunicator
 from whale.runtime.variables.ownership import Holding
 
 _Key = tuple[int, int]  # (variable, piece)

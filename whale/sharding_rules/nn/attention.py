@@ -1,7 +1,8 @@
 """Rules of attention as one operation, and of its gradient: queries, keys and values are split along the sequence.
 
-These nodes are made of a program's attention for one axis (``whale.passes.normalize.ring``), and what a rank runs in
-their place exchanges blocks of keys and values (``whale.partition.ring_attention``): no rank's kernel is one of theirs.
+These nodes are made of a program's attention for one axis (``whale.passes.normalize.attention_as_one``), and what a
+rank runs in their place exchanges blocks of keys and values (``whale.partition.ring_attention``): no rank's kernel is
+one of theirs.
 """
 
 from __future__ import annotations

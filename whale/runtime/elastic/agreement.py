@@ -57,7 +57,7 @@ class Agreements:
         self._do()
 
     def catch_up(self, meeting: Any) -> None:
-        """Acts on what others have acted on, if this rank has agreed on it: a newcomer may not have."""
+        """Acts on what others have acted on, if this rank has agreed on it: a joining rank may not have."""
         done = max(int(one) for one in gather_bytes(meeting, str(self._done).encode()))
         if self._done < done == self._number:
             self._do()

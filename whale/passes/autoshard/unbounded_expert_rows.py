@@ -10,7 +10,7 @@ from whale.passes.autoshard.region import SplitRegion
 _TAKE_APART = frozenset({"DynamicPartition", "SplitV", "Slice", "StridedSlice"})
 
 
-def refuse_decomposed_rows(region: SplitRegion) -> None:
+def refuse_unbounded_expert_rows(region: SplitRegion) -> None:
     """Refuses products whose weights a scope divides, and whose rows are parts of one tensor that only the run bounds.
 
     Which rank has an expert is no layout of a program that has a product, and variables, for each: every rank would

@@ -1,4 +1,4 @@
-"""The ranks of an elastic run as they are now: who they are, how they are connected, and what they count in common."""
+"""Connects the ranks of an elastic run anew: who they are now, where they meet, and what they count in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.distributed.trace import Trace
 from whale.distributed.watch import LauncherWatch
 from whale.log import log
-from whale.runtime.elastic.membership import LoneCommunicator, gather_bytes, send_value
+from whale.runtime.elastic.agreement import LoneCommunicator, gather_bytes, send_value
 from whale.runtime.elastic.requirements import count_hosts_left, find_fitting_changes
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.runtime.variables.variable_store import VariableStore
@@ -150,7 +150,7 @@ class RankGroup:
     def update_places(self, hosts: Sequence[str], me: int) -> None:
         """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it.
 
-        Random streams of operations begin anew: newcomers know nothing of them, and a step that failed went on in some.
+        Random streams of operations begin anew: joining ranks know nothing of them, and a failed step went on in some.
         """
         whale_ops.forget_streams()
         context, size = self._of(), len(hosts)
@@ -181,7 +181,7 @@ class RankGroup:
         )
 
     def offer(self, welcome: Welcome | None) -> tuple[whale_ops.Communicator, tuple[int, ...], list[str], Welcome]:
-        """Connects all ranks that are there; (through what, their numbers, their hosts, what newcomers are told).
+        """Connects all ranks that are there; (through what, their numbers, their hosts, what joining ranks are told).
 
         Collective.
 
@@ -198,7 +198,7 @@ class RankGroup:
     def grow(
         self, comm: whale_ops.Communicator, members: tuple[int, ...], hosts: Sequence[str], known: Welcome
     ) -> None:
-        """The ranks are those that are connected by this, newcomers among them."""
+        """The ranks are those that are connected by this, joining ranks among them."""
         context = self._of()
         self.update_places(hosts, members.index(self.me))
         context.programs, context.elements, self.divisions = known.programs, known.elements, known.divisions

@@ -1,8 +1,8 @@
 """Starts ranks while a run goes on, where hosts have room, and tells the others of them once they are ready.
 
-A newcomer's process starts beside the run, imports what it imports and builds what it builds; nobody waits for it. When
-its script has come to where it would go on with the others, it says so. As soon as all that were started together have,
-or have ended, every rank of the run hears of them in the same message, and they become ranks like the others.
+A joining rank's process starts beside the run, imports what it imports and builds what it builds; nobody waits for it.
+When its script has come to where it would go on with the others, it says so. As soon as all that were started together
+have, or have ended, every rank of the run hears of them in the same message, and they become ranks like the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Batch:
     ready: set[int] = field(default_factory=set)
 
 
-class Newcomers:
+class JoiningRanks:
     """The starter of ranks while a run goes on.
 
     Args:
@@ -43,7 +43,7 @@ class Newcomers:
         line: the program mpirun, and its environment for the ranks of the run's start.
         links: the ranks of the run, to which those are added that come in.
         ending: is told who leaves.
-        printer: shows what newcomers print.
+        printer: shows what joining ranks print.
         selector: that of the loop; the data of its keys are called when their file is ready.
     """
 
@@ -73,12 +73,12 @@ class Newcomers:
 
     @property
     def processes(self) -> list[MpirunProcess]:
-        """Returns the mpiruns of all newcomers."""
+        """Returns the mpiruns of all joining ranks."""
         return [batch.mpirun for batch in self._batches]
 
     @property
     def links(self) -> list[ranks.RankLink]:
-        """Returns the connections of newcomers that have not come in."""
+        """Returns the connections of joining ranks that have not come in."""
         return list(self._coming.values())
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Newcomers:
         return self._forget_gone(rank, "was lost: its connection broke") if rank in self._coming else False
 
     def look(self) -> None:
-        """Starts newcomers, or lets them come in, when it is time."""
+        """Starts joining ranks, or lets them come in, when it is time."""
         if self._apart:
             self._connect()
         if self._ending.has_begun or not all(link.elastic or link.exited for link in self._links.values()):

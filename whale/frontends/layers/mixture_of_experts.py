@@ -1,0 +1,225 @@
+"""Implements ``wh.layers.MoE``: experts lie split over ranks, and tokens go to them and come back by all-to-alls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from whale.annotations import replica, split
+from whale.capture.attrs import WIDE
+from whale.errors import ProgramError
+from whale.frontends.layers.embedding import NEVER_ROUNDED
+from whale.runtime.context import find_running
+from whale.runtime.scopes import enter_mark
+
+_Dispatch = tuple[tf.Tensor, tf.Tensor | None, Callable[[tf.Tensor], tf.Tensor]]
+_CHOICES = ("tokens", "experts")
+_BALANCES = ("batch", "group")
+
+
+class MoE(tf.keras.layers.Layer):  # type: ignore[misc]
+    """A mixture of experts: feed-forward layers of which every token goes through some, chosen by a router.
+
+    Tokens are dispatched in groups, which have a capacity of their own: of inputs [batch, time, width] each row is a
+    group, of inputs [tokens, width] there are ``groups``. There should be as many groups as ranks, or a multiple. Over
+    ranks the experts lie split, and the tokens' slots go to them and come back by all-to-alls.
+
+    After a call, ``load`` has the share of the choices that fell on each expert, and ``dropped`` that of the choices
+    that found no place. The losses of the router are among the layer's ``losses``.
+
+    Args:
+      experts, hidden: how many there are, and the width inside of one.
+      top_k: how many experts a token goes to.
+      capacity_factor: a group's slots of an expert are this times tokens * top_k / experts, rounded up; with ``experts
+        / top_k`` none is dropped. None: none is dropped either, and an expert has as many slots as the fullest one of
+        the batch needs, which only the run knows; tokens choose then, and do not with micro-batches.
+      choose: "tokens": tokens choose experts; "experts": experts choose as many tokens as they have slots.
+      groups: of inputs of rank 2; without, all their tokens are one, whose capacity is one of the batch.
+      shared: the width inside of an expert that all tokens go through; 0: there is none.
+      balance_weight: of the loss that is least when tokens are spread evenly (Fedus et al., 2021).
+      balance: whether that is computed of the whole batch, or of each group and averaged. The first needs the whole
+        batch before the backward pass, so it does not go with micro-batches.
+      z_weight: of the loss that keeps the router's logits small (Zoph et al., "ST-MoE", 2022).
+      noise: standard deviation of what is added to the router's logits in training.
+      activation: of the experts.
+
+    The router computes in float32 where the layer, or ``precision.compute_dtype``, computes in 16 bits: rounded logits
+    would choose other experts.
+
+    Raises:
+      ProgramError: arguments that fit no layer.
+    """
+
+    def __init__(
+        self, experts: int, hidden: int, top_k: int = 2, capacity_factor: float | None = 1.25, choose: str = "tokens",
+        groups: int | None = None, shared: int = 0, balance_weight: float = 0.01, balance: str = "batch",
+        z_weight: float = 0.001, noise: float = 0.0, activation: str | Callable[..., Any] = "relu", **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**more)
+        _check(1 <= top_k <= experts, f"top_k={top_k} of {experts} experts", f"1 to {experts}")
+        _check(choose in _CHOICES, f"choose={choose!r}", " or ".join(_CHOICES))
+        _check(balance in _BALANCES, f"balance={balance!r}", " or ".join(_BALANCES))
+        open_ended = capacity_factor is None
+        _check(not open_ended or choose == "tokens", f"{choose=}, {capacity_factor=}", "a capacity, or choose='tokens'")
+        self.experts, self.hidden, self.top_k, self.capacity_factor = experts, hidden, top_k, capacity_factor
+        self.choose, self.groups, self.shared, self.balance = choose, groups, shared, balance
+        self.balance_weight, self.z_weight, self.noise = balance_weight, z_weight, noise
+        self.activation = tf.keras.activations.get(activation)
+
+    def build(self, shape: Any) -> None:
+        """Makes the weights for inputs of a shape, of which the last size counts."""
+        width, experts = int(shape[-1]), self.experts
+
+        def add(name: str, *sizes: int, start: str = "glorot_uniform", trainable: bool = True, **more: Any) -> Any:
+            return self.add_weight(name=name, shape=sizes, initializer=start, trainable=trainable, **more)
+
+        self.router = add("router", width, experts, **NEVER_ROUNDED)
+        self.into, self.out = add("into", experts, width, self.hidden), add("out", experts, self.hidden, width)
+        self.into_bias = add("into_bias", experts, 1, self.hidden, start="zeros")
+        self.out_bias = add("out_bias", experts, 1, width, start="zeros")
+        if self.shared:
+            self.shared_into, self.shared_out = (
+                add("shared_into", width, self.shared),
+                add("shared_out", self.shared, width),
+            )
+        self.load = add("load", experts, start="zeros", trainable=False)
+        self.dropped = add("dropped", start="zeros", trainable=False)
+        super().build(shape)
+
+    def call(self, inputs: tf.Tensor, training: bool | None = None) -> tf.Tensor:
+        """Returns what the experts make of the inputs, weighed by the router."""
+        with _enter_scope(replica):
+            x = self._group_tokens(inputs)
+            # Rounded to 16 bits, logits would choose other experts, and a sum of ones would end at 256.
+            wide = x.dtype if x.dtype.size > 2 else tf.float32
+            with _enter_scope(partial(enter_mark, WIDE)):
+                logits = tf.einsum("gtd,de->gte", tf.cast(x, wide), tf.cast(tf.convert_to_tensor(self.router), wide))
+            if self.noise and training:
+                logits += self.noise * tf.random.normal(tf.shape(logits), dtype=logits.dtype)
+            chances = tf.nn.softmax(logits)
+            if self.capacity_factor is None:
+                slots, weights, combine = self._dispatch_dropless(x, chances)
+            else:
+                each = x.shape[1]
+                capacity = min(each, int(-(-self.capacity_factor * each * self.top_k // self.experts)))
+                dispatch = self._dispatch_by_experts if self.choose == "experts" else self._dispatch_by_tokens
+                slots, weights, combine = dispatch(x, chances, capacity)
+        with _enter_scope(split):
+            g = "g" if slots.shape.rank == 4 else ""
+            inner = tf.einsum(f"{g}ecd,edh->{g}ech", slots, tf.convert_to_tensor(self.into))
+            inner = self.activation(inner + tf.convert_to_tensor(self.into_bias))
+            applied = tf.einsum(f"{g}ech,ehd->{g}ecd", inner, tf.convert_to_tensor(self.out))
+            applied = applied + tf.convert_to_tensor(self.out_bias)
+            if weights is not None:  # weighed where they are: else both would travel
+                applied = weights[..., None] * applied
+        with _enter_scope(replica):
+            y = combine(applied)
+            if self.shared:
+                y += self.activation(x @ tf.convert_to_tensor(self.shared_into)) @ tf.convert_to_tensor(self.shared_out)
+            if self.z_weight:
+                self.add_loss(self.z_weight * tf.reduce_mean(tf.reduce_logsumexp(logits, -1) ** 2))
+            return tf.reshape(y, tf.shape(inputs))
+
+    def _group_tokens(self, inputs: tf.Tensor) -> tf.Tensor:
+        if inputs.shape.rank == 3 and self.groups is None:
+            return tf.convert_to_tensor(inputs)
+        tokens, groups = inputs.shape[0], self.groups or 1
+        _check(
+            inputs.shape.rank == 2 and tokens is not None and tokens % groups == 0,
+            f"inputs {inputs.shape}, groups={self.groups}",
+            "[batch, time, width] without groups, or [tokens, width] with a divisor of the tokens",
+        )
+        return tf.reshape(inputs, [groups, tokens // groups, inputs.shape[-1]])
+
+    def _dispatch_by_tokens(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
+        """Returns slots [group, expert, slot, width], their weights, and a function from expert outputs to tokens."""
+        shape = tf.shape(x)
+        gates, chosen = tf.math.top_k(chances, self.top_k)
+        if self.top_k > 1:
+            gates /= tf.reduce_sum(gates, -1, keepdims=True)
+        taken = tf.zeros([], chances.dtype)  # slots that earlier choices took
+        places, counts = [], []
+        for i in range(self.top_k):
+            one = tf.one_hot(chosen[..., i], self.experts, dtype=chances.dtype)
+            places.append(tf.reduce_sum((tf.cumsum(one, 1) - 1 + taken) * one, -1))
+            taken += tf.reduce_sum(one, 1, keepdims=True)
+            counts.append(one)
+        place = tf.stack(places, -1)
+        kept = tf.cast(place < capacity, chances.dtype)
+        group = tf.broadcast_to(tf.range(shape[0])[:, None, None], tf.shape(chosen))
+        index = tf.stack([group, chosen, tf.cast(tf.minimum(place, capacity - 1.0), tf.int32)], -1)
+        tokens = x[:, :, None] * tf.cast(kept, x.dtype)[..., None]
+        slots = tf.scatter_nd(index, tokens, [shape[0], self.experts, capacity, shape[2]])
+        self._tell(chances, counts, tf.reduce_mean(kept, -1))
+        weights = tf.cast(gates * kept, x.dtype)[..., None]
+        return slots, None, lambda y: tf.reduce_sum(weights * tf.gather_nd(y, index), 2)
+
+    def _dispatch_dropless(self, x: tf.Tensor, chances: tf.Tensor) -> _Dispatch:
+        """Dispatches as ``_dispatch_by_tokens``, with all tokens as one group and as many slots as the fullest expert
+        needs.
+        """
+        tokens = tf.reshape(x, [-1, x.shape[-1]])
+        gates, chosen = tf.math.top_k(tf.reshape(chances, [-1, self.experts]), self.top_k)
+        if self.top_k > 1:
+            gates /= tf.reduce_sum(gates, -1, keepdims=True)
+        one = tf.one_hot(chosen, self.experts, dtype=tf.int32)
+        all_of_them = tf.reduce_sum(one, 1)  # no token chooses an expert twice
+        place = tf.reduce_sum((tf.cumsum(all_of_them, 0) - 1)[:, None] * one, -1)
+        index = tf.stack([chosen, place], -1)
+        capacity = tf.reduce_max(tf.reduce_sum(all_of_them, 0))
+        copies = tokens[:, None] * tf.ones([self.top_k, 1], x.dtype)
+        slots = tf.scatter_nd(index, copies, tf.stack([self.experts, capacity, x.shape[-1]]))
+        share = tf.cast(all_of_them, chances.dtype) / self.top_k
+        self._tell(chances, [tf.reshape(share, tf.shape(chances))], tf.ones([], chances.dtype))
+        weights = tf.cast(gates, x.dtype)[..., None]
+        return slots, None, lambda y: tf.reshape(tf.reduce_sum(weights * tf.gather_nd(y, index), 1), tf.shape(x))
+
+    def _dispatch_by_experts(self, x: tf.Tensor, chances: tf.Tensor, capacity: int) -> _Dispatch:
+        """Dispatches by the choice of experts; returns what ``_dispatch_by_tokens`` does.
+
+        Zhou et al., "Mixture-of-experts with expert choice routing", 2022.
+        """
+        shape = tf.shape(x)
+        gates, token = tf.math.top_k(tf.transpose(chances, [0, 2, 1]), capacity)
+        group = tf.broadcast_to(tf.range(shape[0])[:, None, None], tf.shape(token))
+        index = tf.stack([group, token], -1)
+        slots = tf.gather_nd(x, index)
+        found = tf.scatter_nd(index, tf.ones_like(gates), shape[:2])
+        even = tf.ones_like(chances) / self.experts
+        self._tell(None, [even], tf.minimum(found, 1.0))
+        return slots, tf.cast(gates, x.dtype), lambda y: tf.scatter_nd(index, y, shape)
+
+    def _tell(self, chances: tf.Tensor | None, chosen: list[tf.Tensor], kept: tf.Tensor) -> None:
+        share = tf.add_n(chosen) / len(chosen)
+        self.load.assign(tf.reduce_mean(share, [0, 1]))
+        self.dropped.assign(1.0 - tf.reduce_mean(kept))
+        if chances is None or not self.balance_weight:
+            return
+        over = [0, 1] if self.balance == "batch" else [1]
+        uneven = tf.reduce_sum(tf.reduce_mean(share, over) * tf.reduce_mean(chances, over), -1)
+        self.add_loss(self.balance_weight * self.experts * tf.reduce_mean(uneven))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        """Returns the shape of the inputs."""
+        return shape
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        names = (
+            "experts hidden top_k capacity_factor choose groups shared balance_weight balance z_weight noise".split()
+        )
+        mine = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), **mine, "activation": tf.keras.activations.serialize(self.activation)}
+
+
+def _enter_scope(kind: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    return kind() if find_running() is not None else nullcontext()
+
+
+def _check(good: bool, given: str, expected: str) -> None:
+    if not good:
+        raise ProgramError("no layer of experts is like that", given=given, expected=expected, action="change it")
