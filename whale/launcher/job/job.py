@@ -36,7 +36,7 @@ from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.mpirun import ASKED_VARIABLES, MpirunStart, Options
+from whale.launcher.mpirun import MpirunStart, Options, list_asked
 from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, RankEnd, ScriptMessage, StopReport, unpack
 from whale.replicas import differing, in_words
 
@@ -385,7 +385,7 @@ class Job:
         if len(ends) == 1 or joined or self._options.starts_another:
             return 0
         never = f"the script never called wh.init(): each of the {len(ends)} ranks has run all of it alone"
-        if asked := [f"{name}={os.environ[name]}" for name in ASKED_VARIABLES if os.environ.get(name)]:
+        if asked := list_asked(os.environ):
             self.say(f"{never}, and nothing came of {', '.join(asked)}; call wh.init() at the script's beginning")
             return 2
         self.say(f"warning: {never}")
