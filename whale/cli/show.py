@@ -197,8 +197,9 @@ def _read_drawable(given: argparse.Namespace) -> PlanFile:
     plan = planfile.load(given.plan)
     require_readable(given.measured, given.cluster)
     require_writable(given.out)
-    if plan.program is not None and given.cluster is None and (given.measured or plan.cluster is None):
-        read(given.measured or default_path())  # what cannot be read is told before the script runs
+    measured = given.measured or (None if plan.cluster else default_path())
+    if plan.program is not None and given.cluster is None and measured and (given.measured or Path(measured).exists()):
+        read(measured)  # what cannot be read is told before the script runs
     return plan
 
 

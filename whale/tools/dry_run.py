@@ -16,6 +16,7 @@ import msgspec
 
 from cost_model.cluster.allocation import read_named_cluster
 from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.discover import discover_local
 from cost_model.graph.machine_profile import MachineProfile, default_path, read
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
@@ -62,6 +63,7 @@ from whale.tools.run_as_main import as_main, beside, failures_told, located
 from whale.tools.what_if import compared, read_what_if
 
 _MOST = 5
+UNMEASURED = "this machine by a catalogue's figures, since it was not measured (whale profile does)"
 
 
 def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPlan:
@@ -107,6 +109,16 @@ class PredictionTarget:
           ClusterError: it cannot be read, or none was named and this machine has not been measured.
         """
         return self.machines() or read(self.profile or default_path())
+
+    def read_or_discover(self, ranks: int) -> MachineProfile | Cluster:
+        """Reads the file's figures; where none was named, and this machine has not been measured, takes a catalogue's.
+
+        Raises:
+          ClusterError: the file cannot be read.
+        """
+        if self.profile is None and self.cluster is None and not default_path().exists():
+            return _share_devices(discover_local(cpu_quota()), ranks)
+        return self.read()
 
     def machines(self) -> Cluster | None:
         """Returns the cluster, where one is named; else None.
@@ -168,6 +180,19 @@ class PredictionTarget:
             beside_host = on is not None and on.kinds == {"gpu"}
             options = options_text(settings, min(limits), planned.program, None, beside_host)
             raise refusal_of_plan(plan.program, memory, limits, options)
+
+
+def _share_devices(local: Cluster, ranks: int) -> Cluster:
+    """Returns this machine with a device for each rank: more ranks than devices have equal parts of them."""
+    parts = -(-ranks // local.device_count)
+    (host,) = local.hosts
+    devices = [
+        msgspec.structs.replace(
+            entry, count=entry.count * parts, share=entry.share / parts, memory_gb=entry.device.memory_gb / parts
+        )
+        for entry in host.devices
+    ]
+    return msgspec.structs.replace(local, name=UNMEASURED, hosts=[msgspec.structs.replace(host, devices=devices)])
 
 
 def main(
@@ -270,7 +295,7 @@ def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_slide
     """
     planned, ranks = captured_again(plan, path), plan.strategy.ranks
     own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
-    on = own or prediction.read()
+    on = own or prediction.read_or_discover(ranks)
     alone = planned.settings.but(
         size=1,
         devices=(),
