@@ -101,7 +101,7 @@ def run_command(given: argparse.Namespace) -> int:
     with refuse_inconsistent(given.plan):
         print(show(plan, terminal_width()))
         if given.verbose:
-            print("\n".join(["", *details(plan)]))
+            print("\n".join(["", *details(plan, terminal_width())]))
     return 0
 
 
@@ -130,12 +130,14 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
 
 
 def _explain(given: argparse.Namespace) -> int:
+    from whale.ir.plan_text import fit
     from whale.planner.report import planfile
+    from whale.planner.report.show import terminal_width
     from whale.planner.why import explained
 
     plan = planfile.load(given.plan)
     with refuse_inconsistent(given.plan):
-        print(explained(plan, given.what, given.budget))
+        print("\n".join(fit(explained(plan, given.what, given.budget).splitlines(), terminal_width())))
     return 0
 
 

@@ -23,7 +23,7 @@ from whale.cgroup import cpu_quota
 from whale.distributed.gpus import describe_processor_operations
 from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.plan import Plan, strategy_of
-from whale.ir.plan_text import format_bytes, format_step
+from whale.ir.plan_text import fit, format_bytes, format_step
 from whale.ir.prediction import Prediction
 from whale.ir.program import Program
 from whale.kernels.substitute import REWRITE
@@ -238,22 +238,25 @@ def main(
     found()
     if out is not None:
         planfile.save(msgspec.structs.replace(plan, script=beside(plan.script, out) if plan.script else ()), out)
-    sys.stdout.write(show(plan, terminal_width()) + "\n")
+    width = terminal_width()
+    sys.stdout.write(show(plan, width) + "\n")
     if planned.settings.exchange.backend in DEVICE_BACKENDS:
         programs = rank_programs(planned)
         memory = nccl_memory(programs[0], 0, planned.settings)
         taken = [f"{name} takes some {format_bytes(size)} of the first rank's GPU" for name, size in memory.items()]
-        sys.stdout.write("\n".join([*host_lines(programs), *taken, *describe_processor_operations(programs), ""]))
+        lines = [*host_lines(programs), *taken, *describe_processor_operations(programs)]
+        sys.stdout.write("\n".join([*fit(lines, width), ""]))
     sys.stdout.write(why)
     if passes is not None:
-        sys.stdout.write("\n".join(["", *passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE))]) + "\n")
+        sys.stdout.write("\n".join(["", *fit(passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE)), width)]) + "\n")
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
-        sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
+        sys.stdout.write("\n".join(["", *fit(explained(expanded, planned.plan, explain), width)]) + "\n")
     if asked:
         sys.stdout.write("\n")
     for one in asked:
-        sys.stdout.write(compared(planned, one, prediction.read() if predicted else None) + "\n")
+        text = compared(planned, one, prediction.read() if predicted else None)
+        sys.stdout.write("\n".join(fit(text.splitlines(), width)) + "\n")
     prediction.check_memory(planned)
     return 0
 
