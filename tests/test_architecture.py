@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import ALLOWED, ROOMS
+from tests.test_imports import ALLOWED, PACKAGES
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, GLOSSARY, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "glossary.md", ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- imports: tests/test_imports.py -->\n", "<!-- end of imports -->\n"
-_ROOM = re.compile(r"\* `([\w/]+/)` (.*(?:\n  \S.*)*)")
+_PACKAGE = re.compile(r"\* `([\w/]+/)` (.*(?:\n  \S.*)*)")
 _WORD = re.compile(r"\| ([^|]+) \| (.+) \| `([\w/.]+)`(?: `([\w.]+)`)? \|")
 _NAMED = re.compile(r"`(\w+/[\w/]+\.(?:py|cc|h))`((?:,? `[A-Za-z_][\w.]*`)+)")
 _TEST = re.compile(r"\btest_\w+\b(?!\.py)")
@@ -34,9 +34,13 @@ def tables() -> str:
     """The tables of imports as the page shows them."""
     rows = ["| part | may import |", "|---|---|"]
     rows += [f"| `{part}` | {_named(targets)} |" for part, targets in ALLOWED.items()]
-    rows += ["", "Inside a part a room may import those before it (`ROOMS`; `*`: every other module of the part):", ""]
-    rows += ["| part | its rooms, from the lowest up |", "|---|---|"]
-    rows += [f"| `{part}` | {', '.join(f'`{room}`' for room in order)} |" for part, order in ROOMS.items()]
+    rows += [
+        "",
+        "Inside a part a package may import those before it (`PACKAGES`; `*`: every other module of the part):",
+        "",
+    ]
+    rows += ["| part | its packages, from the lowest up |", "|---|---|"]
+    rows += [f"| `{part}` | {', '.join(f'`{package}`' for package in order)} |" for part, order in PACKAGES.items()]
     return "".join(f"{row}\n" for row in rows)
 
 
@@ -57,20 +61,20 @@ def test_the_tables_of_imports_are_those_of_the_tests() -> None:
 
 
 def test_every_folder_is_described_once_in_a_few_lines() -> None:
-    rooms = _ROOM.findall(PAGE.read_text())
-    assert {name: count for name, count in Counter(name for name, _ in rooms).items() if count > 1} == {}
-    assert {name for name, _ in rooms} == folders()
-    assert {name for name, text in rooms if text.count("\n") >= MOST_LINES} == set()
+    packages = _PACKAGE.findall(PAGE.read_text())
+    assert {name: count for name, count in Counter(name for name, _ in packages).items() if count > 1} == {}
+    assert {name for name, _ in packages} == folders()
+    assert {name for name, text in packages if text.count("\n") >= MOST_LINES} == set()
 
 
-def test_the_names_of_a_room_are_in_its_files() -> None:
+def test_the_names_of_a_package_are_in_its_files() -> None:
     missing = []
-    for room, text in _ROOM.findall(PAGE.read_text()):
-        sources = "".join(p.read_text() for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cc", ".h"))
-        files = {p.name for p in (ROOT / room).iterdir()}
+    for package, text in _PACKAGE.findall(PAGE.read_text()):
+        sources = "".join(p.read_text() for p in (ROOT / package).iterdir() if p.suffix in (".py", ".cc", ".h"))
+        files = {p.name for p in (ROOT / package).iterdir()}
         for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text):
             known = name in files or all(re.search(rf"\b{part}\b", sources) for part in name.split("."))
-            missing += [] if known else [f"{room}: {name}"]
+            missing += [] if known else [f"{package}: {name}"]
     assert missing == []
 
 

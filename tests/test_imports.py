@@ -99,8 +99,8 @@ ALLOWED: dict[str, set[str]] = {
     "whale_ops": {"whale.errors"},
     "cost_model": {"whale.errors", "whale.log", "whale.ir", "whale.sharding_rules"},
 }
-# Inside a part: its rooms (folders) and the modules beside them, from the lowest up; each may import those before it.
-ROOMS: dict[str, tuple[str, ...]] = {
+# Inside a part: its packages (folders) and the modules beside them, from the lowest up; each imports those before it.
+PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.config": ("values", "keys", "reading", "page"),
     "whale.sharding_rules": ("notation", "base", "dims", "binding", "embedding", "registry", "empty", "graph")
     + ("math", "nn", "structure"),
@@ -218,30 +218,30 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises on a circle, and names it
 
 
-def rank_in(package: str, module: str) -> int | None:
-    """Where a module's room stands in the order of its package's rooms; None: the module is elsewhere."""
-    if not module.startswith(f"{package}."):
+def rank_in(part: str, module: str) -> int | None:
+    """Where a module's package stands in the order of its part's packages; None: the module is elsewhere."""
+    if not module.startswith(f"{part}."):
         return None
-    room, order = module.removeprefix(f"{package}.").split(".")[0], ROOMS[package]
-    if room not in order and "*" not in order:
-        raise AssertionError(f"{module}: {package} has no room {room!r} in ROOMS")
-    return order.index(room if room in order else "*")
+    package, order = module.removeprefix(f"{part}.").split(".")[0], PACKAGES[part]
+    if package not in order and "*" not in order:
+        raise AssertionError(f"{module}: {part} has no package {package!r} in PACKAGES")
+    return order.index(package if package in order else "*")
 
 
-def upward(package: str, graph: Mapping[str, set[str]]) -> list[str]:
+def upward(part: str, graph: Mapping[str, set[str]]) -> list[str]:
     found = []
     for module, targets in graph.items():
-        here = rank_in(package, module)
+        here = rank_in(part, module)
         for target in sorted(targets) if here is not None else ():
-            there = rank_in(package, target)
+            there = rank_in(part, target)
             if there is not None and there > here:
                 found.append(f"{module} imports {target}, which is above it")
     return found
 
 
-@pytest.mark.parametrize("package", ROOMS)
-def test_no_room_imports_one_above_it(package: str) -> None:
-    assert upward(package, arrows()) == []
+@pytest.mark.parametrize("part", PACKAGES)
+def test_no_package_imports_one_above_it(part: str) -> None:
+    assert upward(part, arrows()) == []
 
 
 def test_an_upward_arrow_is_seen() -> None:
@@ -252,7 +252,7 @@ def test_an_upward_arrow_is_seen() -> None:
     assert upward("whale.passes", graph) == [
         "whale.passes.analysis.scopes imports whale.passes.autoshard, which is above it"
     ]
-    with pytest.raises(AssertionError, match="no room 'attic'"):
+    with pytest.raises(AssertionError, match="no package 'attic'"):
         upward("whale.passes", {"whale.passes.attic.old": set()})
 
 

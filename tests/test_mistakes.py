@@ -61,7 +61,7 @@ BAD = [
     ("cluster absent.yaml", "given: absent.yaml"),
     ("cluster train.py", "cluster file"),
     ("run -np 2 absent.py", "the script does not exist"),
-    ("run -np 0 train.py", "a run needs a rank"),
+    ("run -np 0 train.py", "-np must be at least 1"),
     ("run -np 2 --plan absent.json train.py", "given: absent.json"),
     ("run -np 2 --annotate absent.json train.py", "given: absent.json"),
     ("run -np 2 --trace nowhere/t.json train.py", "given: --trace nowhere/t.json"),

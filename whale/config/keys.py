@@ -283,7 +283,7 @@ KEYS: tuple[Key, ...] = (
         "fault.join",
         "str",
         "weighed",
-        "with fault.elastic: weighed = newcomers are taken in unless that is known to take longer than what it "
+        "with fault.elastic: weighed = joining ranks are taken in unless that is known to take longer than what it "
         "saves in the steps that are left; always = at once",
         choices=("weighed", "always"),
     ),

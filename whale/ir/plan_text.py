@@ -186,7 +186,7 @@ def _format_unfolding(plan: Plan) -> str:
 
 
 # A notebook, and Python's prompt, look for these in the class, whose module cannot import this one.
-Plan.__repr__ = format_short  # type: ignore[method-assign]
+Plan.__repr__ = format_short  # type: ignore[assignment, method-assign]
 Plan._repr_html_ = _format_unfolding  # type: ignore[attr-defined]
 
 

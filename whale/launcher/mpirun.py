@@ -175,7 +175,7 @@ def check_options(options: Options) -> None:
     """
     if not 1 <= options.ranks <= MOST_RANKS:
         raise ClusterError(
-            "a run needs a rank" if options.ranks < 1 else "a run cannot have that many ranks",
+            "-np must be at least 1" if options.ranks < 1 else "a run cannot have that many ranks",
             given=f"-np {options.ranks}",
             expected=f"at least 1, and at most {MOST_RANKS}",
             action="give -np 1" if options.ranks < 1 else "give fewer",

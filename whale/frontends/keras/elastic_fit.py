@@ -131,7 +131,7 @@ class FitCall:
         if context.rank == 0:
             log.warning(
                 "processes that come are not taken in any more: a callback reads data of which each iteration has "
-                "another order, and a newcomer would read other rows than the others; evaluate data without a shuffle"
+                "another order, and a joining rank would read other rows; evaluate data without a shuffle"
             )
 
     # -- steps

@@ -58,7 +58,7 @@ class State:
         each.
 
         Args:
-          epochs: how many are left, with this one. Where it is known, newcomers are taken in if that pays.
+          epochs: how many are left, with this one. Where it is known, joining ranks are taken in if that pays.
 
         Raises:
           ProgramError: it is no dataset of ``wh.shard``.
