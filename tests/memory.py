@@ -139,7 +139,7 @@ def measured_and_predicted(model: type[Model], steps: int = 8) -> tuple[list[int
     (of_step,) = report.predicted.values()
     assert f"predicted for a step of {next(iter(report.predicted))}" in str(report)
     one = sum(4 * int(np.prod(s)) for s in model.shapes)
-    assert of_step["parameters"] >= one <= of_step["slots"]  # in whole pieces
+    assert of_step["parameters"] >= one <= of_step["optimizer state"]  # in whole pieces
     return sorted(one.most_bytes for one in peaks), sum(of_step.values())
 
 

@@ -138,3 +138,29 @@ def test_every_file_of_a_verb_is_a_part_of_the_command() -> None:
     text = make_parser().format_help()
     first_words = [line.split()[0] for line in text.splitlines() if line.strip()]
     assert files <= set(first_words)
+
+
+def test_config_asks_writes_and_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong answer is asked for again; what is written is what a run reads, and each value says where it is from."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("WHALE_CONFIG", "WHALE_LAUNCHER_SETTINGS"):
+        monkeypatch.setenv(name, "")
+    answers = iter(["y", "", "7", "2", "", "bfloat16", "", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    assert main(["config"]) == 0
+    asked = capsys.readouterr().out
+    assert "a wrong value for the configuration key 'memory.zero': expected int, at least 0 and at most 3" in asked
+    monkeypatch.setenv("WHALE_BATCH_SHARES", "3,1")
+    assert main(["config", "show", "--config", "whale.yaml", "--set", "micro_batches=4"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if "." in line[:30]}
+    assert rows["mesh.auto_parallel"] == ["file", "true"] and rows["precision.compute_dtype"] == ["file", "bfloat16"]
+    assert rows["pipeline.micro_batches"] == ["command", "line", "4"] and rows["fault.elastic"] == ["default", "empty"]
+    assert rows["batch.shares"] == ["environment", "3,", "1"]
+    assert max(map(len, shown.splitlines()[:-1])) <= 80 and shown.endswith(f"file {tmp_path / 'whale.yaml'}\n")
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    before = (tmp_path / "whale.yaml").read_text()
+    assert main(["config"]) == 1 and (tmp_path / "whale.yaml").read_text() == before, "it is replaced when told to"

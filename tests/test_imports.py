@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Part -> the parts that it may import. `top` is the modules directly in whale/ that hold values only.
 _TOP = {"whale.errors", "whale.config", "whale.started", "whale.log", "whale.python", "whale.cgroup", "whale.imports"}
+_TOP |= {"whale.cpu_load"}
 ALLOWED: dict[str, set[str]] = {
     # the lazy public API
     "whale": _TOP | {"whale.annotations", "whale.ir", "whale.runtime", "whale.frontends", "whale.tools"},
@@ -28,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.python": set(),
     "whale.quiet": set(),
     "whale.cgroup": set(),
+    "whale.cpu_load": set(),
     "whale.imports": set(),
     "whale.replicas": set(),
     "whale.annotations": {"whale.errors", "whale.runtime"},  # a scope acts on the context, once it is entered
@@ -74,12 +76,14 @@ ALLOWED: dict[str, set[str]] = {
         "whale.errors",
         "whale.python",
         "whale.cgroup",
+        "whale.cpu_load",
         "whale.ir",
         "whale.launcher",
         "whale_ops",
     },
     "whale.cli": {
         "whale",
+        "whale.config",
         "whale.errors",
         "whale.log",
         "whale.quiet",

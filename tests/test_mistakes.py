@@ -61,7 +61,7 @@ BAD = [
     ("cluster absent.yaml", "given: absent.yaml"),
     ("cluster train.py", "cluster file"),
     ("run -np 2 absent.py", "the script does not exist"),
-    ("run -np 0 train.py", "a run needs a rank"),
+    ("run -np 0 train.py", "-np must be at least 1"),
     ("run -np 2 --plan absent.json train.py", "given: absent.json"),
     ("run -np 2 --annotate absent.json train.py", "given: absent.json"),
     ("run -np 2 --trace nowhere/t.json train.py", "given: --trace nowhere/t.json"),
@@ -83,7 +83,6 @@ BAD = [
     ("trace absent.json -o t.json", "the plan cannot be read"),
     ("trace plan.json -o nowhere/t.json", "there is no folder"),
     ("trace plan.json", "required: -o"),
-    ("html program.json -o page.html", "measure this machine with `whale profile`"),
     ("html program.json -o page.html --measured absent.json", "given: absent.json"),
     ("html program.json -o page.html --cluster absent.yaml", "given: absent.yaml"),
     ("profile --threads 0", "'0' is no whole number"),
@@ -99,6 +98,27 @@ BAD = [
     ("run -np 2 --max-restarts -1 train.py", "restart"),
     ("run -np 2 --min-ranks 3 train.py", "3"),
     ("run -np 2", "required: script"),
+    ("run --np 2 train.py", "there is no option --np\n  next: write -np, if that is meant"),
+    ("run train.py -np 2", "required: -np; behind the script it is the script's own"),
+    ("plan --describe gpt:layer=48 --cluster small.yaml", "a gpt has no layer\n  given: layer=48"),
+    ("plan --describe gpt:layer=48 --cluster small.yaml", "next: write layers=48, if that is meant"),
+    (f"plan --describe {GPT} --cluster small.yaml --set stage=2", "next: write stages=2, if that is meant"),
+    (
+        f"plan --describe {GPT} --cluster small.yaml --set recompute=ful",
+        "expected: recompute=none or selective or full",
+    ),
+    ("plan train.py --set tensor=2", "a script has --set mesh=tensor=2"),
+    ("plan train.py --set zero=9", "expected: int, at least 0 and at most 3"),
+    (f"plan --config absent.yaml --describe {GPT}", "--config is for scripts"),
+    ("run -np 2 --set stage=2 train.py", "next: write --set pipeline.stages=2, if that is meant"),
+    ("run -np 2 --set zero train.py", "the configuration key 'memory.zero' is given no value"),
+    ("run -np 2 --set zero=many train.py", "given: 'many'\n  source: command line"),
+    ("run -np 2 --config absent.yaml train.py", "given: absent.yaml"),
+    ("run -np 3 --plan program.json train.py", "given: program.json: 2 ranks, of which 3 run"),
+    ("run -np 2 --plan program.json other.py", "the plan is of another script\n  given: program.json, of train.py"),
+    ("config -o keys.txt", "ends with .yaml"),
+    ("config --set zero=1", "are for `whale config show`"),
+    ("run -np 2 --config small.yaml train.py", "unknown configuration key 'name'"),  # the last: the variable stays set
     ("completion", "required: shell"),
 ]
 
@@ -107,7 +127,10 @@ BAD = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
+    (tmp_path / "other.py").write_text("raise SystemExit('another')\n")
     (tmp_path / "small.yaml").write_text(SMALL)
+    for name in ("WHALE_CONFIG", "WHALE_LAUNCHER_SETTINGS"):  # which the command sets; afterwards they are as before
+        monkeypatch.setenv(name, "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # whose machine was not measured
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     plan = planned(mlp(4, 4, 4, 2), 2, 4)
@@ -142,7 +165,20 @@ def test_each_is_one_sentence_and_code_2(folder: Path, no_tensorflow: None, caps
         if not good or not first.startswith(f"whale {line.split()[0]}: ".replace("whale walk: ", "whale: ")):
             wrong[line] = (code, told)
     assert wrong == {}
-    assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "program.json", "small.yaml", "train.py"]
+    files = ["other.py", "plan.json", "program.json", "small.yaml", "train.py"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+
+
+def test_a_plan_is_of_a_script_with_its_name_or_its_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the script lies now; and another script runs under it where that is asked for by its key."""
+    monkeypatch.setattr("whale.launcher.run.run", lambda options: 5)
+    monkeypatch.setenv("WHALE_MESH_PLAN", "")
+    (folder / "moved").mkdir()
+    (folder / "moved" / "train.py").write_text("pass")
+    (folder / "copy.py").write_text((folder / "train.py").read_text())
+    for script in ("moved/train.py", "copy.py"):
+        assert main(["run", "-np", "2", "--plan", "program.json", script]) == 5
+    assert main(["run", "-np", "2", "--set", "mesh.plan=program.json", "other.py"]) == 5
 
 
 def test_a_plan_for_more_kinds_of_devices_than_the_cluster_has(

@@ -16,6 +16,7 @@ prints as
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -48,6 +49,13 @@ class WhaleError(Exception):
 
 def _rebuild(kind: type[WhaleError], message: str, action: str | None, facts: dict[str, Any]) -> WhaleError:
     return kind(message, action=action, **facts)
+
+
+def find_similar(name: str, known: Iterable[str]) -> str:
+    """Returns the known name that an unknown one most likely means; "" where none is spelt much like it."""
+    import difflib  # `import whale` does without
+
+    return next(iter(difflib.get_close_matches(name, list(known), 1, 0.6)), "")
 
 
 class InstallError(WhaleError):

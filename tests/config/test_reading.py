@@ -12,7 +12,7 @@ import pytest
 
 from whale.config import Config, Mesh
 from whale.config.keys import KEYS, SECTIONS
-from whale.config.reading import nearest
+from whale.config.reading import SETTINGS_VARIABLE, nearest, read_settings
 from whale.errors import ConfigError
 
 pytestmark = pytest.mark.core
@@ -42,6 +42,32 @@ def test_code_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
     assert config.origin("batch.shares") == "environment WHALE_BATCH_SHARES"
     assert config["debug.dump"] == "from-file" and config.origin("debug.dump") == f"file {file}"
     assert config["debug.check_timeout_s"] == 60.0 and config.origin("debug.check_timeout_s") == "default"
+
+
+def test_the_command_line_wins_over_code() -> None:
+    given = read_settings(["zero=2", "memory.zero=3", "mesh=data=2,tensor=2", "fault.elastic="])
+    assert given == {"memory.zero": "3", "mesh": "data=2,tensor=2", "fault.elastic": ""}
+    code = {"memory.zero": 1, "fault.elastic": "memory"}
+    config = Config(code, environment={SETTINGS_VARIABLE: json.dumps(given), "WHALE_MEMORY_ZERO": "2"})
+    assert (config["memory.zero"], config["fault.elastic"]) == (3, "") and config["mesh"] == Mesh(data=2, tensor=2)
+    assert config.origin("memory.zero") == "command line"
+    for key in KEYS:  # each by its last word: no two keys end alike
+        if not key.type.startswith(("list", "mesh")) and key.name != "debug.emulate_network":
+            text = str(key.default).lower() if key.type == "bool" else str(key.default)
+            assert read_settings([f"{key.name.rpartition('.')[2]}={text}"]) == {key.name: text}
+
+
+def test_a_file_in_yaml_has_the_same_keys(tmp_path: Path) -> None:
+    file = tmp_path / "whale.yaml"
+    file.write_text('# ours\nmemory.zero: 2\nbatch.shares: [3, 1]\nmesh: data=2\nfault.elastic: ""\n')
+    config = Config(environment={"WHALE_CONFIG": str(file)})
+    assert (config["memory.zero"], config["batch.shares"], config["mesh"]) == (2, (3, 1), Mesh(data=2))
+    file.write_text("# nothing but comments\n")
+    assert Config(environment={"WHALE_CONFIG": str(file)}) == Config(environment={})
+    for wrong in ("memory.zero: [", "- memory.zero", "memory: {zero: 2}"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError):
+            Config(environment={"WHALE_CONFIG": str(file)})
 
 
 @pytest.mark.parametrize(
@@ -126,7 +152,7 @@ def test_a_misspelt_variable_is_refused_and_others_are_left_alone() -> None:
 
 
 def test_variables_that_are_no_keys_and_that_the_project_reads_are_left_alone() -> None:
-    known = {key.variable for key in KEYS} | {"WHALE_CONFIG"}
+    known = {key.variable for key in KEYS} | {"WHALE_CONFIG", "WHALE_LAUNCHER_SETTINGS"}
     sources = [path for top in ("whale", "whale_ops") for path in sorted((ROOT / top).rglob("*.py"))]
     named = {found for path in sources for found in re.findall(r'"(WHALE_[A-Z_]*[A-Z])"', path.read_text())}
     assert len(named - known) > 15

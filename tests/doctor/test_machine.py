@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from whale import cgroup
+from whale import cgroup, cpu_load
 from whale.doctor import machine
 
 pytestmark = pytest.mark.core
@@ -148,3 +148,24 @@ def test_a_folder_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.Monke
     deep.mkdir()
     monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(deep))
     assert "TMPDIR" in (machine.check_temporary_folder().action or "")
+
+
+def test_what_others_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the CPUs that may be used, without waiting for disks, and without what this process and its children take."""
+    monkeypatch.setattr(cpu_load.os, "sched_getaffinity", lambda process: {0, 2})
+    monkeypatch.setattr(cpu_load.os, "sysconf", lambda name: 100)
+    own, clock = iter([1.0, 3.0]), iter([50.0, 60.0])
+    monkeypatch.setattr(cpu_load, "_read_own_s", lambda: next(own))
+    monkeypatch.setattr(cpu_load.time, "monotonic", lambda: next(clock))
+    text = "cpu 9 9 9 9\ncpu0 {} 0 0 800 10 0 0 0 77 0\ncpu1 0 0 0 0\ncpu2 0 0 100 900 0 0 0 {} 0 0\nintr 5\n"
+    root = tree(tmp_path, {"proc/stat": text.format(200, 0)})
+    meter = cpu_load.LoadMeter(root)
+    (root / "proc/stat").write_text(text.format(900, 100).replace(" 10 ", " 500 ").replace("cpu1 0", "cpu1 9999"))
+    assert meter.measure_others() == pytest.approx((7.0 + 1.0 - 2.0) / 20.0)
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for others, status in ((0.1, "ok"), (0.6, "warning")):
+        monkeypatch.setattr(machine.LoadMeter, "measure_others", lambda meter, others=others: others)
+        found = machine.check_load(0.0)
+        assert found.status == status and f"other programs take {others:.0%} of the" in found.text

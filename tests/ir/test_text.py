@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.ir.strategies import nodes, programs
-from tests.programs import body, mlp
+from tests.programs import body, mlp, planned
 from whale.ir.layout import B, Strategy, shard
-from whale.ir.plan import BatchInput, Plan
-from whale.ir.plan_text import format_bytes, format_flops, format_plan
+from whale.ir.plan import BatchInput, Edge, Plan, StageGroup
+from whale.ir.plan_text import fit, format_bytes, format_change, format_flops, format_plan, format_seconds
 from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.text import (
@@ -129,10 +129,51 @@ def test_bytes_for_people(count: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 FLOP"), (1728, "1.73 kFLOP"), (2.5e9, "2.50 GFLOP"), (4e15, "4000.00 TFLOP")]
+    ("count", "text"),
+    [(0, "0 FLOP"), (1728, "1.73 kFLOP"), (2.5e9, "2.50 GFLOP"), (3e13, "30.00 TFLOP"), (4e15, "4.00 PFLOP")],
 )
 def test_flops_for_people(count: float, text: str) -> None:
     assert format_flops(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0 ms"), (2e-6, "2 us"), (2e-4, "0.2 ms"), (0.5, "500.0 ms"), (2, "2.00 s"), (300, "300 s")],
+)
+def test_seconds_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+    assert format_change(seconds) == f"+{text}" and (not seconds or format_change(-seconds) == f"-{text}")
+
+
+def test_lines_go_on_below_a_column() -> None:
+    row = "  x            S(0)[16,16]   rule: dimension 0 has the size of the first input's"
+    assert fit([row, "short"], 60) == [
+        "  x            S(0)[16,16]   rule: dimension 0 has the size",
+        "                             of the first input's",
+        "short",
+    ]
+    assert fit(["  a b c d e f g"], 10) == ["  a b c d", "    e f g"]
+    assert fit([row], 200) == [row]
+
+
+def test_stages_send_tensors_and_update_their_own_variables() -> None:
+    groups = tuple(StageGroup(f"stage_{i}", (i,), (f"stage_{i}",)) for i in range(2))
+    edges = tuple(Edge(Ref(f"t{i}"), i % 2, 1 - i % 2, 1024) for i in range(4))
+    plan = Plan("p", "f", 1, stage_groups=groups, edges=edges, updates=(1, 3))
+    text = format_plan(plan)
+    assert "logical, 4 tensors sent between stages\n" in text and "collective" not in text
+    assert "Updates  3 variables written by 1 operation on rank 0; every other rank updates those of its own" in text
+    alone = format_plan(replace(plan, size=2, stage_groups=(), edges=()))
+    assert "on rank 0; every other rank updates likewise" in alone and "logical, 0 tensors in 0 collectives" in alone
+
+
+def test_a_plan_is_short_where_nobody_asks_for_all_of_it() -> None:
+    """At Python's prompt, and in a notebook, where the rest unfolds."""
+    plan = planned(mlp(8, 4, 4, 2), 2, 8)
+    assert repr(plan).startswith("Plan for mlp: 2 ranks: 2 replicas; ") and len(repr(plan).splitlines()) <= 2
+    assert len(repr(plan)) < 200 < len(format_plan(plan))
+    page = getattr(plan, "_repr_html_")()  # noqa: B009 -- the class does not declare it
+    assert page.startswith(f"<pre>{plan!r}</pre><details>") and "Batch inputs" in page.partition("<details>")[2]
 
 
 def test_what_runs_once_is_counted_as_that() -> None:

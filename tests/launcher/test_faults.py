@@ -13,7 +13,7 @@ import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
 from whale.launcher import worker_io
-from whale.launcher.job import ranks
+from whale.launcher.job import mpi_errors, ranks
 from whale.launcher.protocol import RaisedReport
 
 # What wh.init does about communication.
@@ -218,3 +218,37 @@ def test_the_cause_is_no_rank_that_only_says_that_another_one_is_gone() -> None:
     ]
     assert ranks.find_cause(said).rank == 1
     assert ranks.find_cause(said[:1]).rank == 0
+
+
+NO_SPACE = """
+It appears as if there is not enough space for /dev/shm/whale-36/sm_segment.vm.0.2f070001.1 (the shared-memory backing
+file). It is likely that your MPI job will now either abort or experience
+performance degradation.
+
+  Local host:  vm
+  Space Requested: 16777216 B
+  Space Available: 1048576 B
+--------------------------------------------------------------------------
+"""
+
+
+def test_a_start_that_fails_in_mpi_says_why(launcher: Launcher) -> None:
+    """MPI ends the process in wh.init, and says why to mpirun alone."""
+    script = launcher.script(
+        CONNECT + f"watch = LauncherWatch(Config())\nif rank == 1:\n"
+        f"    os.write(os.open(f'/proc/{{os.getppid()}}/fd/1', os.O_WRONLY), {NO_SPACE!r}.encode())\n    os._exit(14)\n"
+        "time.sleep(600)"
+    )
+    done = launcher.run("-np", "2", script)
+    assert done.returncode == 14
+    assert done.stderr == (
+        "whale run: rank 1 failed: MPI did not start (exit code 14)\n"
+        "  cause: too little memory for files in /dev/shm: 1.0 MiB are free, and each rank takes 16.0 MiB\n"
+        "  next: enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm), or remove what others "
+        "left there; then `whale doctor`\n"
+    )
+
+
+def test_what_mpi_says_is_shown_where_it_is_not_understood() -> None:
+    told = mpi_errors.explain_start("-" * 40 + "\nNo device can be used.\n\nYour MPI job is going to abort.\n")
+    assert told.startswith("  mpi_said: \n    No device can be used.\n    Your MPI job is going to abort.\n  next: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from tests.launcher.helpers import MARKER, MEET, PATIENCE_S, Launcher, wait_for_line
+from tests.programs import mlp, planned
 
 FAILS_TWICE = (
     MEET + "import whale\nmeet(f'a{whale.restarts()}')\nprint('attempt', whale.restarts())\n"
@@ -69,7 +70,7 @@ def _loses_a_host(launcher: Launcher) -> str:
 
 def test_a_host_that_is_gone_is_left_out(launcher: Launcher) -> None:
     script = _loses_a_host(launcher)
-    (launcher.folder / "p").touch()
+    planned(mlp(4, 4, 4, 2), 2, 4).save(launcher.folder / "p")
     done = launcher.run("-np", "2", "--hosts", HOSTS, "--plan", "p", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     said = ["[0] attempt 0 on 2 True", "[0] attempt 1 on 1 False", "[1] attempt 0 on 2 True"]

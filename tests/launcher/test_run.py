@@ -213,7 +213,7 @@ def test_a_reader_that_goes_away_ends_the_run(launcher: Launcher) -> None:
     ("arguments", "words"),
     [
         (["-np", "2", "absent.py"], ["the script does not exist", "absent.py"]),
-        (["-np", "0", "{script}"], ["a run needs a rank", "-np 0"]),
+        (["-np", "0", "{script}"], ["-np must be at least 1", "-np 0"]),
         (["-np", "1", "--threads", "0", "{script}"], ["a rank needs a thread"]),
         (["-np", "3", "--hosts", "localhost:2", "{script}"], ["do not hold that many ranks", "at most 2"]),
         (["-np", "1", "--hosts", "a:b", "{script}"], ["list of hosts cannot be read", "'a:b'"]),

@@ -26,7 +26,5 @@ def test_a_pipeline_is_as_one_device(run: Run) -> None:
 
 
 def test_a_mesh_that_the_stages_do_not_fill_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"cannot be shared among the stages of the mesh\n  given: mesh stage=3,data=1, 2 st"
-    ):
-        difference(Run(REPLICAS, 1, "1f1b"), mesh=wh.Mesh(stage=3, data=1))
+    with pytest.raises(PlanError, match=r"cannot be shared among the stages of the mesh\n  given: mesh stage=4, 2 st"):
+        difference(Run(REPLICAS, 1, "1f1b"), mesh=wh.Mesh(stage=4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -20,11 +21,12 @@ from whale.runtime.context import process
         ({"mesh.annotations": "missing.json"}, ConfigError),
         ({"mesh.annotations": "wrong.json"}, PlanError),
         ({"communication.backend": "horovod"}, ConfigError),
+        ({"mesh": wh.Mesh(data=3)}, PlanError),
     ],
-    ids=["plan", "annotations", "ranks", "horovod"],
+    ids=["plan", "annotations", "ranks", "horovod", "mesh"],
 )
 def test_a_second_try_works(
-    config: dict[str, str],
+    config: dict[str, Any],
     error: type[Exception],
     ranks: Callable[..., None],
     tmp_path: Path,

@@ -164,7 +164,7 @@ deep.step(*deep.batch(0))
 """
 
 
-def test_a_scripts_plan_becomes_a_page(tmp_path: Path) -> None:
+def test_a_scripts_plan_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s.py").write_text(SCRIPT)
     write(TABLE, tmp_path / "profile.json")
     dry_run.main(str(tmp_path / "s.py"), (), 2, str(tmp_path / "plan.json"))
@@ -179,6 +179,9 @@ def test_a_scripts_plan_becomes_a_page(tmp_path: Path) -> None:
     data = msgspec.json.decode(page.partition("const D = ")[2].partition(";\nconst $")[0])
     assert sum(value for _, value, _, _ in data["fall"]) == pytest.approx(data["step_s"])
     assert all(track for track in data["tracks"]) and len(data["memory"]) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))  # a machine that was not measured
+    assert main(["html", str(tmp_path / "plan.json"), "-o", str(tmp_path / "p.html")]) == 0
+    assert "this machine by a catalogue's figures" in (tmp_path / "p.html").read_text()
     assert np.all(np.diff([p[0] for p in data["memory"][0]["points"]]) >= 0)
 
 

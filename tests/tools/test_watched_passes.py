@@ -48,7 +48,10 @@ def test_a_plan_says_what_each_pass_took_and_changed(tmp_path: Path, capsys: pyt
     assert rows["unique_keys"][1] == "-"
 
 
-def test_a_mesh_is_planned_axis_by_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_is_planned_axis_by_axis(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a row of the table in a line
     path = Path(script(tmp_path, "wh.split()"))
     path.write_text(path.read_text().replace("wh.init()", 'wh.init({"mesh": wh.Mesh(tensor=2)})'))
     dry_run.main(str(path), (), 4, verbose=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.impl.api import StagingError
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
 from whale.capture.attrs import SCOPE_ATTR
@@ -20,12 +23,13 @@ from whale.capture.graph import Names, name_captures, read_graph
 from whale.capture.loss_scaling import LossScale, scale_losses
 from whale.capture.sharded import IteratorReads
 from whale.capture.signature import flatten_arguments, read_tracing_options
-from whale.errors import CaptureError
+from whale.errors import CaptureError, WhaleError
 from whale.ir.program import Node, Program, make_const, rename_nodes
 from whale.ir.values import Tensor, TensorType
 
 # A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
 _LARGEST_CONSTANT_BYTES = 64 * 2**20
+_OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 def capture_function(
@@ -106,11 +110,30 @@ def trace_function(
     call.__name__ = program_name if program_name.isidentifier() else "step"
     scaled = nullcontext() if loss_scale is None else scale_losses(loss_scale)
     drawn = nullcontext() if drawing is None else drawing.install()
-    with scope_gradients(mark_gradients), scaled, drawn, around():
+    with _raise_own_errors(), scope_gradients(mark_gradients), scaled, drawn, around():
         concrete = tf.function(call, **options).get_concrete_function(*specs)
         if made:  # names depend on what is created, and have to be those of a rank on which it is there already
             concrete = tf.function(call, **options).get_concrete_function(*specs)
     return Trace(concrete, program_name, drawing.inputs if drawing is not None else ())
+
+
+@contextmanager
+def _raise_own_errors() -> Iterator[None]:
+    """Raises an error of Whale's from traced code as it is, with the line of the script that it comes from.
+
+    AutoGraph makes a StagingError of every exception whose class it does not know, which nobody can catch by its kind.
+    """
+    try:
+        yield
+    except StagingError as error:
+        own = error.__context__
+        if not isinstance(own, WhaleError):
+            raise
+        frames = [frame for frame in error.ag_error_metadata.translated_stack if frame.is_converted]
+        script = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+        if script:
+            own.facts = {"at": f"{os.path.basename(script[0].filename)}:{script[0].lineno}", **own.facts}
+        raise own from None
 
 
 class Trace:

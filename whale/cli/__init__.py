@@ -14,6 +14,7 @@ import whale
 from whale.cli import (
     cluster,
     completion,
+    config,
     doctor,
     plan,
     profile,
@@ -32,6 +33,7 @@ VERBS = (
     profile,
     simulate,
     cluster,
+    config,
     doctor,
     completion,
 )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from whale.errors import PlanError
+from whale.errors import PlanError, find_similar
 from whale.quiet import STARTUP
+
+if TYPE_CHECKING:
+    from whale.config import Config
 
 _CONTRADICTIONS = (LookupError, ValueError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError)
 
@@ -28,6 +32,22 @@ _END_S = 5.0
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that answers mistakes with one sentence and where to read on; the exit code is 2."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments; an option that there is not ends the process, and the one that is spelt like it is named.
+
+        Each parser refuses what it does not know, so that a verb's mistake is told in the verb's name.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
+            given = unknown[0].partition("=")[0]
+            near = options.get(find_similar(given.lstrip("-"), options)) if given.startswith("-") else None
+            if near is None:
+                self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            text = f"{self.prog}: there is no option {given}\n  next: write {near}, if that is meant"
+            self.exit(2, f"{text}; see `{self.prog} --help`\n")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """Prints what is wrong and ends the process."""
@@ -100,6 +120,44 @@ def require_writable(path: object, option: str = "-o") -> None:
             expected="a file in a folder that exists",
             action=f"correct {option}, or make the folder",
         )
+
+
+def add_settings(verb: argparse.ArgumentParser) -> None:
+    """Adds the options --config and --set to a verb, which `take_settings` reads."""
+    add_config(verb)
+    verb.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of the configuration, such as memory.zero=2 or zero=2, over what the script says; may be repeated",
+    )
+
+
+def add_config(verb: argparse.ArgumentParser) -> None:
+    """Adds the option --config to a verb, which `take_settings` reads."""
+    verb.add_argument(
+        "--config", metavar="FILE", help="a file of keys of the configuration (YAML or JSON), as `whale config` writes"
+    )
+
+
+def take_settings(config: str | None, settings: Sequence[str]) -> Config:
+    """Puts --config and --set where this process and those that it starts read them, and checks all that is set.
+
+    Raises:
+        PlanError: the file cannot be read.
+        ConfigError: a key or a value is wrong, on the command line, in the file or in the environment.
+    """
+    from whale.config.reading import FILE_VARIABLE, SETTINGS_VARIABLE, Config, read_settings
+
+    require_readable(config)
+    if config is not None:
+        os.environ[FILE_VARIABLE] = os.path.abspath(config)
+    os.environ.pop(SETTINGS_VARIABLE, None)  # of a run within which this command is called
+    if settings:
+        os.environ[SETTINGS_VARIABLE] = json.dumps(read_settings(settings))
+    return Config()
 
 
 @contextmanager

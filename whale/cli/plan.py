@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from whale.cli.given import (
     Parser,
+    add_config,
     hide_startup_lines,
     parse_positive,
     parse_seconds,
@@ -15,6 +17,7 @@ from whale.cli.given import (
     require_readable,
     require_writable,
     show_progress,
+    take_settings,
 )
 from whale.errors import PlanError
 
@@ -35,6 +38,7 @@ def add_parser(verbs: Any) -> None:
         "model by its description, or by measured tables, for a cluster.",
     )
     _add_script_options(verb)
+    add_config(verb)
     verb.add_argument(
         "--describe",
         metavar="MODEL",
@@ -92,8 +96,9 @@ def _add_script_options(verb: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks, or "
-        "'attention/*.split=2', operations that so many ranks divide; compared with the plan that was found",
+        help="for a script, a key of the configuration (memory.zero=2 or zero=2), over what the script says; for a "
+        "described model fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks, and "
+        "compare with the plan that was found; for both 'attention/*.split=2', operations that so many ranks divide",
     )
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, to predict a script's step on it")
     verb.add_argument(
@@ -120,6 +125,8 @@ def _take_own_options(given: argparse.Namespace) -> argparse.Namespace:
 def run_command(given: argparse.Namespace) -> int:
     """Runs the verb."""
     if given.jobs or given.describe or given.profile:
+        if given.config:
+            given.wrong("--config is for scripts: what is described has no keys of the configuration")
         require_readable(given.jobs, given.offers, given.profile, given.cluster)
         require_writable(given.out)
         with refuse_inconsistent(given.jobs, given.offers, given.profile, given.cluster):
@@ -133,6 +140,12 @@ def run_command(given: argparse.Namespace) -> int:
         given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
     require_readable(given.script, given.measured, given.cluster)
     require_writable(given.out)
+    choices = [one for one in given.fixed if ".split=" in one]
+    settings = [one for one in given.fixed if one not in choices]
+    if given.model and (settings or given.config):
+        given.wrong("keys of the configuration are for scripts: a model file says itself how it is spread")
+    _refuse_degrees(given, settings)
+    take_settings(given.config, settings)
     with show_progress(f"planning a step of {given.script}") as end, hide_startup_lines(given.verbose):
         from whale.tools.dry_run import PredictionTarget, main
 
@@ -146,10 +159,20 @@ def run_command(given: argparse.Namespace) -> int:
             where,
             given.model,
             given.explain,
-            given.fixed,
+            choices,
             end,
             verbose=given.verbose,
         )
+
+
+def _refuse_degrees(given: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Refuses what --set fixes of a described model alone, and says what a script has in its place."""
+    for one in settings:
+        name, _, value = one.partition("=")
+        if name in ("tensor", "data"):
+            given.wrong(f"--set {one} is for --describe; a script has --set mesh={name}={value or 'N'}")
+        if name in ("micro_batch", "chunks"):
+            given.wrong(f"--set {one} is for --describe; a script has --set micro_batches=N")
 
 
 def _plan_described(given: argparse.Namespace) -> int:

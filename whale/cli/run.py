@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import filecmp
 import os
 import re
 from typing import Any
 
-from whale.cli.given import require_readable, require_writable
+from whale.cli.given import add_settings, require_readable, require_writable, take_settings
+from whale.errors import PlanError
 
 
 def add_parser(verbs: Any) -> None:
@@ -61,6 +63,7 @@ def add_parser(verbs: Any) -> None:
     verb.add_argument(
         "--mesh", metavar="AXES", help="named axes of the ranks, outermost first: stage=2,data=2,tensor=2"
     )
+    add_settings(verb)
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -82,6 +85,7 @@ def run_command(given: argparse.Namespace) -> int:
     from whale.launcher.scale_up.hosts_from import read_hosts
 
     require_readable(given.plan, given.annotate, given.hostfile)
+    take_settings(given.config, given.settings)
     require_readable(given.hosts_from)
     listed = [name for name in ("--hosts", "--hostfile", "--hosts-from") if getattr(given, name[2:].replace("-", "_"))]
     if len(listed) > 1:
@@ -90,11 +94,13 @@ def run_command(given: argparse.Namespace) -> int:
     hosts = read_hosts(path) if path is not None else parse_hosts(given.hosts) if given.hosts is not None else ()
     if given.ranks is None:
         if given.hosts_from is None:
-            given.wrong("the following arguments are required: -np")
+            behind = "; behind the script it is the script's own" if "-np" in given.arguments else ""
+            given.wrong(f"the following arguments are required: -np{behind}")
         given.ranks = sum(host.slots for host in hosts)
     _drop_python(given)
     require_writable(given.trace, "--trace")
     if given.plan is not None:
+        _check_plan(given)
         os.environ[PLAN_VARIABLE] = os.path.abspath(given.plan)
     if given.annotate is not None:
         os.environ[ANNOTATE_VARIABLE] = os.path.abspath(given.annotate)
@@ -129,3 +135,33 @@ def _drop_python(given: argparse.Namespace) -> None:
     if given.script == "-m" and given.arguments:
         given.as_module = True
         given.script, *given.arguments = given.arguments
+
+
+def _check_plan(given: argparse.Namespace) -> None:
+    """Refuses a plan of another script, or for another number of ranks, before a rank is started.
+
+    A script is known again by its file's name or contents, wherever it lies: whether its step is still the plan's is
+    seen when it runs.
+
+    Raises:
+        PlanError: says what the plan is of.
+    """
+    from whale.planner.report import planfile
+    from whale.tools.run_as_main import located
+
+    plan = planfile.load(given.plan)
+    plan.check_ranks(given.plan, given.ranks)
+    if not plan.script or given.as_module or not os.path.isfile(given.script):
+        return
+    planned = located(plan.script, given.plan)[0]
+    if os.path.basename(planned) == os.path.basename(given.script):
+        return
+    if os.path.isfile(planned) and filecmp.cmp(planned, given.script, shallow=False):
+        return
+    raise PlanError(
+        "the plan is of another script",
+        given=f"{given.plan}, of {os.path.relpath(planned)}",
+        expected=given.script,
+        action=f"make its plan: `whale plan -np {given.ranks} -o FILE {given.script}`; where both scripts have one "
+        f"step, `whale run --set mesh.plan={given.plan}` runs under it",
+    )

@@ -101,7 +101,7 @@ def run_command(given: argparse.Namespace) -> int:
     with refuse_inconsistent(given.plan):
         print(show(plan, terminal_width()))
         if given.verbose:
-            print("\n".join(["", *details(plan)]))
+            print("\n".join(["", *details(plan, terminal_width())]))
     return 0
 
 
@@ -130,12 +130,14 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
 
 
 def _explain(given: argparse.Namespace) -> int:
+    from whale.ir.plan_text import fit
     from whale.planner.report import planfile
+    from whale.planner.report.show import terminal_width
     from whale.planner.why import explained
 
     plan = planfile.load(given.plan)
     with refuse_inconsistent(given.plan):
-        print(explained(plan, given.what, given.budget))
+        print("\n".join(fit(explained(plan, given.what, given.budget).splitlines(), terminal_width())))
     return 0
 
 
@@ -197,8 +199,9 @@ def _read_drawable(given: argparse.Namespace) -> PlanFile:
     plan = planfile.load(given.plan)
     require_readable(given.measured, given.cluster)
     require_writable(given.out)
-    if plan.program is not None and given.cluster is None and (given.measured or plan.cluster is None):
-        read(given.measured or default_path())  # what cannot be read is told before the script runs
+    measured = given.measured or (None if plan.cluster else default_path())
+    if plan.program is not None and given.cluster is None and measured and (given.measured or Path(measured).exists()):
+        read(measured)  # what cannot be read is told before the script runs
     return plan
 
 

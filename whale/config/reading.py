@@ -1,25 +1,30 @@
 """Reads the configuration: dotted keys, one table of what is known, one order of sources.
 
-A value is taken from the first source that has it: code (the dict given to `Config`), the environment
-(``WHALE_COMMUNICATION_BUCKET_BYTES`` for ``communication.bucket_bytes``), the JSON file named by ``WHALE_CONFIG``
-(an object of dotted keys), the default. A key that is not in the table is an error, never ignored.
+A value is taken from the first source that has it: the command line (``whale run --set``), code (the dict given to
+`Config`), the environment (``WHALE_COMMUNICATION_BUCKET_BYTES`` for ``communication.bucket_bytes``), the file named by
+``WHALE_CONFIG`` (dotted keys with their values, in JSON or YAML), the default. A key that is not in the table is an
+error, never ignored.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
+import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from whale.config.keys import KEYS, SECTIONS, Key
 from whale.config.values import EmulatedNetwork, Mesh, parse_network
-from whale.errors import ConfigError
+from whale.errors import ConfigError, find_similar
 
 FILE_VARIABLE = "WHALE_CONFIG"
+# What `whale run --set` hands to the ranks: a JSON object of keys and their values as text.
+SETTINGS_VARIABLE = "WHALE_LAUNCHER_SETTINGS"
+COMMAND_LINE = "command line"
 # The first Whale had variables of this section that are no keys here, and job scripts still set them.
 _OF_FIRST_WHALE = "WHALE_COMMUNICATION_"
 
@@ -50,6 +55,8 @@ class Config(Mapping[str, Any]):
         for key, text in _from_environment(environment):
             self._set(key, _parse(key, text), f"environment {key.variable}")
         self._take(values or {}, "code")
+        for name, text in json.loads(environment.get(SETTINGS_VARIABLE) or "{}").items():
+            self._set(_BY_NAME[name], _parse(_BY_NAME[name], text), COMMAND_LINE)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[_known(name, "code").name]
@@ -79,7 +86,9 @@ class Config(Mapping[str, Any]):
         return found
 
     def origin(self, name: str) -> str:
-        """Returns the source of a key's value: ``code``, ``environment <variable>``, ``file <path>`` or ``default``."""
+        """Returns the source of a key's value: ``command line``, ``code``, ``environment <variable>``, ``file <path>``
+        or ``default``.
+        """
         return self._origins[_known(name, "code").name]
 
     @property
@@ -113,6 +122,59 @@ def _known(name: object, origin: str) -> Key:
         expected=near or ", ".join(_BY_NAME),
         action=f"write {near!r}, if that is meant: {_BY_NAME[near].help}" if near else "use one of the known keys",
     )
+
+
+def read_settings(given: Sequence[str]) -> dict[str, str]:
+    """Reads what ``--set`` gives, ``memory.zero=2`` or, where no other key ends with that word, ``zero=2``.
+
+    Returns:
+        Keys with their values as text; of a key that is given twice the last one.
+
+    Raises:
+        ConfigError: a part is no key with a value; the value has the wrong type or range.
+    """
+    found: dict[str, str] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        ends = [key.name for key in KEYS if key.name == name or key.name.rpartition(".")[2] == name]
+        if name in _BY_NAME or len(ends) == 1:
+            key = _BY_NAME.get(name) or _BY_NAME[ends[0]]
+            if not equals:
+                raise ConfigError(
+                    f"the configuration key {key.name!r} is given no value",
+                    given=f"--set {one}",
+                    expected=f"{name}={_expected(key)}",
+                    action=f"write a value; the key means: {key.help}",
+                )
+            _checked(key, _parse(key, text), COMMAND_LINE)
+            found[key.name] = text
+            continue
+        if ends:
+            raise ConfigError(
+                f"more than one configuration key ends with {name!r}",
+                given=f"--set {one}",
+                expected=", ".join(ends),
+                action="write one of these",
+            )
+        whole = {key.name.rpartition(".")[2]: key.name for key in KEYS}
+        near = whole.get(find_similar(name, whole)) or nearest(name)
+        raise ConfigError(
+            f"unknown configuration key {name!r}",
+            given=f"--set {one}",
+            expected=near or ", ".join(_BY_NAME),
+            action=f"write --set {near}={text}, if that is meant: {_BY_NAME[near].help}" if near else "use a known key",
+        )
+    return found
+
+
+def read_value(name: str, text: str) -> Any:
+    """Reads a key's value from text, as the environment and the command line have it.
+
+    Raises:
+        ConfigError: there is no such key; the value has the wrong type or range.
+    """
+    key = _known(name, COMMAND_LINE)
+    return _checked(key, _parse(key, text), COMMAND_LINE)
 
 
 def nearest(name: str, alike: float = 0.6) -> str:
@@ -265,12 +327,16 @@ def _read_file(path: str) -> Mapping[str, Any]:
 
     try:
         with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(), type=dict[str, Any])
+            data = file.read()
+        if path.endswith((".yaml", ".yml")):
+            return msgspec.yaml.decode(data, type=dict[str, Any] | None) or {}  # None: it has comments alone
+        return msgspec.json.decode(data, type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             "the configuration file cannot be read",
             given=f"{FILE_VARIABLE}={path}",
             reason=error,
-            expected='a JSON object of dotted keys, for example {"communication.bucket_bytes": 1048576}',
+            expected='dotted keys with their values: {"communication.bucket_bytes": 1048576} in JSON, a line '
+            "`communication.bucket_bytes: 1048576` for each in a file that ends with .yaml",
             action="correct the path or the file",
         ) from error

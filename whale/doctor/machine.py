@@ -7,10 +7,12 @@ import platform
 import resource
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from whale import cgroup
+from whale.cpu_load import BUSY, LoadMeter, format_load
 from whale.doctor.finding import Finding
 from whale.ir.plan_text import format_bytes
 
@@ -20,6 +22,7 @@ _FREE_BYTES = 100 << 20
 _RANK_BYTES = 1 * GIB  # what TensorFlow takes before a model is built, and a small model
 _OPEN_FILES = 1024
 _PROCESSES = 1024  # TensorFlow starts tens of threads in every rank
+_LOAD_S = 0.5  # for which it is looked what others compute
 _SOCKET_PATH = 60  # PMIx adds up to some 45 characters to a folder; a socket's path holds 107
 
 
@@ -28,6 +31,7 @@ def look() -> Iterator[Finding]:
     yield check_system()
     yield check_cpus()
     yield check_quota(cgroup.cpu_quota(), count_usable_cpus())
+    yield check_load(_LOAD_S)
     yield check_memory()
     yield check_shared_memory()
     yield from check_limits()
@@ -80,6 +84,17 @@ def check_quota(granted: float | None, usable: int) -> Finding:
         return Finding("CPU quota", "ok", text)
     advice = f"`whale run` divides the {usable} usable CPUs: give --threads so that ranks x threads <= {granted:.2g}"
     return Finding("CPU quota", "warning", f"{text} on {usable} CPUs", advice + ", or raise the container's quota")
+
+
+def check_load(seconds: float, root: Path = Path("/")) -> Finding:
+    """Reports what other programs take of the CPUs in the next ``seconds``."""
+    meter = LoadMeter(root)
+    time.sleep(seconds)
+    others = meter.measure_others()
+    if others < BUSY:
+        return Finding("load", "ok", format_load(others))
+    action = "wait, or end what else computes here: runs take longer, and `whale profile` would measure that as well"
+    return Finding("load", "warning", f"the machine is busy: {format_load(others)}", action)
 
 
 def check_memory(root: Path = Path("/")) -> Finding:

@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Any
 
 from whale import python
+from whale.cpu_load import BUSY, LoadMeter, format_load
 from whale.doctor.finding import Finding
 
 NAME = "run of two processes"
 MODULE = "whale.tools.doctor_step"
 LARGEST_DIFFERENCE = 1e-10  # in float64, as everywhere
+_USUAL_S = 12.0  # on two idle cores
 _END_S = 10.0  # `whale run` needs three seconds at most to end its ranks
 _PR_SET_PDEATHSIG = 1
 
@@ -34,12 +36,13 @@ def look(timeout_s: float) -> Finding:
     with tempfile.TemporaryDirectory(prefix="whale_doctor_") as folder:
         results = Path(folder, "results.json")
         environment = python.environment() | {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
-        started_s = time.monotonic()
+        started_s, meter = time.monotonic(), LoadMeter()
         line = python.module("whale", "run", "-np", "2", "--threads", "1", "-m", MODULE, str(results))
         code, output = _run(line, environment, timeout_s)
-        seconds = time.monotonic() - started_s
+        seconds, others = time.monotonic() - started_s, meter.measure_others()
         if code is None:
-            action = f"a slow machine: --timeout {4 * timeout_s:g}; else see where this stops: {_format_retry()}"
+            why = f"the machine is busy ({format_load(others)}): wait, or" if others >= BUSY else "a slow machine:"
+            action = f"{why} --timeout {4 * timeout_s:g}; else see where this stops: {_format_retry()}"
             return Finding(
                 NAME, "problem", f"not through after {timeout_s:g} s\n{python.last_lines(output)}".rstrip(), action
             )
@@ -48,16 +51,21 @@ def look(timeout_s: float) -> Finding:
             return Finding(
                 NAME, "problem", f"failed with exit code {code}\n{python.last_lines(output)}".rstrip(), action
             )
-        return _judge(json.loads(results.read_text()), seconds)
+        return _judge(json.loads(results.read_text()), seconds, others)
 
 
-def _judge(results: dict[str, Any], seconds: float) -> Finding:
+def _judge(results: dict[str, Any], seconds: float, others: float) -> Finding:
     difference, moved_bytes = results["difference"], results["moved_bytes"]
     text = f"{seconds:.1f} s; weights and loss differ from one process by {difference:.1e} (float64)"
     if moved_bytes == 0 or not difference <= LARGEST_DIFFERENCE:
         text += f", limit {LARGEST_DIFFERENCE:.0e}; {moved_bytes} bytes were exchanged"
         return Finding(
             NAME, "problem", text, "results would be wrong: report this with the output of `whale doctor --json`"
+        )
+    if others >= BUSY:
+        text += f"; the machine is busy: {format_load(others)}"
+        return Finding(
+            NAME, "warning", text, f"on an idle machine this takes some {_USUAL_S:g} s: wait, or expect less"
         )
     return Finding(NAME, "ok", text)
 

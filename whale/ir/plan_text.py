@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import html
+import re
+import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 
 from whale.errors import PlanError
@@ -14,10 +17,12 @@ from whale.ir.pipeline_schedule import format_schedule, make_schedule
 from whale.ir.plan import Plan, Reshard, TaskGraph
 from whale.ir.prediction import Prediction
 from whale.ir.program import Node
+from whale.ir.strategy import format_count
 
 ROWS = 12  # operations, variables, and changes of layout listed at most
 
 MOST_OPS = 5  # explained at a time
+_WHY = 24  # characters of a line that are left for why an operation lies so, with the gaps between columns
 
 # Backends that carry out a reduction instead of Whale, in words.
 _THROUGH = {"horovod": "through Horovod"}
@@ -34,18 +39,43 @@ def format_bytes(count: float) -> str:
 
 def format_flops(count: float) -> str:
     """Formats FLOPs: 1500 -> '1.50 kFLOP'."""
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.2f} {unit}"
         count /= 1000
-    return f"{count:.2f} TFLOP"
+    return f"{count:.2f} PFLOP"
 
 
 def format_seconds(value: float) -> str:
-    """Formats seconds as a person reads them: 123 s, 1.23 s, 123.4 ms."""
+    """Formats seconds as a person reads them: 123 s, 1.23 s, 123.4 ms, 12 us."""
     if value >= 100:
         return f"{value:.0f} s"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{1e3 * value:.1f} ms" if value >= 1e-4 or value <= 0 else f"{1e6 * value:.0f} us"
+
+
+def format_change(seconds: float) -> str:
+    """Formats by how much a time changes: +12.3 ms, -1.20 s."""
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
+
+
+def fit(lines: Iterable[str], width: int) -> list[str]:
+    """Returns lines of ``width`` characters at most; longer ones go on in the next line, below a column of the first.
+
+    Columns are what two spaces or more separate: it is the last one that begins before the middle. A line without any
+    goes on a little further in than it begins.
+    """
+    found: list[str] = []
+    for line in lines:
+        if len(line) <= width:
+            found.append(line)
+            continue
+        begins = len(line) - len(line.lstrip())
+        columns = [at.end() for at in re.finditer(r"(?<=\S) {2,}(?=\S)", line) if at.end() <= width // 2]
+        indent = " " * (columns[-1] if columns else begins + 2)
+        found += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+    return found
 
 
 def _find_verb(r: Reshard) -> str:
@@ -67,7 +97,8 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         out += _format_mesh(plan)
     out.append("Task graphs")
     out += [
-        f"  {t.scope:<28} {t.kind} over {_format_task_graph_ranks(plan, t)}, {t.nodes} nodes" for t in plan.task_graphs
+        f"  {t.scope:<28} {t.kind} over {_format_task_graph_ranks(plan, t)}, {format_count(t.nodes, 'node')}"
+        for t in plan.task_graphs
     ]
     if plan.stage_groups:
         out += _format_stages(plan)
@@ -101,13 +132,18 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         out.append(f"In the host's memory  {len(plan.offloaded)} variables")
     if plan.updates[0]:
         count, written = plan.updates
-        out.append(f"Updates  {written} variables written by {count} operation{'s' * (count > 1)}, on the first rank")
+        others = f"; every other rank updates {'those of its own stage' if plan.stage_groups else 'likewise'}"
+        updated = f"{format_count(written, 'variable')} written by {format_count(count, 'operation')}"
+        out.append(f"Updates  {updated} on rank 0{others if plan.ranks > 1 else ''}")
     moving = [r for r in plan.reshards if r.bytes]
     along = f", of which {format_bytes(count_moved_along(plan)[0])} along {plan.axis}" if plan.inner is not None else ""
     backends = Counter(r.backend for r in moving)
+    collectives = len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})
+    sent = [f"{format_count(len(plan.edges), 'tensor')} sent between stages"] if plan.edges else []
+    if moving or not sent:
+        sent.insert(0, f"{format_count(len(moving), 'tensor')} in {format_count(collectives, 'collective')}")
     out.append(
-        f"Communication per step: {format_bytes(plan.logical_bytes)} logical{along}, {len(moving)} tensors in "
-        f"{len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})} collectives"
+        f"Communication per step: {format_bytes(plan.logical_bytes)} logical{along}, {', '.join(sent)}"
         + "".join(f"; {n} of the tensors {_THROUGH[b]}" for b, n in backends.items() if b in _THROUGH)
     )
     out += _format_traffic(plan, moving, rows)
@@ -129,12 +165,29 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     return "\n".join(out) + "\n"
 
 
-def _format_ranks(plan: Plan) -> str:
-    return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(format_plan(plan))}</pre>'
+def format_short(plan: Plan) -> str:
+    """Formats a plan in a line or two: its parallelism, what moves, and the memory or the predicted time of a step."""
+    first = format_plan(plan).partition("\n")[0].partition(" (")[0]
+    splits = [s for nodes in plan.strategies.values() for s in nodes.values()]
+    divided = sum(any(isinstance(p, Shard) for p in s.outputs) for s in splits)
+    moving = sum(bool(r.bytes) for r in plan.reshards)
+    lines = [f"{first}; {_format_moves(plan, divided, moving)}, {format_bytes(plan.logical_bytes)} a step"]
+    if plan.predicted is not None:
+        lines.append(f"predicted: {format_seconds(plan.predicted.step_s)} a step")
+    elif memory := _format_memory(plan):
+        lines.append(memory[0].partition(": ")[0])
+    return "\n".join(lines)
 
 
-# A notebook looks for it in the class, whose module cannot import this one.
-Plan._repr_html_ = _format_ranks  # type: ignore[attr-defined]
+def _format_unfolding(plan: Plan) -> str:
+    style = "white-space: pre; overflow-x: auto"
+    text, more = (html.escape(text) for text in (format_short(plan), format_plan(plan)))
+    return f'<pre>{text}</pre><details><summary>the whole plan</summary><pre style="{style}">{more}</pre></details>'
+
+
+# A notebook, and Python's prompt, look for these in the class, whose module cannot import this one.
+Plan.__repr__ = format_short  # type: ignore[assignment, method-assign]
+Plan._repr_html_ = _format_unfolding  # type: ignore[attr-defined]
 
 
 def _format_parallelism(plan: Plan) -> str:
@@ -228,25 +281,32 @@ def format_prediction(plan: Plan, found: Prediction) -> list[str]:
     splits = [s for nodes in plan.strategies.values() for s in nodes.values()]
     divided = sum(any(isinstance(p, Shard) for p in s.outputs) for s in splits)
     moving = sum(bool(r.bytes) for r in plan.reshards)
-    stages = f"{len(plan.stage_groups)} stages, " if plan.stage_groups else ""
     return [
         *out,
-        f"Plan: {stages}{divided} tensor{'s' * (divided != 1)} split, {moving} reshard{'s' * (moving != 1)} "
-        f"({format_bytes(plan.logical_bytes)} a step). Predicted {1e3 * found.step_s:.1f} ms: compute {computing:.0%}, "
-        f"communication and waiting {1 - computing:.0%}.",
+        f"Plan: {_format_moves(plan, divided, moving)} ({format_bytes(plan.logical_bytes)} a step). "
+        f"Predicted {format_seconds(found.step_s)}: compute {computing:.0%}, communication and waiting "
+        f"{1 - computing:.0%}.",
     ]
+
+
+def _format_moves(plan: Plan, divided: int, moving: int) -> str:
+    """Counts the stages of a plan, its tensors that are split, and those that move."""
+    stages = [format_count(len(plan.stage_groups), "stage")] if plan.stage_groups else []
+    sent = [f"{format_count(len(plan.edges), 'tensor')} sent between stages"] if plan.edges else []
+    return ", ".join([*stages, f"{format_count(divided, 'tensor')} split", format_count(moving, "reshard"), *sent])
 
 
 def format_step(found: Prediction) -> list[str]:
     """Formats the predicted time of a step, and what each rank does in it."""
-    out = [f"Predicted on {found.where}: {1e3 * found.step_s:.1f} ms a step"]
+    out = [f"Predicted on {found.where}: {format_seconds(found.step_s)} a step"]
     if found.likely_s is not None:
-        low_s, high_s = found.likely_s
-        out.append(f"  likely {1e3 * low_s:.1f} to {1e3 * high_s:.1f} ms, as nine of ten steps that were compared")
+        low, high = map(format_seconds, found.likely_s)
+        out.append(f"  likely {low} to {high}, as nine of ten steps that were compared")
     for rank, ran in enumerate(found.ranks[:8]):
         out.append(
-            f"  rank {rank}: {1e3 * ran.compute_s:.1f} ms of kernels, {1e3 * ran.exchange_s:.1f} ms of communication, "
-            f"{format_bytes(ran.peak_bytes)} of tensors at most, {format_bytes(ran.resident_bytes)} between steps"
+            f"  rank {rank}: {format_seconds(ran.compute_s)} of kernels, {format_seconds(ran.exchange_s)} of "
+            f"communication, {format_bytes(ran.peak_bytes)} of tensors at most, "
+            f"{format_bytes(ran.resident_bytes)} between steps"
         )
     out += [f"  ... and {len(found.ranks) - 8} ranks more"] if len(found.ranks) > 8 else []
     return out
@@ -342,20 +402,24 @@ def find_ops(plan: Plan, pattern: str) -> list[str]:
     return found
 
 
-def list_op_rows(plan: Plan) -> list[str]:
+def list_op_rows(plan: Plan, width: int = 120) -> list[str]:
     """Returns a row for each operation: its layout, the bytes that resharding its operands and results moves, its
-    origin.
+    origin; ``width`` characters a line.
     """
     moved: dict[str, int] = {}
     for r in plan.reshards:
         if not r.graph:
             moved[r.ref.node] = moved.get(r.ref.node, 0) + r.bytes
-    rows = [f"{'operation':44} {'layout':44} {'moved':>10}  why"]
+    most = max(24, width * 3 // 8 - 4)
+    cells = [("operation", "layout", "moved", "why")]
     for name, s in plan.strategies.get("", {}).items():
-        short = name if len(name) <= 44 else "..." + name[-41:]
         sent = format_bytes(moved[name]) if moved.get(name) else ""
-        rows.append(f"{short:44} {format_layout(s):44} {sent:>10}  {s.why}")
-    return rows
+        cells.append((_shorten(name, most), format_layout(s), sent, s.why))
+    sizes = [max(len(row[i]) for row in cells) for i in range(3)]
+    # Where not all can stand in a line, the few rows with long layouts go on in a second one.
+    sizes[1] = min(sizes[1], max(16, width - sizes[0] - sizes[2] - _WHY))
+    rows = [f"{a:{sizes[0]}}  {b:{sizes[1]}}  {c:>{sizes[2]}}  {d}" for a, b, c, d in cells]
+    return fit(rows, width)
 
 
 def explain_operations(plan: Plan, pattern: str) -> list[str]:

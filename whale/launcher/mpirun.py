@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from whale import python
 from whale.config import Mesh
+from whale.config.reading import SETTINGS_VARIABLE
 from whale.errors import ClusterError, ConfigError
 from whale.launcher import shm_cleanup
 from whale.launcher.protocol import (
@@ -113,6 +115,13 @@ class Options:
         return self.hosts_from is not None and len(self.hosts) > 1 and self.ranks > self.hosts[0].slots
 
 
+def list_asked(environment: Mapping[str, str]) -> list[str]:
+    """Lists what of the command line is for wh.init(), and comes to nothing in a script that never calls it."""
+    found = [f"{name}={environment[name]}" for name in ASKED_VARIABLES if environment.get(name)]
+    settings = json.loads(environment.get(SETTINGS_VARIABLE) or "{}")
+    return [*found, *(f"--set {name}={text}" for name, text in settings.items())]
+
+
 def check_mesh(text: str, ranks: int) -> None:
     """Refuses a mesh that the ranks do not fill, before they start; an axis without a size gets those that are left.
 
@@ -166,7 +175,7 @@ def check_options(options: Options) -> None:
     """
     if not 1 <= options.ranks <= MOST_RANKS:
         raise ClusterError(
-            "a run needs a rank" if options.ranks < 1 else "a run cannot have that many ranks",
+            "-np must be at least 1" if options.ranks < 1 else "a run cannot have that many ranks",
             given=f"-np {options.ranks}",
             expected=f"at least 1, and at most {MOST_RANKS}",
             action="give -np 1" if options.ranks < 1 else "give fewer",

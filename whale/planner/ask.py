@@ -12,7 +12,7 @@ from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
-from whale.errors import PlanError
+from whale.errors import PlanError, find_similar
 from whale.ir.strategy import Degrees
 from whale.planner.analytic_search.candidates import FIXED, Constraints
 from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
@@ -49,7 +49,13 @@ def describe(text: str) -> tuple[Transformer, int | None]:
     example = "gpt:layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=51200,batch=1536"
     if family not in ("gpt", "moe"):
         others = ["moe:...,experts=64", *(f"{name}:..." for name in CAPTURED)]
-        raise PlanError("there is no such kind of model", given=text, expected=", ".join([example, *others]))
+        near = find_similar(family, ("gpt", "moe", *CAPTURED))
+        raise PlanError(
+            "there is no such kind of model",
+            given=text,
+            expected=", ".join([example, *others]),
+            action=f"write {near}:{rest}, if that is meant" if near else None,
+        )
     values: dict[str, int] = dict(DEFAULTS)
     for part in filter(None, rest.split(",")):
         name, _, number = part.partition("=")
@@ -60,8 +66,16 @@ def describe(text: str) -> tuple[Transformer, int | None]:
                 given=part,
                 action="leave it out; the search chooses (`whale simulate` predicts a strategy that a job file names)",
             )
-        if name not in (*names, "batch") or not number.strip().isdigit():
-            raise PlanError("a description cannot be read", given=part, expected=example)
+        if name not in (*names, "batch"):
+            near = find_similar(name, (*names, "batch", *SHORT))
+            raise PlanError(
+                f"a {family} has no {name or 'field without a name'}",
+                given=part,
+                expected=", ".join([*names, "batch"]),
+                action=f"write {near}={number.strip()}, if that is meant" if near else None,
+            )
+        if not number.strip().isdigit():
+            raise PlanError("a description cannot be read", given=part, expected=f"{name}=<a whole number>")
         if len(number.strip()) > 15 or not int(number) <= MOST.get(name, MOST_OTHERWISE):
             most = MOST.get(name, MOST_OTHERWISE)
             raise PlanError("a model of that size is not planned", given=part, expected=f"{name} of at most {most:,}")
@@ -119,13 +133,17 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
             pattern, name = name.removesuffix(".split"), "tensor"
             if not any(fnmatchcase(op, pattern) or fnmatchcase(op, f"*/{pattern}") for op in OPERATIONS):
                 raise PlanError("no operation has that name", given=one, expected=", ".join(OPERATIONS))
-        wrong = name not in FIXED or (name not in WORDS and not value.isdigit())
-        if wrong or (name in WORDS and value not in WORDS[name]):
+        if name not in FIXED:
+            near = find_similar(name, FIXED)
             raise PlanError(
                 "this cannot be fixed",
                 given=one,
                 expected=", ".join([*(f"{n}=..." for n in sorted(FIXED)), "OPERATION.split=..."]),
+                action=f"write {near}={value}, if that is meant" if near else None,
             )
+        if value not in WORDS[name] if name in WORDS else not value.isdigit():
+            can = " or ".join(WORDS.get(name, ("a whole number",)))
+            raise PlanError("this cannot be fixed to that", given=one, expected=f"{name}={can}")
         values[name] = value if name in WORDS else int(value)
     return Constraints(**values, budget_s=budget_s)  # type: ignore[arg-type]
 

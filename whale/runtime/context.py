@@ -235,8 +235,8 @@ class Context(Ranks):
 
     Attributes:
       variables: who holds which part of the run's variables.
-      scoping, planning, scaling, reports, hooks: what is kept of scopes, of plans, of loss scales, of what was said, and of
-        what is done at ends.
+      scoping, planning, scaling, reports, hooks: what is kept of scopes, of plans, of loss scales, of what was said, and
+        of what is done at ends.
       programs: number of programs compiled so far, equal on all ranks.
       elements: number of messages so far about what ranks read, equal on all ranks.
       failed: whether a step of this rank has failed; the others are told so at the end.

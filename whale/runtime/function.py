@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
@@ -24,7 +24,9 @@ from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
+S = TypeVar("S")
 _UNSPECIFIED = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
 
 
@@ -49,7 +51,14 @@ class Function(Generic[P, R]):
         self._division: tuple[int, ...] = ()  # that the steps were compiled for
         self._bound: weakref.WeakKeyDictionary[Any, Function[..., Any]] = weakref.WeakKeyDictionary()
 
+    @overload
+    def __get__(self, instance: None, owner: type) -> Function[P, R]: ...
+
+    @overload
+    def __get__(self: Function[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> Function[Q, R]: ...
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Returns the step of an instance, for a method."""
         if instance is None:
             return self
         if instance not in self._bound:

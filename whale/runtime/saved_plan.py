@@ -115,21 +115,5 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
       PlanError: the file cannot be read, is no plan, or is for another number of ranks.
     """
     found = planfile.load(path)
-    plan = found.plan
-    if plan is None:
-        devices = found.machines.devices
-        again = f"with --set of stages, data and tensor that use {ranks} of the {devices} devices"
-        _compare_ranks(path, found.strategy.ranks, ranks, again)
-        return found
-    _compare_ranks(path, plan.ranks, ranks, f"with -np {ranks}")
-    return SavedPlan(path, plan)
-
-
-def _compare_ranks(path: str, planned: int, ranks: int, again: str) -> None:
-    if planned != ranks:
-        raise PlanError(
-            "the saved plan is for another number of ranks",
-            given=f"{path}: {planned} ranks, of which {ranks} run",
-            expected=f"{planned} ranks",
-            action=f"start {planned} ranks, or make the plan again {again}",
-        )
+    found.check_ranks(path, ranks)
+    return found if found.plan is None else SavedPlan(path, found.plan)

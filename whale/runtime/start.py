@@ -27,7 +27,7 @@ from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
 from whale.distributed.trace import Trace, open_span, open_trace
 from whale.distributed.watch import LauncherWatch
-from whale.errors import ClusterError, ConfigError, WhaleError
+from whale.errors import ClusterError, ConfigError, PlanError, WhaleError
 from whale.log import log, set_level
 from whale.runtime.annotate import annotate, describe_unmatched, read_annotations
 from whale.runtime.context import Context, DryRun, OwnPrograms, PlanningState, local_ranks, process, require_current
@@ -35,7 +35,7 @@ from whale.runtime.elastic.elastic_run import Elastic
 from whale.runtime.reinit import begin_again
 from whale.runtime.saved_plan import SavedPlan, read_saved_plan
 from whale.runtime.tf_config import check_alone
-from whale.runtime.unsynchronized_training import find_unsynchronized_training
+from whale.runtime.unsynchronized_training import find_unsynchronized_training, watch_in_process_training
 from whale.runtime.variables import deferred
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.started import FILES_VARIABLE, PROGRESS_VARIABLE, ProcessPlace, joins, process_place
@@ -142,6 +142,8 @@ def _begin(
     _check_in_process(config, place)
     if place.launcher == "none" and not (solo or _is_in_process(config) or process.dry is not None):
         check_alone()
+    if not joins():
+        check_mesh(config, _find_planned_size(config, place))
     # What a file says is known before the ranks are connected: one that cannot be read is nothing to undo.
     path = (process.dry.saved if process.dry is not None else "") or os.fspath(plan) or config["mesh.plan"]
     saved = read_saved_plan(path, _find_planned_size(config, place)) if path else None
@@ -159,6 +161,8 @@ def _begin(
                 context.planning.own_programs = OwnPrograms(local_ranks(context))
             elif context.has_other_processes or joins():
                 _share_random_state(context, solo)
+            elif context.size > 1:
+                watch_in_process_training(context)
             if isinstance(saved, SavedPlan):
                 context.planning.saved, context.planning.auto = saved, saved.chosen_strategy
             elif saved is not None:
@@ -195,6 +199,22 @@ def _undo() -> None:
         comm.leave()
     if context.watch is not None:
         context.watch.stop()
+
+
+def check_mesh(config: Config, size: int) -> None:
+    """Refuses a mesh that ``size`` ranks do not fill, on the rank that asks for it and before it meets the others.
+
+    Raises:
+      PlanError: says where the mesh was set.
+    """
+    mesh = config["mesh"]
+    if size % mesh.size:
+        raise PlanError(
+            "the ranks do not fill the mesh",
+            given=f"mesh {mesh} ({config.origin('mesh')}), {size} rank{'s' * (size != 1)}",
+            expected=f"a multiple of {mesh.size} ranks",
+            action="change the mesh or the number of ranks",
+        )
 
 
 def _find_planned_size(config: Config, place: ProcessPlace) -> int:

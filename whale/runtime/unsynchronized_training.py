@@ -1,11 +1,15 @@
-"""Reports, at the end of a run, that it has trained but that Whale has distributed nothing."""
+"""Reports that a run has trained but that Whale has distributed nothing: at its end, in a notebook after the cell."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Collection, Mapping
 
 from whale.errors import ProgramError
+from whale.log import log
 from whale.runtime.context import Context
+from whale.runtime.variables.external_updates import ExternalUpdates
 
 _MOST = 5
 
@@ -17,12 +21,7 @@ def find_unsynchronized_training(context: Context) -> ProgramError | None:
     outside = context.outside
     if outside is None or context.solo or context.distributed or not outside.trained:
         return None
-    found = [
-        what + (f" ({', '.join(list(names)[:_MOST])}{', ...' * (len(names) > _MOST)})" if names else "")
-        for what, names in outside.trained.items()
-    ]
-    more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    facts = {"trained on every rank": "; ".join(found[:_MOST]) + more}
+    facts = {"trained on every rank": _list_training(outside.trained)}
     if beside := _describe_other_distribution():
         facts["beside it"] = beside
     return ProgramError(
@@ -32,6 +31,45 @@ def find_unsynchronized_training(context: Context) -> ProgramError | None:
         action="make what is named a wh.function (in the place of tf.function), or a wh.Session; wh.init(solo=True) if "
         "every rank is to train alone",
     )
+
+
+def watch_in_process_training(context: Context) -> None:
+    """Has a run whose ranks are all in this process warn once if it trains, and Whale distributes nothing of it.
+
+    A script hears of it at its end. A notebook has no end that anybody reads: there it is said after the cell.
+    """
+    noted = ExternalUpdates()
+    said = False
+
+    def warn(*_: object) -> None:
+        nonlocal said
+        if said or context.solo or context.distributed or not noted.trained:
+            return
+        said = True
+        error = ProgramError(
+            f"Whale has distributed nothing: one device has trained, and the {context.size} ranks of this process "
+            "did nothing",
+            trained=_list_training(noted.trained),
+            expected="steps of wh.function, runs of wh.Session, or Keras' fit after wh.init()",
+            action="make what is named a wh.function (in the place of tf.function), or a wh.Session; "
+            "wh.init(solo=True) if this is meant",
+        )
+        log.warning(str(error))
+
+    context.hooks.at_end += [warn, noted.take_back]
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        shell.events.register("post_run_cell", warn)
+        context.hooks.at_end.append(functools.partial(shell.events.unregister, "post_run_cell", warn))
+
+
+def _list_training(trained: Mapping[str, Collection[str]]) -> str:
+    """Lists what trained, in words, with the names of some variables."""
+    found = [
+        what + (f" ({', '.join(list(names)[:_MOST])}{', ...' * (len(names) > _MOST)})" if names else "")
+        for what, names in trained.items()
+    ]
+    return "; ".join(found[:_MOST]) + (f"; and {len(found) - _MOST} more" if len(found) > _MOST else "")
 
 
 def _describe_other_distribution() -> str:

@@ -16,13 +16,14 @@ import msgspec
 
 from cost_model.cluster.allocation import read_named_cluster
 from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.discover import discover_local
 from cost_model.graph.machine_profile import MachineProfile, default_path, read
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
 from whale.distributed.gpus import describe_processor_operations
 from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.plan import Plan, strategy_of
-from whale.ir.plan_text import format_bytes, format_step
+from whale.ir.plan_text import fit, format_bytes, format_step
 from whale.ir.prediction import Prediction
 from whale.ir.program import Program
 from whale.kernels.substitute import REWRITE
@@ -62,6 +63,7 @@ from whale.tools.run_as_main import as_main, beside, failures_told, located
 from whale.tools.what_if import compared, read_what_if
 
 _MOST = 5
+UNMEASURED = "this machine by a catalogue's figures, since it was not measured (whale profile does)"
 
 
 def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPlan:
@@ -107,6 +109,16 @@ class PredictionTarget:
           ClusterError: it cannot be read, or none was named and this machine has not been measured.
         """
         return self.machines() or read(self.profile or default_path())
+
+    def read_or_discover(self, ranks: int) -> MachineProfile | Cluster:
+        """Reads the file's figures; where none was named, and this machine has not been measured, takes a catalogue's.
+
+        Raises:
+          ClusterError: the file cannot be read.
+        """
+        if self.profile is None and self.cluster is None and not default_path().exists():
+            return _share_devices(discover_local(cpu_quota()), ranks)
+        return self.read()
 
     def machines(self) -> Cluster | None:
         """Returns the cluster, where one is named; else None.
@@ -170,6 +182,19 @@ class PredictionTarget:
             raise refusal_of_plan(plan.program, memory, limits, options)
 
 
+def _share_devices(local: Cluster, ranks: int) -> Cluster:
+    """Returns this machine with a device for each rank: more ranks than devices have equal parts of them."""
+    parts = -(-ranks // local.device_count)
+    (host,) = local.hosts
+    devices = [
+        msgspec.structs.replace(
+            entry, count=entry.count * parts, share=entry.share / parts, memory_gb=entry.device.memory_gb / parts
+        )
+        for entry in host.devices
+    ]
+    return msgspec.structs.replace(local, name=UNMEASURED, hosts=[msgspec.structs.replace(host, devices=devices)])
+
+
 def main(
     script: str,
     args: Sequence[str],
@@ -213,22 +238,25 @@ def main(
     found()
     if out is not None:
         planfile.save(msgspec.structs.replace(plan, script=beside(plan.script, out) if plan.script else ()), out)
-    sys.stdout.write(show(plan, terminal_width()) + "\n")
+    width = terminal_width()
+    sys.stdout.write(show(plan, width) + "\n")
     if planned.settings.exchange.backend in DEVICE_BACKENDS:
         programs = rank_programs(planned)
         memory = nccl_memory(programs[0], 0, planned.settings)
         taken = [f"{name} takes some {format_bytes(size)} of the first rank's GPU" for name, size in memory.items()]
-        sys.stdout.write("\n".join([*host_lines(programs), *taken, *describe_processor_operations(programs), ""]))
+        lines = [*host_lines(programs), *taken, *describe_processor_operations(programs)]
+        sys.stdout.write("\n".join([*fit(lines, width), ""]))
     sys.stdout.write(why)
     if passes is not None:
-        sys.stdout.write("\n".join(["", *passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE))]) + "\n")
+        sys.stdout.write("\n".join(["", *fit(passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE)), width)]) + "\n")
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
-        sys.stdout.write("\n".join(["", *explained(expanded, planned.plan, explain)]) + "\n")
+        sys.stdout.write("\n".join(["", *fit(explained(expanded, planned.plan, explain), width)]) + "\n")
     if asked:
         sys.stdout.write("\n")
     for one in asked:
-        sys.stdout.write(compared(planned, one, prediction.read() if predicted else None) + "\n")
+        text = compared(planned, one, prediction.read() if predicted else None)
+        sys.stdout.write("\n".join(fit(text.splitlines(), width)) + "\n")
     prediction.check_memory(planned)
     return 0
 
@@ -270,7 +298,7 @@ def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_slide
     """
     planned, ranks = captured_again(plan, path), plan.strategy.ranks
     own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
-    on = own or prediction.read()
+    on = own or prediction.read_or_discover(ranks)
     alone = planned.settings.but(
         size=1,
         devices=(),

@@ -14,7 +14,7 @@ import msgspec
 from cost_model.cluster.allocation import read_named_cluster
 from cost_model.cluster.cluster_file import Cluster
 from whale.cgroup import cpu_quota
-from whale.errors import DoesNotFitError, PlanError
+from whale.errors import DoesNotFitError, PlanError, find_similar
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.plan import Plan
 from whale.ir.program import Program
@@ -67,8 +67,16 @@ def read(text: str, batch: int | None = None) -> Description:
         # Lists of widths are for model files.
         return msgspec.convert({"family": family, **fields}, FAMILIES[family], strict=False)
     except msgspec.ValidationError as error:
-        names = ", ".join(f.name for f in msgspec.structs.fields(FAMILIES[family]) if f.name not in SPREAD)
-        raise PlanError("a description cannot be read", given=text, reason=str(error), expected=names) from error
+        names = [f.name for f in msgspec.structs.fields(FAMILIES[family]) if f.name not in SPREAD]
+        wrong = next((name for name in fields if name not in names), "")
+        near = find_similar(wrong, names) if wrong else ""
+        raise PlanError(
+            "a description cannot be read",
+            given=text,
+            reason=str(error),
+            expected=", ".join(names),
+            action=f"write {near}={fields[wrong]}, if that is meant" if near else None,
+        ) from error
 
 
 def found_for(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Found, Plan]:

@@ -28,7 +28,11 @@ def test_a_table_that_is_looked_up_is_no_state(op: str) -> None:
     ]
     program = b.build([], updates)
     assert {"table", "momentum"} & only_state(program) == {"momentum"}
-    assert variable_kinds(program) == {"table": "parameters", "momentum": "slots", "average": "slots"}
+    assert variable_kinds(program) == {
+        "table": "parameters",
+        "momentum": "optimizer state",
+        "average": "optimizer state",
+    }
 
 
 def test_kinds_of_an_update_of_many_variables_are_found_without_going_from_each_result_to_each_operand(

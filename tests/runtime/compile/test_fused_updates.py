@@ -222,5 +222,5 @@ def test_a_plan_tells_of_them(ranks: Start) -> None:
         wh.shutdown()
     assert [plan.updates for plan in told] == [(1, 12), (0, 0)]
     assert plan_from_json(told[0].to_json()).updates == (1, 12)
-    assert "Updates  12 variables written by 1 operation," in format_plan(told[0])
+    assert "Updates  12 variables written by 1 operation on rank 0" in format_plan(told[0])
     assert "Updates" not in format_plan(told[1])

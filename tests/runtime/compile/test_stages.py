@@ -209,6 +209,15 @@ def test_a_stage_inside_a_stage(ranks: Start) -> None:
     with pytest.raises(PlanError, match="stage inside a stage"), wh.stage(), wh.stage():
         pass
 
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with wh.stage(), wh.stage():
+            return x
+
+    # AutoGraph would make a StagingError of it, with a page of frames.
+    with pytest.raises(PlanError, match=r"^a stage inside a stage\n  at: test_stages\.py:\d+\n  given: stage_"):
+        step(tf.ones([4, 2]))
+
 
 def test_evaluation_without_scopes_reads_what_stages_hold(ranks: Start) -> None:
     ranks(2)

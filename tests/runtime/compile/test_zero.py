@@ -164,12 +164,12 @@ def test_the_report_of_memory_counts_parts(ranks: Start) -> None:
     weights = 8 * (INPUTS * HIDDEN + HIDDEN + HIDDEN * OUTPUTS + OUTPUTS)
     assert report.variables["parameters"] == weights  # two ranks, and each weight once
     if tf.__version__ >= "2.16":  # Keras 2 has a learning rate that updates read
-        assert report.variables["slots"] == 2 * weights
+        assert report.variables["optimizer state"] == 2 * weights
     predicted = report.predicted["step"]
     assert predicted["gradients"] + predicted["gathered"] + predicted["activations"] > 0
     assert "parameters" in str(report) and report.resident_bytes <= report.resident_peak_bytes
     plan = wh.plan(model.step, *batch(0))  # for the ranks of the run
-    assert "Memory at most" in format_plan(plan) and len(plan.memory["slots"]) == 2
+    assert "Memory at most" in format_plan(plan) and len(plan.memory["optimizer state"]) == 2
 
 
 def test_each_rank_holds_its_part_of_the_state(ranks: Start) -> None:

@@ -194,9 +194,10 @@ class RefusedModule:
 
 elastic = RefusedModule(
     "hvd.elastic",
-    "the number of ranks of a run does not change",
-    "checkpoints, and a run that is started again from them",
-    "save with tf.train.CheckpointManager on rank 0 and start with `whale run --max-restarts N`",
+    "ranks of a script for Horovod run programs of their own, which do not go on without each other",
+    "steps that Whale distributes, or checkpoints and a run that is started again from them",
+    "call wh.init(elastic=True) in the place of hvd.init(), with plain optimizers; or save with "
+    "tf.train.CheckpointManager on rank 0 and start with `whale run --max-restarts N`",
 )
 
 

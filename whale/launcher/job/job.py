@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -32,11 +33,12 @@ from whale.launcher.job import ranks
 from whale.launcher.job.ending import OWN_END_S, Ending
 from whale.launcher.job.failure_detector import FailureDetector
 from whale.launcher.job.listener import Listener
+from whale.launcher.job.mpi_errors import explain_start
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.mpirun import ASKED_VARIABLES, MpirunStart, Options
+from whale.launcher.mpirun import MpirunStart, Options, list_asked
 from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, RankEnd, ScriptMessage, StopReport, unpack
 from whale.replicas import differing, in_words
 
@@ -368,8 +370,21 @@ class Job:
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.
             if cause.signal in (signal.SIGTERM, signal.SIGKILL) and self._mpiruns.output_text:
                 self._printer.say(self._mpiruns.output_text)
+        link = self._links.get(cause.rank) if cause.rank is not None and cause.is_exit_by_script else None
+        if link is not None and link.joining and link.code:
+            # Inside of wh.init nothing but MPI ends a process so; it says why through mpirun, a moment later.
+            self._read_last_words()
+            why = explain_start(self._mpiruns.output_text)
+            self.say(f"{cause.subject} failed: MPI did not start (exit code {cause.code})\n{why}")
+            return cause.code
         self.say(f"{cause.subject} {cause.reason}")
         return cause.code
+
+    def _read_last_words(self) -> None:
+        """Reads what mpirun still has to say, until it has been silent for a moment."""
+        for process in self._mpiruns.processes:
+            while select.select([process.output], [], [], OWN_END_S)[0] and process.read():
+                continue
 
     def _end_well(self, ends: list[RankEnd | None]) -> int:
         """Returns the exit code of a run without a failure: 1 if trainable variables differ between its ranks."""
@@ -385,7 +400,7 @@ class Job:
         if len(ends) == 1 or joined or self._options.starts_another:
             return 0
         never = f"the script never called wh.init(): each of the {len(ends)} ranks has run all of it alone"
-        if asked := [f"{name}={os.environ[name]}" for name in ASKED_VARIABLES if os.environ.get(name)]:
+        if asked := list_asked(os.environ):
             self.say(f"{never}, and nothing came of {', '.join(asked)}; call wh.init() at the script's beginning")
             return 2
         self.say(f"warning: {never}")

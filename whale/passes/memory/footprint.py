@@ -12,7 +12,8 @@ from whale.ir.program import PRODUCT, Program, Ref
 from whale.ir.values import TensorType
 from whale.passes.memory.zero import is_model, leading_to, only_state
 
-CATEGORIES = ("parameters", "slots", "buffers", "gradients", "gathered", "activations")
+OPTIMIZER_STATE = "optimizer state"
+CATEGORIES = ("parameters", OPTIMIZER_STATE, "buffers", "gradients", "gathered", "activations")
 # Ops that make a gradient from activations; their operands are no gradients.
 _MADE_BY = (
     MATMULS
@@ -24,14 +25,14 @@ _MADE_BY = (
 
 
 def variable_kinds(program: Program) -> dict[str, str]:
-    """Maps handle nodes to parameters (what a model computes with), slots (what only updates read), or buffers (the
-    rest).
+    """Maps handle nodes to parameters (what a model computes with), optimizer state (what only updates read), or
+    buffers (the rest).
     """
     state, model = only_state(program), leading_to(program, lambda node: is_model(program, node))
     found = {}
     for variable in program.variables:
         if variable.node in state:
-            found[variable.node] = "slots" if variable.type.shape else "buffers"
+            found[variable.node] = OPTIMIZER_STATE if variable.type.shape else "buffers"
         else:
             found[variable.node] = "parameters" if variable.node in model else "buffers"
     return found

@@ -28,13 +28,16 @@ from whale.ir.ops import (
 from whale.ir.program import Node, Program, Ref, Variable, find_called_functions, iterate_function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.analysis.resharding_cost import count_matmul_flops
-from whale.passes.memory.footprint import variable_kinds
+from whale.passes.memory.footprint import OPTIMIZER_STATE, variable_kinds
 from whale.passes.memory.zero import is_model, leading_to
 from whale.sharding_rules.graph import Use, iterate_variable_uses, list_called_functions
 
 COPY = "WhaleOffload"
 TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
-LEVELS = {"optimizer": ("slots",), "parameters": ("slots", "parameters")}  # the kinds that do at another level
+LEVELS = {
+    "optimizer": (OPTIMIZER_STATE,),
+    "parameters": (OPTIMIZER_STATE, "parameters"),
+}  # the kinds that do at another level
 _BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
 _RUNS_PARTS = BRANCHES | CALLS  # some nodes of their functions may be computed there
 

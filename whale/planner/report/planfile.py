@@ -129,6 +129,26 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         _, machines, found = self.evaluate()
         return prediction_of(found, self.strategy, machines)
 
+    def check_ranks(self, path: str, ranks: int) -> None:
+        """Compares the ranks that the plan is for with those that run.
+
+        Raises:
+            PlanError: they are others.
+        """
+        planned = self.strategy.ranks
+        if planned == ranks:
+            return
+        again = f"with -np {ranks}"
+        if self.program is None:
+            devices = self.machines.devices
+            again = f"with --set of stages, data and tensor that use {ranks} of the {devices} devices"
+        raise PlanError(
+            "the saved plan is for another number of ranks",
+            given=f"{path}: {planned} ranks, of which {ranks} run",
+            expected=f"{planned} ranks",
+            action=f"start {planned} ranks, or make the plan again {again}",
+        )
+
     def problems(self) -> list[str]:
         """Lists what is wrong with a described model's plan, found independently of the search; empty: nothing."""
         machines = self.machines

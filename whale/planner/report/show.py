@@ -14,7 +14,9 @@ from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import make_schedule
 from whale.ir.plan_text import (
+    fit,
     format_bytes,
+    format_change,
     format_plan,
     format_prediction,
     format_seconds,
@@ -27,6 +29,7 @@ from whale.planner.analytic_search.neighbours import move_cut
 from whale.planner.report.planfile import Alternative, PlanFile
 
 BAR = 10  # characters of a bar
+_SHOWN_GIB = 0.1  # of memory; less has a unit of its own
 PASSES = 18  # of a stage that are printed
 CHANGES = 16  # stages that are printed of a difference
 SAME_S = 5e-5  # what two plans differ by at most without being said to differ: half of the last digit printed
@@ -87,7 +90,7 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
         lines += lost
     lines = [line for text in lines for line in (wrap(text, width, subsequent_indent=" " * 11) if text else [""])]
     if page.layouts:
-        lines += ["", *page.layouts, *lost]
+        lines += ["", *fit(page.layouts, width), *lost]
     return "\n".join([*lines, *(["", *wrap(page.last, width)] if page.last else [])])
 
 
@@ -184,10 +187,10 @@ def rank_table(plan: PlanFile, found: Prediction, width: int = WIDTH) -> list[st
     return [*lines, f"  ... and {hidden} more ranks"] if hidden > 0 else lines
 
 
-def details(plan: PlanFile) -> list[str]:
+def details(plan: PlanFile, width: int = WIDTH) -> list[str]:
     """Returns a row for each layer of a described model, or each operation of a program."""
     program = plan.plan
-    return layer_table(plan) if program is None else list_op_rows(program)
+    return layer_table(plan) if program is None else list_op_rows(program, width)
 
 
 def _speed(plan: PlanFile, found: Evaluation) -> float:
@@ -249,10 +252,18 @@ def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, firs
     for part, used in zip(stage.parts, cost.memory):
         pool = machines.pools[part.pool]
         cells = [f"{part.ranks * count} {pool.name[:28]}", f"{part.replicas}x{part.tensor}", str(part.rows)]
-        cells += [f"{used.parameters_bytes / 2e9:.2f} G", plan.strategy.find_recompute(stage)]
+        cells += [_format_parameters(used.parameters_bytes / 2), plan.strategy.find_recompute(stage)]
         bar = memory_bar(used.total_bytes, pool.memory_bytes)
-        rows.append([*lead, *cells, bar, *(f"{1e3 * t:.1f} ms" for t in times)])
+        rows.append([*lead, *cells, bar, *map(format_seconds, times)])
     return [rows[0]] + [["", "", *row[2:8], "", "", "", ""] for row in rows[1:]]
+
+
+def _format_parameters(count: float) -> str:
+    """Formats a number of parameters in its own unit: 1.52 G, 12.6 M, 98.3 k."""
+    for unit, size, digits in (("G", 1e9, 2), ("M", 1e6, 1), ("k", 1e3, 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count:.0f}"
 
 
 def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, apart: int) -> list[str]:
@@ -283,7 +294,10 @@ def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, 
 def memory_bar(used_bytes: float, limit_bytes: float) -> str:
     """Returns how full a device's memory is, drawn and in figures."""
     full = min(BAR, round(BAR * used_bytes / limit_bytes))
-    return f"[{'#' * full}{'.' * (BAR - full)}] {used_bytes / 2**30:5.1f} of {limit_bytes / 2**30:5.1f} GiB"
+    bar = f"[{'#' * full}{'.' * (BAR - full)}]"
+    if used_bytes < _SHOWN_GIB * 2**30:
+        return f"{bar} {format_bytes(used_bytes)} of {limit_bytes / 2**30:.1f} GiB"
+    return f"{bar} {used_bytes / 2**30:5.1f} of {limit_bytes / 2**30:5.1f} GiB"
 
 
 def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
@@ -411,7 +425,7 @@ def _other_recompute(plan: PlanFile, model: Model, found: Evaluation, index: int
 def _against(found: Evaluation, other: Prediction) -> str:
     if not other.fits:
         return f"infeasible: a rank lacks {format_bytes(other.lacking_bytes)}"
-    return f"{1e3 * (other.step_s - found.step_s):+.2f} ms a step"
+    return f"{format_change(other.step_s - found.step_s)} a step"
 
 
 def diff(one: PlanFile, other: PlanFile) -> str:
@@ -427,7 +441,7 @@ def diff(one: PlanFile, other: PlanFile) -> str:
         for name, value in a.parts_s.items():
             after = b.parts_s[name]
             if abs(after - value) > SAME_S:
-                more = f"({1e3 * (after - value):+.1f} ms)"
+                more = f"({format_change(after - value)})"
                 lines.append(f"  {name:14} {format_seconds(value)} -> {format_seconds(after)} {more}")
     if not lines:
         return "The plans are equal."
@@ -493,9 +507,9 @@ def against(fixed: PlanFile, free: PlanFile) -> str:
     if abs(change_s) < 1e-6 * other.step_s:
         return "costs nothing, the step stays as it is"
     before, after = parts_of(other), parts_of(mine)
-    parts = [f"{name} {1e3 * (after[name] - before[name]):+.1f} ms" for name in before]
-    parts = [text for text in parts if not text.endswith(("+0.0 ms", "-0.0 ms"))]
-    total = f"{1e3 * change_s:+.1f} ms ({format_seconds(other.step_s)} -> {format_seconds(mine.step_s)})"
+    changes = {name: after[name] - before[name] for name in before}
+    parts = [f"{name} {format_change(changed)}" for name, changed in changes.items() if abs(changed) >= SAME_S]
+    total = f"{format_change(change_s)} ({format_seconds(other.step_s)} -> {format_seconds(mine.step_s)})"
     return f"{total}: {', '.join(parts)}; without: {free.strategy.format_summary()}"
 
 

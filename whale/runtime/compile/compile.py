@@ -74,7 +74,7 @@ class Compiled:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Maps handle nodes to parameters, slots or buffers."""
+        """Maps handle nodes to parameters, optimizer state or buffers."""
         return variable_kinds(self.program)
 
 

@@ -43,7 +43,7 @@ class Ready(msgspec.Struct, frozen=True):
       program: its name; inputs: what it takes, in words.
       main: the function to call; passed, handles, outputs: see ``LoweredFunction``.
       variables: nodes of those that it has.
-      uses: what it does with those that not all ranks hold alike; kinds: parameters, slots or buffers.
+      uses: what it does with those that not all ranks hold alike; kinds: parameters, optimizer state or buffers.
       offloaded: variables in the host's memory.
       communicates: whether it needs the op library; rolled: whether it has micro-batches.
       trains: whether it updates variables.

@@ -44,7 +44,7 @@ from whale.runtime.elastic.agreement import (
 )
 from whale.runtime.elastic.call_replay import CallLog, cut_rows_again, wrap_in_scopes
 from whale.runtime.elastic.generations import Generations
-from whale.runtime.elastic.recovery import RecoveredState, become_whole, describe_lost, recover
+from whale.runtime.elastic.recovery import RecoveredState, become_whole, describe_going_on, describe_lost, recover
 from whale.runtime.elastic.rendezvous import RankGroup
 from whale.runtime.elastic.requirements import (
     find_host_name,
@@ -294,9 +294,8 @@ class Elastic:
         fewer = len(members) < len(group.members)
         group.members = members
         if context.rank == 0 and fewer:
-            log.info(
-                f"{len(said)} ranks go on after {max(one.steps for one in said)} steps, {describe_lost(recovered)}"
-            )
+            steps = max(one.steps for one in said)
+            log.info(f"{describe_going_on(len(said))} after {steps} steps, {describe_lost(recovered)}")
 
     def _make_variables_whole(self, meeting: Any, said: Sequence[RankStatement], kind: int) -> None:
         """Makes every variable whole on all ranks, which stay the same; nothing is compiled for them."""
@@ -355,7 +354,8 @@ class Elastic:
         self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
         self._commits.keep(known.calls, lambda: known.state)
         if self._run.rank == 0:
-            log.info(f"{more} ranks join after {known.steps} steps: {len(members)} ranks go on")
+            joined = "1 rank joins" if more == 1 else f"{more} ranks join"
+            log.info(f"{joined} after {known.steps} steps: {describe_going_on(len(members))}")
 
     def _take_in(self) -> bool:
         """Takes in, before a call, ranks that have come, where the script has just committed; tells whether there were

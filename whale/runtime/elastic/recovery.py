@@ -87,6 +87,11 @@ def become_whole(holdings: Sequence[Holding], recovered: RecoveredState | None) 
             holding.make_whole(values[i])
 
 
+def describe_going_on(count: int) -> str:
+    """Says that so many ranks go on."""
+    return "1 rank goes on" if count == 1 else f"{count} ranks go on"
+
+
 def describe_lost(recovered: RecoveredState | None) -> str:
     """Returns what is lost with ranks that are gone, in words. ``recovered``: None where every rank had everything."""
     back = recovered is not None and recovered.back

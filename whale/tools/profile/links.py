@@ -1,7 +1,9 @@
 """Measures exchanges between the ranks of this run: ``whale run -np N -m whale.tools.profile.links FILE``.
 
-Every rank runs the same exchanges at the same time, one after the other, and does nothing else; at the end it runs
-small ones once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`).
+Every rank runs the same exchanges at the same time, one after the other, and does nothing else, but for small ones that
+it runs once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`), anew after each
+exchange. All kinds of the smallest and the largest tensors come first, so that something of each is there where the
+time is over before all is measured, as on a busy machine.
 
 The host's exchanges are of tensors in its memory. Where ``communication.backend`` names what carries tensors from GPU
 to GPU, the same are measured through that as well, between the GPUs that ``wh.init`` would give these ranks.
@@ -10,12 +12,13 @@ to GPU, the same are measured through that as well, between the GPUs that ``wh.i
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from whale.config import Config
 from whale.distributed import device_exchange
 from whale.distributed.device_exchange import ExchangeOps
 from whale.distributed.gpus import await_gpus
+from whale.ir.plan_text import format_bytes
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.started import process_place
 
@@ -40,6 +44,7 @@ MOST_CHAIN = 16
 # Operands and results of a call's exchanges together: in a step they have rarely been in a cache since they were made.
 COLD_BYTES = 64 << 20
 ROWS = 8  # rows of tensors whose parts do not lie in one piece
+TOLD = "measured: "  # begins the lines that `whale profile` passes on
 PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
@@ -47,43 +52,104 @@ Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # exchanges a vector, u
 
 
 class Links(msgspec.Struct):
-    """The measurements; ``wake_s``: what an engine waits for a core where all compute."""
+    """The measurements; ``wake_s``: what an engine waits for a core where all compute.
+
+    ``left``: how many of the exchanges are not measured, because the time was over.
+    """
 
     curves: list[Curve]
     wake_s: float
+    left: int = 0
 
 
-def main() -> None:
+class Results:
+    """The measurements of a run so far, which rank 0 writes to a file after each, and says how far it is.
+
+    Args:
+      path: of the file.
+      expected: how many exchanges will be measured.
+      end_s: monotonic time after which no further one is.
+    """
+
+    def __init__(self, comm: whale_ops.Communicator, path: Path, expected: int, end_s: float) -> None:
+        self._comm, self._path, self._expected, self._end_s = comm, path, expected, end_s
+        self._samples: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by what carried them, and kind
+        self.wake_s = 0.0
+
+    def is_time_over(self, key: str) -> bool:
+        """Tells, on all ranks alike, whether rank 0's clock says that nothing more is to be measured; collective."""
+        over = b"1" if time.monotonic() > self._end_s else b""
+        return bool(self._comm.broadcast_bytes(f"over/{key}", over if self._comm.rank == 0 else None))
+
+    def add(self, through: str, kind: str, size_bytes: int, seconds: float) -> None:
+        """Adds a measurement."""
+        self._samples.setdefault((through, kind), []).append((float(size_bytes), seconds))
+        self.write()
+
+    def find_seconds(self, through: str, kind: str) -> float:
+        """Returns the seconds of the first exchange of a kind that was measured."""
+        return self._samples[through, kind][0][1]
+
+    def write(self) -> None:
+        """Writes the file, whole or not at all, on rank 0."""
+        if self._comm.rank:
+            return
+        curves = [Curve(kind, self._comm.size, sorted(s), through) for (through, kind), s in self._samples.items()]
+        left = self._expected - sum(len(samples) for samples in self._samples.values())
+        fresh = self._path.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(Links(curves, self.wake_s, left)))
+        fresh.replace(self._path)
+
+
+def main(budget_s: float = math.inf) -> None:
     """Measures all kinds and sizes.
+
+    Args:
+      budget_s: what is not begun after that time is left out.
 
     Raises:
       ClusterError: ``communication.backend`` asks for GPUs, and a rank has none that it can use.
     """
+    end_s = time.monotonic() + budget_s
     config, comm = Config(), whale_ops.connect_mpi("measure")
     backend = config["communication.backend"]
     device_exchange.start_device_exchange(config, process_place(), comm.size, [comm])
+    ways = ["", backend] if backend in DEVICE_BACKENDS else [""]
+    kinds = list(_make_exchanges(comm.rank, comm.size))
+    results = Results(comm, Path(sys.argv[1]), len(ways) * len(kinds) * len(SIZES_BYTES), end_s)
     with tf.device("CPU:0"):
-        curves = _measure_curves(comm, "")
-        first, (small_bytes, idle_s) = curves[0].kind, curves[0].samples[0]
-        with _keep_computing(max(1, len(os.sched_getaffinity(0)) // comm.size)):
-            call = _make_exchanges(comm.rank, comm.size)[first]
-            loaded_s = _measure_seconds(comm, "", first, call, int(small_bytes), "loaded")
+        _measure_sizes(comm, "", SIZES_BYTES[:1], results)
+        results.wake_s = _measure_wake_s(comm, kinds[0], results)
+        _measure_sizes(comm, "", [*SIZES_BYTES[:0:-1]], results)
     if backend in DEVICE_BACKENDS:
-        curves += _measure_curves(comm, backend)
-    if comm.rank == 0:
-        links = Links(curves, max(0.0, loaded_s - idle_s) / PAUSES)
-        Path(sys.argv[1]).write_bytes(msgspec.json.encode(links))
+        _measure_sizes(comm, backend, [SIZES_BYTES[0], *SIZES_BYTES[:0:-1]], results)
+    results.write()
     comm.close_device()
     comm.leave()
 
 
-def _measure_curves(comm: whale_ops.Communicator, through: str) -> list[Curve]:
-    return [
-        Curve(
-            kind, comm.size, [(float(n), _measure_seconds(comm, through, kind, call, n)) for n in SIZES_BYTES], through
-        )
-        for kind, call in _make_exchanges(comm.rank, comm.size).items()
-    ]
+def _measure_sizes(comm: whale_ops.Communicator, through: str, sizes: Sequence[int], results: Results) -> None:
+    """Measures exchanges of all kinds, of one size after the other, as long as there is time."""
+    for size_bytes in sizes:
+        for kind, call in _make_exchanges(comm.rank, comm.size).items():
+            if results.is_time_over(f"{through}/{kind}/{size_bytes}"):
+                return
+            results.add(through, kind, size_bytes, _measure_seconds(comm, through, kind, call, size_bytes))
+        if comm.rank == 0:
+            print(
+                f"{TOLD}exchanges of {format_bytes(size_bytes)}{f' through {through}' if through else ''}", flush=True
+            )
+
+
+def _measure_wake_s(comm: whale_ops.Communicator, kind: str, results: Results) -> float:
+    """Measures seconds that an engine waits for a core where all compute; 0 where the time is over."""
+    if results.is_time_over("loaded"):
+        return 0.0
+    size_bytes, call = SIZES_BYTES[0], _make_exchanges(comm.rank, comm.size)[kind]
+    idle_s = results.find_seconds("", kind)
+    with _keep_computing(max(1, len(os.sched_getaffinity(0)) // comm.size)):
+        loaded_s = _measure_seconds(comm, "", kind, call, size_bytes, "loaded")
+    return max(0.0, loaded_s - idle_s) / PAUSES
 
 
 @contextlib.contextmanager
@@ -203,4 +269,4 @@ def _measure_seconds(
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[2]) if len(sys.argv) > 2 else math.inf)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +28,7 @@ from cost_model.graph.machine_profile import Copies, Gpu, MachineProfile, Step
 from cost_model.graph.predict import predict_ranks
 from cost_model.graph.signature import dtype_of
 from whale import python
+from whale.cpu_load import BUSY, LoadMeter, format_load
 from whale.errors import ClusterError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
@@ -37,7 +41,7 @@ from whale.passes.pass_manager import make_plan
 from whale.planner.graph_search.plan_prediction import Planned, rank_programs
 from whale.tools.dry_run import first_step
 from whale.tools.profile import operations as measure
-from whale.tools.profile.links import Links
+from whale.tools.profile.links import TOLD, Links
 from whale.tools.profile.steps import measure_step_seconds
 from whale_ops import gpu_driver
 
@@ -48,6 +52,7 @@ ROUNDS, COPIES = 5, 4
 
 SECONDS_FOR_OPERATIONS = 25.0
 SECONDS_FOR_LINKS = 120.0
+SECONDS_TO_END = 15.0
 LEAST_PAUSE_S = 3e-4  # shorter ones are interrupts
 _WATCH = """
 import sys, time
@@ -70,9 +75,13 @@ def measure_machine(
     Raises:
       ClusterError: the ranks did not start.
     """
-    links = measure_links(ranks)
+    meter = LoadMeter()
+    say(f"exchanges between {ranks} ranks: some 20 s on an idle machine, {SECONDS_FOR_LINKS:g} s at most")
+    links = measure_links(ranks, say=say)
     curves, wake_s = links.curves, links.wake_s
-    say(f"{sum(len(c.samples) for c in curves)} exchanges between {ranks} ranks")
+    count = sum(len(c.samples) for c in curves)
+    if links.left:
+        say(f"{count} of {count + links.left} exchanges are measured; then the time was over: the machine is busy")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     from whale.tools.profile import samples
 
@@ -83,6 +92,11 @@ def measure_machine(
     name = platform.node() or "local"
     devices = [one.name for one in tf.config.list_logical_devices("GPU")]
     gpus, copied = (find_gpus(), measure_copies(["/device:CPU:0", *devices])) if devices else ([], [])
+    others = meter.measure_others()
+    if others >= BUSY:
+        say(
+            f"the machine is busy ({format_load(others)}): predictions by these figures will be too slow; measure again"
+        )
     table = MachineProfile(
         name, cores, memory_gb, call_s, node_s, _measure_slice_s(), wake_s, found, curves, [], gpus, copied
     )
@@ -105,27 +119,87 @@ def _measure_slice_s() -> float:
     return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
 
 
-def measure_links(ranks: int, variables: Mapping[str, str] = MappingProxyType({})) -> Links:
-    """Measures what exchanges between so many ranks take.
+def measure_links(
+    ranks: int,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    say: Callable[[str], None] = lambda text: None,
+) -> Links:
+    """Measures what exchanges between so many ranks take, as many as there is time for.
 
     Args:
       variables: of the ranks, beside this process's environment.
+      say: is told how far they are.
 
     Raises:
-      ClusterError: the ranks did not start, or have not the GPUs for which ``communication.backend`` asks.
+      ClusterError: the ranks did not start, have not the GPUs for which ``communication.backend`` asks, or measured
+        nothing in time.
     """
+    meter = LoadMeter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
-        command = python.module("whale", "run", "-np", str(ranks), "-m", "whale.tools.profile.links", str(path))
+        arguments = str(path), str(SECONDS_FOR_LINKS)
+        command = python.module("whale", "run", "-np", str(ranks), "-m", "whale.tools.profile.links", *arguments)
         whole = {**python.environment(), **variables}
-        done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=SECONDS_FOR_LINKS + 60)
-        if done.returncode or not path.exists():
+        code, output = _run_told(command, whole, SECONDS_FOR_LINKS + SECONDS_TO_END, say)
+        found = msgspec.json.decode(path.read_bytes(), type=Links) if path.exists() else Links([], 0.0)
+        if code in (0, None) and found.curves:
+            return found
+        if code in (0, None):
             raise ClusterError(
-                "the exchanges between ranks could not be measured",
-                given=python.last_lines(done.stderr.strip() or done.stdout),
-                action="see whether `whale doctor` finds why runs fail here",
+                "the exchanges between ranks could not be measured in time",
+                given=f"none of them within {SECONDS_FOR_LINKS + SECONDS_TO_END:g} s",
+                machine=format_load(meter.measure_others()),
+                action="wait until the machine is quiet and call `whale profile` again; `whale doctor` tries a run",
             )
-        return msgspec.json.decode(path.read_bytes(), type=Links)
+        raise ClusterError(
+            "the exchanges between ranks could not be measured",
+            given=python.last_lines(output),
+            action="see whether `whale doctor` finds why runs fail here",
+        )
+
+
+def _run_told(
+    command: list[str], environment: dict[str, str], limit_s: float, say: Callable[[str], None]
+) -> tuple[int | None, str]:
+    """Runs a command; returns its exit code, None if it was ended after ``limit_s``, and what it printed.
+
+    Args:
+      say: gets its lines that begin with `TOLD`, as they come.
+    """
+    lines: list[str] = []
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            _, told, text = line.partition(TOLD)
+            if told:
+                say(text.strip())
+
+    reader = threading.Thread(target=read, name="whale profile", daemon=True)
+    reader.start()
+    code: int | None
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):  # `whale run` ends its ranks
+            if process.poll() is None:
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(SECONDS_TO_END)
+        reader.join(SECONDS_TO_END)
+    return code, "".join(lines)
 
 
 def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> MachineProfile:
