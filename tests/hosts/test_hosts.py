@@ -1,0 +1,123 @@
+"""Runs on hosts that have nothing in common but a network: they compute what one process does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.forkserver import warm_python
+from tests.hosts.hosts import HERE, ROOT, HostLauncher, Hosts, Machine, python_environment
+from tests.launcher.helpers import PATIENCE_S
+
+TRAIN = str(HERE / "train.py")
+
+
+def read_result(folder: Path) -> dict[str, np.ndarray]:
+    """Returns what a run of train.py has left, and removes it."""
+    path = folder / "result.npz"
+    found = dict(np.load(path))
+    path.unlink()
+    return found
+
+
+def train_alone(folder: Path, steps: int = 3) -> dict[str, np.ndarray]:
+    """Returns what one process computes."""
+    line = [warm_python(), TRAIN, str(folder), str(steps)]
+    subprocess.run(line, env={"PATH": "/usr/bin:/bin", **python_environment()}, check=True, timeout=120)
+    return read_result(folder)
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """The same figures, but for the order in which they were added up."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_allclose(value, other[name], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_two_hosts_compute_what_one_process_does(make_hosts: Callable[..., Hosts], tmp_path: Path, each: int) -> None:
+    hosts = make_hosts(2)
+    launcher = HostLauncher(hosts, python=warm_python())
+    done = launcher.run("-np", str(2 * each), "--hosts", f"h0:{each},h1:{each}", TRAIN, str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same(read_result(tmp_path), train_alone(tmp_path))
+    assert hosts.await_none("h0", 10.0) == {} and hosts.await_none("h1", 10.0) == {}
+
+
+CONNECT = """
+import socket, sys
+try:
+    socket.create_connection(("h1", int(sys.argv[1])), timeout=float(sys.argv[2]))
+    print("connected")
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_links_and_machines_are_as_asked(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(2, h1=Machine(shm_bytes=1 << 20, shm_read_only=True))
+
+    def connect(port: int = 22, within_s: float = 20.0) -> str:
+        return hosts.run("h0", sys.executable, "-I", "-S", "-c", CONNECT, str(port), str(within_s)).stdout.strip()
+
+    def seconds(mib: int) -> float:
+        started_s = time.monotonic()
+        said = hosts.run("h0", "ssh", "h1", f"head -c {mib << 20} /dev/zero")
+        assert len(said.stdout) == mib << 20, said.stderr
+        return time.monotonic() - started_s
+
+    assert hosts.run("h0", "ssh", "h1", "hostname; exit 3").stdout == "h1\n"
+    assert hosts.run("h0", "ssh", "h1", "exit 3").returncode == 3
+    assert "Read-only" in hosts.run("h1", "touch", "/dev/shm/file").stderr
+    assert connect() == "connected" and connect(23) == "ConnectionRefusedError"
+    hosts.let_through("h1", 22)
+    assert connect() == "connected" and connect(23, 0.5) == "TimeoutError"
+    hosts.cut("h1")
+    assert connect(22, 0.5) == "TimeoutError"
+    hosts.mend("h1")
+    assert connect() == "connected"
+    hosts.shape("h1", 20)
+    assert seconds(2) > 0.7  # 0.84, but for what the shaper lets through at once
+    hosts.shape("h1", None)
+    hosts.lose("h1", 1.0)
+    assert connect(22, 0.5) == "TimeoutError"
+
+
+def test_memory_is_limited(make_hosts: Callable[..., Hosts]) -> None:
+    hosts = make_hosts(1, h0=Machine(memory_bytes=64 << 20))
+    for line in (["h0", sys.executable], ["h0", "ssh", "h0", sys.executable]):
+        done = hosts.run(*line, "-c", "'x' * (100 << 20)" if len(line) == 2 else "'\"x\" * (100 << 20)'")
+        assert done.returncode in (-9, 137), done
+
+
+MAKE = """
+import sys, time
+from pathlib import Path
+from tests.hosts.hosts import Hosts, Machine
+with Hosts(Path(sys.argv[1]), 1) as hosts:
+    print(hosts.mark, flush=True)
+    hosts.run("h0", "sleep", "600", timeout_s=600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_hosts_end_with_who_has_made_them(make_hosts: Callable[..., Hosts], tmp_path: Path, number: int) -> None:
+    line = [sys.executable, "-c", MAKE, str(tmp_path)]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as maker:
+        assert maker.stdout is not None
+        hosts = Hosts(tmp_path, 0)
+        hosts.mark = maker.stdout.readline().strip()
+        assert hosts.mark and hosts.find_left()
+        maker.send_signal(number)
+        maker.wait(PATIENCE_S)
+    until_s = time.monotonic() + PATIENCE_S
+    while hosts.find_left() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert hosts.find_left() == []
