@@ -121,3 +121,28 @@ def test_hosts_end_with_who_has_made_them(make_hosts: Callable[..., Hosts], tmp_
     while hosts.find_left() and time.monotonic() < until_s:
         time.sleep(0.05)
     assert hosts.find_left() == []
+
+
+@pytest.mark.long
+def test_what_was_chosen_over_another_link_is_looked_for_anew(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    hosts = make_hosts(2)
+    launcher = HostLauncher(hosts, python=warm_python())
+    launcher.environment["WHALE_MESH_AUTO_PARALLEL"] = "1"
+    # A host may keep its plans on a disk of its own.
+    launcher.environment["WHALE_MESH_PLAN_CACHE"] = "/tmp/cache"
+
+    def said() -> str:
+        started_s = time.monotonic()
+        done = launcher.run("-np", "2", "--hosts", "h0:1,h1:1", TRAIN, str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert time.monotonic() - started_s < PATIENCE_S
+        return done.stdout + done.stderr
+
+    assert "as in an earlier run" not in said()
+    assert "as in an earlier run" in said()
+    hosts.shape("h1", 10)
+    over_slow = said()
+    assert "when an earlier run chose a way: it is looked for anew" in over_slow
+    assert "as in an earlier run" not in over_slow
+    assert "as in an earlier run" in said()
+    assert_same(read_result(tmp_path), train_alone(tmp_path))

@@ -26,7 +26,7 @@ batches = [(draw.normal(size=(8, 6)), draw.normal(size=(8, 1))) for _ in range(4
 
 @wh.function
 def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    with wh.replica(), tf.GradientTape() as tape:
+    with tf.GradientTape() as tape:
         loss = tf.reduce_mean((tf.tanh(x @ first) @ second - y) ** 2)
     for variable, gradient in zip((first, second), tape.gradient(loss, (first, second))):
         variable.assign_sub(0.1 * gradient)
