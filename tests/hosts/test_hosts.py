@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,18 @@ def test_hosts_end_with_who_has_made_them(make_hosts: Callable[..., Hosts], tmp_
     while hosts.find_left() and time.monotonic() < until_s:
         time.sleep(0.05)
     assert hosts.find_left() == []
+
+
+@pytest.mark.long
+def test_who_is_out_of_memory_is_told_the_limit(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    hosts = make_hosts(2, h1=Machine(memory_bytes=200 << 20))
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nif os.environ['WHALE_RANK'] == '1': b'x' * (300 << 20)\ntime.sleep(600)")
+    done = HostLauncher(hosts).run("-np", "2", "--hosts", "h0:1,h1:1", str(script))
+    assert done.returncode == 137
+    said = "rank 1 was killed by the kernel (SIGKILL), since h1 limits the memory of its control group to 200 MiB; its "
+    found = re.search(re.escape(said) + r"process held up to (\d+) MiB: raise the limit", done.stderr)
+    assert found and 100 < int(found[1]) <= 200, done.stderr
 
 
 @pytest.mark.long

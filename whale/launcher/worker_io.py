@@ -14,7 +14,9 @@ import select
 import signal
 import socket
 import time
+from typing import Any
 
+from whale.cgroup import count_memory_kills, memory_limit_bytes
 from whale.launcher.protocol import DEAF_S, HEARTBEAT_S, FrameKind, Unpacker, pack
 
 _READ_BYTES = 1 << 16
@@ -63,6 +65,8 @@ class Relay:
         self._reported = b""
         self._unpacker = Unpacker()
         self._running = True
+        self._told = 0  # the signal by which this process was told to end
+        self._memory_kills = count_memory_kills()
         self._next_beat_s = 0.0
         self._deaf_from_s = math.inf  # when the launcher is told that the script has closed its end; monotonic
         # Reading must never wait: a process that the script left behind may hold a pipe open.
@@ -95,11 +99,11 @@ class Relay:
                     self._read(reader)
                 if self._connection.fileno() in ready and not self._obey():
                     return
-                pid, status = os.waitpid(self._script, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                pid, status, usage = os.wait4(self._script, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
                 if pid and (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
                     self._connection.sendall(pack(FrameKind.STOPPED, {"stopped": os.WIFSTOPPED(status)}))
                 elif pid:
-                    self._finish(status)
+                    self._finish(status, usage.ru_maxrss * 1024)
             while True:
                 ready, _, _ = select.select([self._connection.fileno()], [], [], HEARTBEAT_S)
                 self._send_heartbeat()
@@ -116,15 +120,25 @@ class Relay:
             self._next_beat_s = now_s + HEARTBEAT_S
             self._connection.sendall(pack(FrameKind.HEARTBEAT, {}))
 
-    def _finish(self, status: int) -> None:
-        """Ends, after the script, what it left behind, sends all that the pipes hold, then the exit status."""
+    def _finish(self, status: int, held_bytes: int) -> None:
+        """Ends, after the script, what it left behind, sends all that the pipes hold, then the exit status.
+
+        Args:
+            held_bytes: the most memory that its process held.
+        """
         self._kill(signal.SIGKILL)
         self._running = False
         for reader in (self._control.fileno(), self._stdout, self._stderr, self._report):
             self._drain(reader)
         self._relay_trace()
         code = os.waitstatus_to_exitcode(status)
-        exit_status = {"code": code if code >= 0 else 128 - code, "signal": -code if code < 0 else 0}
+        exit_status: dict[str, Any] = {
+            "code": code if code >= 0 else 128 - code,
+            "signal": -code if code < 0 else 0,
+            "told": self._told,
+        }
+        if code == -signal.SIGKILL and count_memory_kills() > self._memory_kills:
+            exit_status["memory"] = {"limit_bytes": memory_limit_bytes(), "held_bytes": held_bytes}
         self._connection.sendall(pack(FrameKind.EXIT, exit_status))
 
     def _read(self, reader: int) -> bool:
@@ -209,6 +223,7 @@ class Relay:
 
         mpirun kills this process after a second; the script's children would then be nobody's.
         """
+        self._told = number
         self._kill(number)
         deadline_s = time.monotonic() + 0.5
         while self._running and time.monotonic() < deadline_s and not self._is_launcher_gone():

@@ -456,8 +456,10 @@ class ReportHandler:
         link.exited, link.stopped_s = True, None
         self._printer.flush_rank(rank)
         link.code = status.code
-        failure = ranks.make_exit_failure(rank, status)
-        if failure is None:
+        failure = ranks.make_exit_failure(rank, link.host, status)
+        if status.told and status.code and not (link.elastic or self._ending.has_begun):
+            self._ending.fail(ranks.make_told_failure(rank, status.told))
+        elif failure is None:
             # Ranks to which it has said good-bye know it better.
             self._ending.tell_others(rank, "has ended without wh.shutdown (exit code 0)")
         elif not link.raised:
