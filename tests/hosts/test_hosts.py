@@ -15,7 +15,7 @@ import pytest
 
 from tests.forkserver import warm_python
 from tests.hosts.hosts import HERE, ROOT, HostLauncher, Hosts, Machine, python_environment
-from tests.launcher.helpers import PATIENCE_S
+from tests.launcher.helpers import PATIENCE_S, wait_for_line
 
 TRAIN = str(HERE / "train.py")
 
@@ -122,6 +122,41 @@ def test_hosts_end_with_who_has_made_them(make_hosts: Callable[..., Hosts], tmp_
     while hosts.find_left() and time.monotonic() < until_s:
         time.sleep(0.05)
     assert hosts.find_left() == []
+
+
+@pytest.mark.long
+def test_an_unplugged_host_ends_the_run_and_its_own_ranks(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    hosts = make_hosts(2)
+    launcher = HostLauncher(hosts)
+    script = launcher.script("import time\nprint('up')\ntime.sleep(600)")
+    with launcher.start("-np", "2", "--hosts", "h0:1,h1:1", script) as process:
+        for _ in range(2):
+            wait_for_line(process, "up")
+        hosts.cut("h1")
+        cut_s = time.monotonic()
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "nothing was heard from h1" in line)
+        said_s = time.monotonic()
+        assert "rank 1 is frozen" in said and process.wait(PATIENCE_S) == 1
+        ended_s = time.monotonic()
+    left = hosts.await_none("h1", PATIENCE_S)
+    assert left == {} and hosts.await_none("h0", PATIENCE_S) == {}
+    assert ended_s - said_s < 3 and time.monotonic() - cut_s < 12, (said_s - cut_s, ended_s - said_s)
+
+
+@pytest.mark.long
+def test_a_cut_that_is_mended_soon_is_survived(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    hosts = make_hosts(2)
+    launcher = HostLauncher(hosts, python=warm_python())
+    with launcher.start("-np", "2", "--hosts", "h0:1,h1:1", TRAIN, str(tmp_path), "60", "0.05") as process:
+        wait_for_line(process, "rank 0 has begun")
+        for what in (lambda: hosts.cut("h1"), lambda: hosts.lose("h0", 0.3)):
+            what()
+            time.sleep(1.5)
+            hosts.mend("h0"), hosts.mend("h1")
+        said = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, said
+    assert_same(read_result(tmp_path), train_alone(tmp_path, 60))
 
 
 @pytest.mark.long

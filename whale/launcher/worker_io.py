@@ -6,6 +6,7 @@ likes; whether the script's process is stopped, the kernel tells its parent, and
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -17,12 +18,14 @@ import time
 from typing import Any
 
 from whale.cgroup import count_memory_kills, memory_limit_bytes
+from whale.launcher.connection import limit_silence
 from whale.launcher.protocol import DEAF_S, HEARTBEAT_S, FrameKind, Unpacker, pack
 
 _READ_BYTES = 1 << 16
 _TRACE_BYTES = 1 << 20  # what a pipe may hold without privileges
 _TRACE_EVERY_S = 0.1
 _PF_EXITING = 4  # linux/sched.h
+_CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _STREAMS = (FrameKind.STDOUT, FrameKind.STDERR)
 
 
@@ -45,7 +48,11 @@ def is_ending(pid: int) -> bool:
 
 
 class Relay:
-    """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals."""
+    """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals.
+
+    Attributes:
+        is_cut_off: whether the launcher has not acknowledged what was sent, or is not reached any more.
+    """
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class Relay:
         self._reported = b""
         self._unpacker = Unpacker()
         self._running = True
+        self.is_cut_off = False
         self._told = 0  # the signal by which this process was told to end
         self._memory_kills = count_memory_kills()
         self._next_beat_s = 0.0
@@ -109,8 +117,10 @@ class Relay:
                 self._send_heartbeat()
                 if ready and not self._obey():
                     return
-        except (BrokenPipeError, ConnectionError):
-            return
+        except OSError as error:
+            self.is_cut_off = error.errno in _CUT_OFF
+            if not (self.is_cut_off or isinstance(error, ConnectionError)):
+                raise
         finally:
             self._kill(signal.SIGKILL)
 
@@ -161,6 +171,8 @@ class Relay:
         elif reader == self._control.fileno():
             *messages, self._from_script = (self._from_script + data).split(b"\n")
             for message in messages:
+                if b'"freeze_s"' in message:
+                    limit_silence(self._connection, json.loads(message).get("freeze_s", 0.0))
                 self._connection.sendall(pack(FrameKind.SCRIPT, message))
         else:
             self._drain(self._control.fileno())  # who sees what it prints relies on what it has said before

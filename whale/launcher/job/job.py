@@ -44,6 +44,7 @@ _HIDDEN_BYTES = 1 << 18
 _STREAM_OF = {FrameKind.STDOUT: 0, FrameKind.STDERR: 1}
 
 _MPIRUN_S = 3.0  # that mpirun has to end, after each of nothing, SIGTERM and SIGKILL, when its workers are told to
+_LOST_S = 1.0  # the same where a host or a worker is gone, which mpirun need not hear of any more
 START_TIMEOUT_S = 120.0
 _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -324,8 +325,10 @@ class Job:
         if self._newcomers is not None:
             self._newcomers.close()
             processes, links = processes + self._newcomers.processes, links + self._newcomers.links
+        # A worker whose host is gone does not end, as far as its mpirun knows.
+        lost = any(link.exited and link.code is None for link in links)
         for process in processes:
-            process.end(_MPIRUN_S, by_itself=self._is_complete)
+            process.end(_LOST_S if lost else _MPIRUN_S, by_itself=self._is_complete and not lost)
         # A worker that was killed, or is frozen, has not ended what its script had started.
         for link in links:
             if link.code is None and link.host == socket.gethostname():

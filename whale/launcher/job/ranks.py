@@ -192,7 +192,8 @@ def _read_stat(pid: int) -> list[str]:
         return []
 
 
-def _read_parent(pid: int) -> int:
+def read_parent(pid: int) -> int:
+    """Returns the parent of a process of this host; 0 if it has ended."""
     return int(found[1]) if (found := _read_stat(pid)) else 0
 
 
@@ -332,7 +333,7 @@ class RankLink:
 
     def _is_starved(self) -> bool:
         """Tells whether the worker is on this host and ready to run but gets no processor; False on other hosts."""
-        return self.host == socket.gethostname() and _read_state(_read_parent(self.pid)) == "R"
+        return self.host == socket.gethostname() and _read_state(read_parent(self.pid)) == "R"
 
     def _send(self, kind: FrameKind, content: dict[str, Any]) -> None:
         try:
