@@ -159,6 +159,30 @@ def test_a_cut_that_is_mended_soon_is_survived(make_hosts: Callable[..., Hosts],
     assert_same(read_result(tmp_path), train_alone(tmp_path, 60))
 
 
+SAVE = """
+import sys, tensorflow as tf, whale as wh
+wh.init(solo=True)
+checkpoint = tf.train.Checkpoint(w=tf.Variable([1.0, 2.0]))
+manager = wh.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=2)
+manager.save()
+print("saved")
+"""
+
+
+@pytest.mark.long
+def test_a_folder_of_checkpoints_that_each_host_has_for_itself(
+    make_hosts: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    launcher = HostLauncher(make_hosts(2), python=warm_python())
+    command = ("-np", "2", "--hosts", "h0:1,h1:1", launcher.script(SAVE))
+    done = launcher.run(*command, "/tmp/checkpoints")
+    assert done.returncode == 1 and "saved" not in done.stdout
+    assert "CheckpointError: the folder of checkpoints is not the same folder on h1 (exit code 1)" in done.stderr
+    assert "/tmp/checkpoints: what rank 0 makes there on h0 is not seen on h1" in done.stderr, done.stderr
+    done = launcher.run(*command, str(tmp_path / "checkpoints"))
+    assert done.returncode == 0 and done.stdout.count("saved") == 2, done.stderr
+
+
 @pytest.mark.long
 def test_who_is_out_of_memory_is_told_the_limit(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     hosts = make_hosts(2, h1=Machine(memory_bytes=200 << 20))
