@@ -184,6 +184,22 @@ def test_a_folder_of_checkpoints_that_each_host_has_for_itself(
 
 
 @pytest.mark.long
+def test_a_firewall_that_lets_only_ssh_through_is_said(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    hosts = make_hosts(2)
+    launcher = HostLauncher(hosts)
+    hosts.let_through("h1", 22)
+    started_s = time.monotonic()
+    done = launcher.run("-np", "2", "--hosts", "h0:1,h1:1", launcher.script("print('up')"))
+    took_s = time.monotonic() - started_s
+    assert done.returncode == 2 and done.stdout == ""
+    assert "h1 cannot connect to h0, though ssh from here to there works" in done.stderr, done.stderr
+    assert re.search(r"given: h1 to 10\.77\.0\.10, TCP port \d+: timed out", done.stderr)
+    assert re.search(r"next: open TCP ports \d+ to \d+ between h0 and h1 in their firewalls", done.stderr)
+    assert hosts.await_none("h0", 2.0) == {} and hosts.await_none("h1", 2.0) == {}
+    assert took_s < 15, took_s
+
+
+@pytest.mark.long
 def test_who_is_out_of_memory_is_told_the_limit(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     hosts = make_hosts(2, h1=Machine(memory_bytes=200 << 20))
     script = tmp_path / "script.py"

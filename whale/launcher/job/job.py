@@ -35,6 +35,7 @@ from whale.launcher.job.listener import Listener
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
+from whale.launcher.job.start_probe import AFTER_S, StartProbe
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import ASKED_VARIABLES, MpirunStart, Options
 from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, RankEnd, ScriptMessage, StopReport, unpack
@@ -128,6 +129,8 @@ class Job:
         self._ending = Ending(self._links, self._printer, trace, options.verbose)
         self._lookout = FailureDetector(self._links, self._ending, trace, self.say)
         self._reports = ReportHandler(self._printer, self._ending, self._lookout, trace, progress, options.verbose)
+        others = [host.name for host in options.hosts if not host.is_local]
+        self._probe = StartProbe(others, listener.getsockname()[:2])
         self._mpirun_gone_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
         self._mpiruns: Mpiruns
@@ -191,12 +194,13 @@ class Job:
         return any(not link.exited for link in self._links.values())
 
     def _run_loop(self) -> None:
-        start_by_s = time.monotonic() + START_TIMEOUT_S
+        begun_s = time.monotonic()
+        start_by_s = begun_s + START_TIMEOUT_S
         # A run that is being ended need not wait for ranks that have not come up.
         while self._is_running or not (self._is_complete or self._ending.has_begun):
             deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s, *self._door.deadlines_s]
             if not self._is_complete:
-                deadlines_s.append(start_by_s)
+                deadlines_s += [start_by_s, self._probe.find_deadline_s(begun_s)]
             if self._mpiruns.has_ended or self._printer.has_pending:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
@@ -211,8 +215,12 @@ class Job:
                 self._newcomers.look()
             if not ready and time.monotonic() > self._ending.give_up_s:
                 return
-            if not self._is_complete and not self._ending.has_begun and time.monotonic() > start_by_s:
-                raise self._make_start_error(f"within {START_TIMEOUT_S:g} s")
+            if not self._is_complete and not self._ending.has_begun and time.monotonic() > begun_s + AFTER_S:
+                self._probe.ask()
+                if (blocked := self._probe.make_error()) is not None:
+                    raise blocked
+                if time.monotonic() > start_by_s:
+                    raise self._make_start_error(f"within {START_TIMEOUT_S:g} s")
             # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
             # have to say is read first.
             if self._mpiruns.has_ended or (self._mpiruns.has_any_ended and not self._is_complete):
@@ -326,9 +334,13 @@ class Job:
             self._newcomers.close()
             processes, links = processes + self._newcomers.processes, links + self._newcomers.links
         # A worker whose host is gone does not end, as far as its mpirun knows.
-        lost = any(link.exited and link.code is None for link in links)
+        blocked = not self._is_complete and self._probe.make_error() is not None
+        lost = blocked or any(link.exited and link.code is None for link in links)
         for process in processes:
             process.end(_LOST_S if lost else _MPIRUN_S, by_itself=self._is_complete and not lost)
+        if blocked:
+            self._probe.end_daemons([process.pid for process in processes])
+        self._probe.close()
         # A worker that was killed, or is frozen, has not ended what its script had started.
         for link in links:
             if link.code is None and link.host == socket.gethostname():
