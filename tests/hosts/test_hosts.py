@@ -14,25 +14,9 @@ import numpy as np
 import pytest
 
 from tests.forkserver import warm_python
-from tests.hosts.hosts import HERE, ROOT, HostLauncher, Hosts, Machine, python_environment
+from tests.hosts.hosts import ROOT, HostLauncher, Hosts, Machine
+from tests.hosts.results import TRAIN, read_result, train_alone
 from tests.launcher.helpers import PATIENCE_S, wait_for_line
-
-TRAIN = str(HERE / "train.py")
-
-
-def read_result(folder: Path) -> dict[str, np.ndarray]:
-    """Returns what a run of train.py has left, and removes it."""
-    path = folder / "result.npz"
-    found = dict(np.load(path))
-    path.unlink()
-    return found
-
-
-def train_alone(folder: Path, steps: int = 3) -> dict[str, np.ndarray]:
-    """Returns what one process computes."""
-    line = [warm_python(), TRAIN, str(folder), str(steps)]
-    subprocess.run(line, env={"PATH": "/usr/bin:/bin", **python_environment()}, check=True, timeout=120)
-    return read_result(folder)
 
 
 def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

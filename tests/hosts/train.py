@@ -2,11 +2,14 @@
 
     train.py FOLDER [STEPS [PAUSE_S]]
 
-Rank 0 writes losses and weights to FOLDER/result.npz, and each rank says when it has taken its first step.
+Rank 0 writes losses and weights to FOLDER/result.npz and says each step; each rank says when it has taken its first
+one, and adds its process to FOLDER/pids_HOST.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -38,6 +41,10 @@ for number in range(steps):
     losses.append(float(step(*map(tf.constant, batches[number % len(batches)]))))
     if number == 0:
         print(f"rank {wh.rank()} has begun", flush=True)
+        with open(folder / f"pids_{socket.gethostname()}", "a") as file:
+            file.write(f"{os.getpid()}\n")
+    if wh.rank() == 0:
+        print(f"step {number}", flush=True)
     time.sleep(pause_s)
 if wh.rank() == 0:
     np.savez(folder / "result.npz", losses=losses, first=first.numpy(), second=second.numpy())
