@@ -33,7 +33,7 @@ PYTEST_ARGS ?=
 JOBS ?= 5
 REPORT := build/tests.xml
 # Long draws have programs of their own, with a table or a seed that they print.
-DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic faults attack checkpoints.kill streams
+DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic hosts faults attack checkpoints.kill streams
 BENCH_ARGS ?=
 WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 # What the environments are made of, for pip; what a bundle for a machine with GPUs has.

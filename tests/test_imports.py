@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.epl": {"whale.frontends", "whale.imports"},
     "whale.ray": {"whale.frontends"},
     "whale.launcher": {
+        "whale.cgroup",
         "whale.errors",
         "whale.imports",
         "whale.ir",

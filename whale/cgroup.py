@@ -29,6 +29,17 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     return _smallest("memory", ("memory.max", "memory.limit_in_bytes"), _UNLIMITED_BYTES, root)
 
 
+def count_memory_kills(root: Path = Path("/")) -> int:
+    """Returns how many processes of this process's group the kernel has killed as memory was out; 0 if it tells not."""
+    for folder in _folders("memory", root):
+        for name in ("memory.events", "memory.oom_control"):  # of version 2 and of version 1
+            for line in (_read(folder / name) or "").splitlines():
+                key, _, number = line.partition(" ")
+                if key == "oom_kill" and number.isdecimal():
+                    return int(number)
+    return 0
+
+
 def process_limit(root: Path = Path("/")) -> int | None:
     """Returns the tightest limit of processes and threads, or None."""
     return _smallest("pids", ("pids.max",), _UNLIMITED_BYTES, root)

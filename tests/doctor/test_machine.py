@@ -42,8 +42,11 @@ def test_version_1_with_groups_inside_each_other(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_period_us": "20000\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
             "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "1073741824\n",
+            "sys/fs/cgroup/memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n",
         },
     )
+    assert cgroup.count_memory_kills(root) == 3
     assert cgroup.cpu_quota(root) == 1.5
     assert cgroup.memory_limit_bytes(root) == 1 << 30
     assert cgroup.process_limit(root) is None
@@ -60,8 +63,10 @@ def test_version_2(tmp_path: Path) -> None:
             "sys/fs/cgroup/user.slice/memory.max": "2147483648\n",
             "sys/fs/cgroup/user.slice/job/memory.max": "max\n",
             "sys/fs/cgroup/user.slice/job/pids.max": "99\n",
+            "sys/fs/cgroup/user.slice/job/memory.events": "low 0\nmax 12\noom 2\noom_kill 1\noom_group_kill 0\n",
         },
     )
+    assert cgroup.count_memory_kills(root) == 1
     assert cgroup.cpu_quota(root) == 0.5
     assert cgroup.memory_limit_bytes(root) == 2 << 30
     assert cgroup.process_limit(root) == 99

@@ -2,8 +2,9 @@
 
 NAME begins with a kind: `whale` or `plain` (TensorFlow alone). The server imports, and does nothing else: no tensor is
 made, no device is opened, so no thread of TensorFlow's runtime exists when it forks. A forked process gets the streams,
-folder, environment and arguments of the client that asked for it, leads a session of its own, and runs the script as
-Python would. The server ends with the test session that made its folder.
+folder, environment and arguments of the client that asked for it, and its namespaces where these are others (hosts of
+`tests.hosts`), leads a session of its own, and runs the script as Python would. The server ends with the test session
+that made its folder.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -32,6 +34,8 @@ OWNER = "owner"  # file in the folder with the process of the test session
 SESSIONS = "sessions"  # folder in it: a file for each forked process, named by it, with the mark of who asked for it
 MARKER = "WHALE_TEST_MARKER"
 _PR_SET_PDEATHSIG = 1
+_NAMESPACES = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "pid": 0x20000000, "net": 0x40000000}
+_HANDED_ON = tuple(getattr(signal, f"SIG{name}") for name in "TERM INT HUP QUIT USR1 USR2 CONT".split())
 # What a step imports until it runs. Modules of the product hold no state, so that importing them early changes nothing.
 _MODULES = ("whale_ops", "cost_model", "whale.cli", "whale.launcher.worker", "whale.launcher.run")
 _PACKAGES = (
@@ -196,6 +200,7 @@ def _fork(
 ) -> int:
     """Forks a process for what a client asks; raises `_Forked` in it."""
     arguments, directory, environment, streams = _read(connection)
+    client = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     process = os.fork()
     if process:
         for stream in streams:
@@ -209,11 +214,40 @@ def _fork(
             held.close()
         for end in pipe:
             os.close(end)
+        _enter_namespaces(client, streams)
         _become(directory, environment, streams)
     except BaseException:
         traceback.print_exc()
         os._exit(71)  # else it would go on as a second server
     raise _Forked(arguments)
+
+
+def _enter_namespaces(client: int, streams: list[int]) -> None:
+    """Goes where a client is: returns in a child that is in its namespaces, with whose end this process ends."""
+    own, there = Path("/proc/self/ns"), Path(f"/proc/{client}/ns")
+    others = [name for name in _NAMESPACES if not (own / name).samefile(there / name)]
+    if not others:
+        return
+    library, descriptor = ctypes.CDLL(None, use_errno=True), os.pidfd_open(client)
+    if library.setns(descriptor, sum(_NAMESPACES[name] for name in others)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.close(descriptor)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if not child:
+        return
+    library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in _HANDED_ON:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    for stream in streams:
+        os.close(stream)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 def _become(directory: str, environment: dict[str, str], streams: list[int]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
 from whale.launcher import worker_io
+from whale.launcher.connection import limit_silence
 from whale.launcher.job import mpi_errors, ranks
 from whale.launcher.protocol import RaisedReport
 
@@ -66,6 +67,13 @@ def test_a_rank_that_closes_what_it_has_not_opened_ends_the_run(launcher: Launch
     last = done.stderr.splitlines()[-1]
     assert last.startswith("whale run: rank 1 cannot be reached: its script goes on, and has closed"), done.stderr
     assert len(done.stderr) < 100_000
+
+
+def test_a_worker_waits_a_moment_longer_for_its_launcher_than_that_for_its_rank() -> None:
+    with socket.socket() as connection:
+        for freeze_s, expected_ms in ((3.5, 7500), (0.0, 0)):  # 0: for as long as the system does
+            limit_silence(connection, freeze_s)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == expected_ms
 
 
 def test_a_process_that_gives_its_memory_back_has_ended() -> None:

@@ -130,6 +130,17 @@ def test_a_killed_mpirun_ends_the_run(launcher: Launcher) -> None:
         assert list(temporary.iterdir()) == []
 
 
+def test_an_mpirun_that_is_told_to_end_is_named(launcher: Launcher) -> None:
+    with launcher.start("-np", "2", launcher.script(SLEEP)) as process:
+        wait_for_line(process, "up")
+        for pid in _processes(launcher, "mpirun") + _processes(launcher, "prterun"):
+            os.kill(pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 143
+        assert errors.splitlines()[-1].startswith("whale run: mpirun was told to end by SIGTERM"), errors
+    assert launcher.left_behind() == []
+
+
 def test_a_stopped_mpirun_ends_the_run(launcher: Launcher) -> None:
     launcher.environment["WHALE_FAULT_FREEZE_S"] = "1"
     with launcher.start("-np", "2", launcher.script(SLEEP)) as process:

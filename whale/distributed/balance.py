@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from whale.distributed.msgpack_values import pack, unpack
@@ -134,13 +135,38 @@ def divide_by_speed(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple
     return found, max(work_s) / expected
 
 
+@dataclass(frozen=True, slots=True)
+class BalanceHistory:
+    """What earlier looks have left, by which the next ones decide: equal on all ranks, newcomers among them.
+
+    Attributes:
+      looks: how many there were; gain, slower: what a division, or planning anew, has to promise now.
+      before_s: seconds of a step under the rows before the last division, until the look after it; else 0.
+    """
+
+    looks: int = 0
+    gain: float = GAIN
+    slower: float = SLOWER
+    before_s: float = 0.0
+
+
 class Balance:
-    """Looks at the steps of this run's programs; all ranks decide alike, since they know the same."""
+    """Looks at the steps of this run's programs; all ranks decide alike, since they know the same.
+
+    Attributes:
+      history: all by which they decide, beside what they say of their steps.
+    """
 
     def __init__(self) -> None:
-        self._gain, self._slower = GAIN, SLOWER
-        self._before_s = 0.0  # seconds of a step under the division before
+        self.history = BalanceHistory()
         self._told: set[str] = set()  # why ranks keep their rows
+
+    def take_over(self, histories: Sequence[BalanceHistory]) -> None:
+        """Goes on from the latest of the histories of ranks that are others from now on.
+
+        A rank that was gone may have kept some from their last look. Steps of other ranks take other times.
+        """
+        self.history = replace(max(histories, key=lambda one: one.looks), before_s=0.0)
 
     def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> WatchedSteps | None:
         """Returns what counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
@@ -183,6 +209,7 @@ class Balance:
         for taken_s, exchanges_s in said:
             waits_s = {key: own - least for key, own, least in zip(watched.keys, exchanges_s, shortest)}
             work_s.append(max(LEAST * taken_s, taken_s - compute_chained_s(watched.program, waits_s)))
+        self.history = replace(self.history, looks=self.history.looks + 1)
         decided = self._decide_rows(watched, work_s, step_s) if watched.rows else self._check_stages(watched, step_s)
         watched.due = max(STEPS, round((AGAIN_S if watched.found else SECONDS) / max(step_s, 1e-6)))
         return decided
@@ -191,10 +218,11 @@ class Balance:
         """Returns ((), why) where the stages are to be planned anew; else ((), "")."""
         twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
         watched.longer = 1 - watched.least_s / step_s
-        watched.found = (1,) if step_s > self._slower * watched.least_s else ()
+        watched.found = (1,) if step_s > self.history.slower * watched.least_s else ()
         if not (watched.found and twice):
             return (), ""
-        self._slower *= SLOWER  # what made steps longer may not be a rank that got slower
+        # What made steps longer may not be a rank that got slower.
+        self.history = replace(self.history, slower=SLOWER * self.history.slower)
         return (), (
             f"steps take {1e3 * step_s:.0f} ms, {step_s / watched.least_s:.1f} times as long as before: "
             "speeds are measured, and stages planned anew"
@@ -203,15 +231,16 @@ class Balance:
     def _decide_rows(
         self, watched: WatchedSteps, work_s: Sequence[float], step_s: float
     ) -> tuple[tuple[int, ...], str]:
-        if self._before_s and step_s > self._before_s:  # the last division was none too good: divide less readily
-            self._gain = min(2.0, 1.2 * self._gain)
-        self._before_s = 0.0
+        needed = self.history.gain
+        if self.history.before_s and step_s > self.history.before_s:
+            needed = min(2.0, 1.2 * needed)  # the last division was none too good: divide less readily
+        self.history = replace(self.history, gain=needed, before_s=0.0)
         rows, gain = divide_by_speed(watched.rows, work_s)
-        better = gain >= self._gain and rows != watched.rows
+        better = gain >= needed and rows != watched.rows
         twice, watched.found = bool(watched.found), rows if better else ()
         if not (better and twice):
             return (), ""
-        self._before_s = step_s
+        self.history = replace(self.history, before_s=step_s)
         slowest = max(range(len(rows)), key=lambda rank: work_s[rank])
         then_s = step_s - max(work_s) * (1 - 1 / gain)
         return rows, (

@@ -6,10 +6,11 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import whale_ops
+from whale.distributed.balance import BalanceHistory
 from whale.distributed.listener import RankListener
 from whale.distributed.watch import LauncherWatch, RankChange
 from whale.log import log
@@ -158,23 +159,48 @@ def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, t
 
 
 @dataclass(frozen=True)
+class CommonState:
+    """All by which the ranks of a run decide alike without asking each other; newcomers receive it.
+
+    What decides something and is not in here has to be equal in a process that has just begun.
+
+    Attributes:
+      programs, elements: how many there were.
+      divisions: how often rows were divided anew; shares: of the rows, by rank, or [].
+      balance: what looks at their speeds have left.
+    """
+
+    programs: int
+    elements: int
+    divisions: int
+    shares: list[int]
+    balance: BalanceHistory
+
+    def to_values(self) -> tuple[Any, ...]:
+        """Returns it as plain values, to be sent."""
+        return self.programs, self.elements, self.divisions, self.shares, astuple(self.balance)
+
+    @classmethod
+    def of_values(cls, values: Sequence[Any]) -> CommonState:
+        """Reads what `to_values` gave."""
+        programs, elements, divisions, shares, balance = values
+        return cls(programs, elements, divisions, shares, BalanceHistory(*balance))
+
+
+@dataclass(frozen=True)
 class Welcome:
     """A message to a joining rank: how far the others are, and what they have agreed on.
 
     Attributes:
       calls, steps: made and taken.
-      programs, elements: how many there were.
-      divisions: how often rows were divided anew; shares: of the rows, by rank, or [].
       state: what the script has committed.
+      common: all by which they decide.
     """
 
     calls: int
     steps: int
-    programs: int
-    elements: int
-    divisions: int
-    shares: list[int]
     state: bytes
+    common: CommonState
 
 
 def extend_shares(shares: Sequence[int], size: int) -> list[int]:

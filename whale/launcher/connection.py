@@ -10,6 +10,9 @@ from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
 
 _CONNECT_S = 30.0
 _AGAIN_S = 0.1
+# What a worker sends has to be acknowledged within so many seconds; once `fault.freeze_s` is known, after which the
+# launcher gives the rank up, within so many more than that.
+_ACKNOWLEDGED_S, _LATER_S = 8.0, 4.0
 
 
 def connect(token: str) -> socket.socket:
@@ -27,6 +30,7 @@ def connect(token: str) -> socket.socket:
         connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
         try:
             keep_alive(connection)
+            limit_silence(connection, _ACKNOWLEDGED_S - _LATER_S)
             connection.sendall(token.encode())
             if connection.recv(len(WELCOME)) == WELCOME:
                 connection.settimeout(None)
@@ -37,6 +41,19 @@ def connect(token: str) -> socket.socket:
             if time.monotonic() > until_s:
                 raise
             time.sleep(_AGAIN_S)
+
+
+def limit_silence(connection: socket.socket, freeze_s: float) -> None:
+    """Lets a worker's connection break a moment after the launcher gives the rank up: when its host is unplugged.
+
+    Without a limit the system would send what is not acknowledged again and again, for a quarter of an hour.
+
+    Args:
+        freeze_s: for how long a rank's host may be silent; 0: for ever.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        limit_ms = round(1e3 * (freeze_s + _LATER_S)) if freeze_s else 0
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
 
 def keep_alive(connection: socket.socket) -> None:

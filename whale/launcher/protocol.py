@@ -73,11 +73,30 @@ class RaisedReport(msgspec.Struct, frozen=True):
     code: int
 
 
+class MemoryKill(msgspec.Struct, frozen=True):
+    """The kernel's reason to kill a script: memory was out.
+
+    Attributes:
+        limit_bytes: that of its control group; None: it has none, and the host's was out.
+        held_bytes: the most that the script's process held.
+    """
+
+    limit_bytes: int | None
+    held_bytes: int
+
+
 class ExitStatus(msgspec.Struct, frozen=True):
-    """The end of a script's process: its exit code, and the signal that killed it or 0."""
+    """The end of a script's process: its exit code, and the signal that killed it or 0.
+
+    Attributes:
+        told: the signal by which the worker was told to end before, as mpirun does; or 0.
+        memory: where the kernel killed it as memory was out.
+    """
 
     code: int
     signal: int
+    told: int = 0
+    memory: MemoryKill | None = None
 
 
 class StopReport(msgspec.Struct, frozen=True):

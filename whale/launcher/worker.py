@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from pathlib import Path
 
 from whale.launcher import clock
 from whale.launcher.connection import connect
@@ -53,6 +54,7 @@ from whale.started import (
 THREADS_VARIABLE = "WHALE_LAUNCHER_THREADS"
 _MPI_SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _PR_SET_PDEATHSIG = 1
+_DAEMONS = ("prted", "orted")
 _PLACE_VARIABLES = (RANK_VARIABLE, SIZE_VARIABLE, LOCAL_RANK_VARIABLE, LOCAL_SIZE_VARIABLE)
 
 
@@ -120,9 +122,22 @@ def main() -> None:
     except OSError:
         # Both sides call it, whichever is first; the script may even have ended.
         pass
-    Relay(connection, script_pid, [reader for reader, _ in pipes], control, trace).run()
+    relay = Relay(connection, script_pid, [reader for reader, _ in pipes], control, trace)
+    relay.run()
     shutil.rmtree(segments, ignore_errors=True)
+    if relay.is_cut_off:
+        _end_daemon()
     os._exit(0)
+
+
+def _end_daemon() -> None:
+    """Ends Open MPI's daemon on a host that its mpirun does not reach any more: it would wait for minutes."""
+    parent = os.getppid()
+    try:
+        if Path(f"/proc/{parent}/comm").read_text().strip() in _DAEMONS:
+            os.kill(parent, signal.SIGKILL)
+    except OSError:
+        pass  # it has ended
 
 
 def _derive_secret(token: str) -> str:

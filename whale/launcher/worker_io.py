@@ -6,6 +6,7 @@ likes; whether the script's process is stopped, the kernel tells its parent, and
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -14,13 +15,17 @@ import select
 import signal
 import socket
 import time
+from typing import Any
 
+from whale.cgroup import count_memory_kills, memory_limit_bytes
+from whale.launcher.connection import limit_silence
 from whale.launcher.protocol import DEAF_S, HEARTBEAT_S, FrameKind, Unpacker, pack
 
 _READ_BYTES = 1 << 16
 _TRACE_BYTES = 1 << 20  # what a pipe may hold without privileges
 _TRACE_EVERY_S = 0.1
 _PF_EXITING = 4  # linux/sched.h
+_CUT_OFF = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _STREAMS = (FrameKind.STDOUT, FrameKind.STDERR)
 
 
@@ -43,7 +48,11 @@ def is_ending(pid: int) -> bool:
 
 
 class Relay:
-    """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals."""
+    """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals.
+
+    Attributes:
+        is_cut_off: whether the launcher has not acknowledged what was sent, or is not reached any more.
+    """
 
     def __init__(
         self,
@@ -63,6 +72,9 @@ class Relay:
         self._reported = b""
         self._unpacker = Unpacker()
         self._running = True
+        self.is_cut_off = False
+        self._told = 0  # the signal by which this process was told to end
+        self._memory_kills = count_memory_kills()
         self._next_beat_s = 0.0
         self._deaf_from_s = math.inf  # when the launcher is told that the script has closed its end; monotonic
         # Reading must never wait: a process that the script left behind may hold a pipe open.
@@ -95,18 +107,20 @@ class Relay:
                     self._read(reader)
                 if self._connection.fileno() in ready and not self._obey():
                     return
-                pid, status = os.waitpid(self._script, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                pid, status, usage = os.wait4(self._script, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
                 if pid and (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
                     self._connection.sendall(pack(FrameKind.STOPPED, {"stopped": os.WIFSTOPPED(status)}))
                 elif pid:
-                    self._finish(status)
+                    self._finish(status, usage.ru_maxrss * 1024)
             while True:
                 ready, _, _ = select.select([self._connection.fileno()], [], [], HEARTBEAT_S)
                 self._send_heartbeat()
                 if ready and not self._obey():
                     return
-        except (BrokenPipeError, ConnectionError):
-            return
+        except OSError as error:
+            self.is_cut_off = error.errno in _CUT_OFF
+            if not (self.is_cut_off or isinstance(error, ConnectionError)):
+                raise
         finally:
             self._kill(signal.SIGKILL)
 
@@ -116,15 +130,25 @@ class Relay:
             self._next_beat_s = now_s + HEARTBEAT_S
             self._connection.sendall(pack(FrameKind.HEARTBEAT, {}))
 
-    def _finish(self, status: int) -> None:
-        """Ends, after the script, what it left behind, sends all that the pipes hold, then the exit status."""
+    def _finish(self, status: int, held_bytes: int) -> None:
+        """Ends, after the script, what it left behind, sends all that the pipes hold, then the exit status.
+
+        Args:
+            held_bytes: the most memory that its process held.
+        """
         self._kill(signal.SIGKILL)
         self._running = False
         for reader in (self._control.fileno(), self._stdout, self._stderr, self._report):
             self._drain(reader)
         self._relay_trace()
         code = os.waitstatus_to_exitcode(status)
-        exit_status = {"code": code if code >= 0 else 128 - code, "signal": -code if code < 0 else 0}
+        exit_status: dict[str, Any] = {
+            "code": code if code >= 0 else 128 - code,
+            "signal": -code if code < 0 else 0,
+            "told": self._told,
+        }
+        if code == -signal.SIGKILL and count_memory_kills() > self._memory_kills:
+            exit_status["memory"] = {"limit_bytes": memory_limit_bytes(), "held_bytes": held_bytes}
         self._connection.sendall(pack(FrameKind.EXIT, exit_status))
 
     def _read(self, reader: int) -> bool:
@@ -147,6 +171,8 @@ class Relay:
         elif reader == self._control.fileno():
             *messages, self._from_script = (self._from_script + data).split(b"\n")
             for message in messages:
+                if b'"freeze_s"' in message:
+                    limit_silence(self._connection, json.loads(message).get("freeze_s", 0.0))
                 self._connection.sendall(pack(FrameKind.SCRIPT, message))
         else:
             self._drain(self._control.fileno())  # who sees what it prints relies on what it has said before
@@ -209,6 +235,7 @@ class Relay:
 
         mpirun kills this process after a second; the script's children would then be nobody's.
         """
+        self._told = number
         self._kill(number)
         deadline_s = time.monotonic() + 0.5
         while self._running and time.monotonic() < deadline_s and not self._is_launcher_gone():

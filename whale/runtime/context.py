@@ -70,6 +70,21 @@ class OwnPrograms:
     exchanges: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RunMachines:
+    """What the ranks of a run are on.
+
+    Attributes:
+      machines: a digest of each rank's machine, and the name of its host.
+      exchange_s: seconds of a small exchange between hosts; 0: all ranks are on one.
+      comm: the communicator of those ranks; None: there is one process.
+    """
+
+    machines: tuple[str, ...]
+    exchange_s: float
+    comm: Any
+
+
 class Meter(Protocol):
     """Looks at the steps of a run."""
 
@@ -163,6 +178,7 @@ class PlanningState:
       dry: what a run is for that only plans; None: it computes.
       saved: the plan that one of the programs runs under; None: all are planned.
       described: the plan of a described or measured model that training programs are spread by, and its file.
+      machines: what the ranks are on, once it was asked.
       auto: how ``auto_parallel`` divides this run's programs; None before the first training step.
       searched_all: whether `auto_parallel` had time for every candidate, so that its choice may be kept.
       own_programs: None: the ranks run one program together, which is the usual case.
@@ -173,6 +189,7 @@ class PlanningState:
     dry: DryRun | None = None
     saved: SavedPlan | None = None
     described: tuple[PlanFile, str] | None = None
+    machines: RunMachines | None = None
     auto: ChosenStrategy | None = None
     searched_all: bool = True
     own_programs: OwnPrograms | None = None
@@ -235,8 +252,8 @@ class Context(Ranks):
 
     Attributes:
       variables: who holds which part of the run's variables.
-      scoping, planning, scaling, reports, hooks: what is kept of scopes, of plans, of loss scales, of what was said, and
-        of what is done at ends.
+      scoping, planning, scaling, reports, hooks: what is kept of scopes, of plans, of loss scales, of what was said,
+        and of what is done at ends.
       programs: number of programs compiled so far, equal on all ranks.
       elements: number of messages so far about what ranks read, equal on all ranks.
       failed: whether a step of this rank has failed; the others are told so at the end.

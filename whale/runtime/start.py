@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +24,11 @@ from whale.distributed.common_seeds import (
     take_random_state,
 )
 from whale.distributed.connect import configure_communicator, share_tensors_if_possible
+from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
 from whale.distributed.trace import Trace, open_span, open_trace
+from whale.distributed.versions import RankVersions, read_versions, refuse_other_versions
 from whale.distributed.watch import LauncherWatch
 from whale.errors import ClusterError, ConfigError, PlanError, WhaleError
 from whale.log import log, set_level
@@ -430,18 +433,24 @@ def _share_random_state(context: Context, solo: bool) -> None:
     """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave.
 
     Python's string hashes cannot be changed any more; it is said where they differ.
+
+    Raises:
+      ClusterError: ranks run Whale, TensorFlow or Python in other versions.
     """
     first = context.rank == 0 and not joins()
-    mine = read_random_state() if first else b""
+    state = read_random_state() if first else b""
+    own = socket.gethostname(), read_versions(), hash(_ANY_TEXT), state
     if first and context.elastic is not None and context.elastic.is_keeping_commits:
-        context.watch.tell({"start": mine.hex()})  # type: ignore[union-attr]
+        context.watch.tell({"start": pack(own).hex()})  # type: ignore[union-attr]
     if joins():
-        said = bytes.fromhex(context.watch.start())  # type: ignore[union-attr]
+        everyone = [unpack(bytes.fromhex(context.watch.start())), own]  # type: ignore[union-attr]
     else:
-        timeout_s, known = context.config["debug.check_timeout_s"], hash(_ANY_TEXT).to_bytes(8, "little", signed=True)
-        everyone = context.comms[0].allgather_bytes("whale/random", known + mine, timeout_s)
-        said = everyone[0][8:]
-        context.other_hashes = tuple(r for r, one in enumerate(everyone) if one[:8] != everyone[0][:8])
+        timeout_s = context.config["debug.check_timeout_s"]
+        everyone = [unpack(one) for one in context.comms[0].allgather_bytes("whale/random", pack(own), timeout_s)]
+    refuse_other_versions([RankVersions(host, versions) for host, versions, _, _ in everyone])
+    said = everyone[0][3]
+    if not joins():
+        context.other_hashes = tuple(r for r, one in enumerate(everyone) if one[2] != everyone[0][2])
         if first and context.other_hashes:
             log.warning(
                 "Python's string hashes differ between the ranks, and with them the order of sets, and what the script "

@@ -162,3 +162,11 @@ def test_ranks_with_other_folders_or_numbers_are_told_apart() -> None:
     ):
         with pytest.raises(wh.CommError, match=match):
             saving.check_equal([same, other])
+
+
+def test_hosts_that_have_another_folder_are_named() -> None:
+    first, other = saving.RankMessage(host="h0"), saving.RankMessage(host="h1", sees_folder=False)
+    saving.refuse_folders_apart([first, first], "/a")
+    with pytest.raises(wh.CheckpointError, match="is not the same folder on h1") as raised:
+        saving.refuse_folders_apart([first, other, other], "/a")
+    assert raised.value.facts["ranks"] == "1, 2" and "/a: what rank 0 makes there on h0" in raised.value.facts["given"]

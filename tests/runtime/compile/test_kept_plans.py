@@ -23,7 +23,7 @@ from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import search
 from whale.runtime.compile import auto, cross_rank_checks, progress
 from whale.runtime.compile.plan_cache import keep_plan, kept_plan
-from whale.runtime.context import require_current
+from whale.runtime.context import RunMachines, require_current
 
 __all__ = ["double", "speed"]
 
@@ -47,9 +47,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def trained(ranks: Callable[..., None], cache: Path, **config: Any) -> tuple[Plan, Any]:
+def trained(
+    ranks: Callable[..., None], cache: Path, machines: RunMachines | None = None, **config: Any
+) -> tuple[Plan, Any]:
     tf.keras.backend.clear_session()
     ranks(2, **{"mesh.plan_cache": str(cache), **config})
+    require_current().planning.machines = machines
     classifier = (
         Classifier(wh.function) if config.get("mesh.auto_parallel") else Classifier(wh.function, wh.replica, wh.split)
     )
@@ -121,6 +124,30 @@ def test_a_second_run_searches_no_way(
     made.clear()
     second = trained(ranks, tmp_path / "whale", **{"mesh.auto_parallel": True})
     assert made == [] and second[0].to_json() == first[0].to_json()
+
+
+def test_what_was_chosen_for_other_hosts_or_another_link_is_looked_for_anew(
+    ranks: Callable[..., None],
+    speed: Callable[..., None],
+    made: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speed(MIDDLE)
+
+    def searches(exchange_s: float, *hosts: str) -> bool:
+        made.clear()
+        trained(ranks, tmp_path / "whale", RunMachines(hosts, exchange_s, None), **{"mesh.auto_parallel": True})
+        return any(name.endswith("ways") for name in made)
+
+    assert searches(1e-3, "a h0", "a h1")
+    assert not searches(2e-3, "a h0", "a h1")  # on a busy machine
+    assert searches(1e-3, "a h0", "a h2") and searches(1e-3, "a h0", "b h1")
+    capsys.readouterr()
+    assert searches(0.2, "a h0", "a h1")
+    said = capsys.readouterr().err
+    assert said.count("hosts exchange 256 KB in 200 ms, and in 1 ms when an earlier run chose a way") == 1, said
+    assert not searches(0.2, "a h0", "a h1")  # the new way is kept in place of the old one
 
 
 def test_what_a_search_without_time_chose_is_not_kept(

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from whale.distributed.balance import STEPS, Balance, WatchedSteps, compute_chained_s, divide_by_speed
+from whale.distributed.balance import (
+    STEPS,
+    Balance,
+    BalanceHistory,
+    WatchedSteps,
+    compute_chained_s,
+    divide_by_speed,
+)
 from whale.distributed.msgpack_values import pack
 from whale.ir.program import Node, Program, Ref
 
@@ -119,3 +126,30 @@ def test_stages_are_planned_anew_where_steps_stay_longer_and_that_pays() -> None
         and watched.is_replanning_worthwhile((10.0, 4.0))
         and not watched.is_replanning_worthwhile((10.0, 6.0))
     )
+
+
+def _decide_twice(balance: Balance, row_s: Sequence[float]) -> list[tuple[tuple[int, ...], str]]:
+    """What two looks decide of 16 rows on each of two ranks."""
+    ranks, watched = Ranks(row_s), WatchedSteps((16, 16), PROGRAM)
+    ranks.rows = watched.rows
+    found = []
+    while len(found) < 2:
+        watched.take(ranks.step)
+        watched.seconds = watched.steps * ranks.times()[0][0]
+        before = balance.history.looks
+        decided = balance.check_after_step(watched, ranks)
+        if balance.history.looks > before:
+            found.append(decided)
+    return found
+
+
+def test_a_newcomer_decides_as_those_that_have_divided_rows_before() -> None:
+    veteran, newcomer = Balance(), Balance()
+    veteran.history = BalanceHistory(looks=7, gain=1.25, slower=1.5, before_s=0.024)
+    row_s = (0.020, 0.025)  # promises 1.11, which is enough for a fresh run only
+    assert _decide_twice(Balance(), row_s) != _decide_twice(veteran, row_s)
+    newcomer.take_over([veteran.history])
+    veteran.take_over([veteran.history, BalanceHistory(looks=2)])  # one was gone while it looked
+    assert newcomer.history == veteran.history and newcomer.history.gain == 1.5
+    assert _decide_twice(newcomer, row_s) == _decide_twice(veteran, row_s)
+    assert newcomer.history == veteran.history

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 import whale_ops
-from whale.distributed.joining import Commits, Members, StepTimes, extend_shares, is_worthwhile
+from whale.distributed.balance import BalanceHistory
+from whale.distributed.joining import Commits, CommonState, Members, StepTimes, extend_shares, is_worthwhile
 from whale.distributed.listener import RankListener
+from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.watch import RankChange
 from whale.errors import ClusterError, CommError
 from whale.launcher.mpirun import Host
 from whale.launcher.scale_up.hosts_from import HostSource, read_hosts
+from whale.runtime.elastic.agreement import RankStatement
 
 pytestmark = pytest.mark.core
 SECRET = "s" * 32
@@ -122,3 +125,10 @@ def test_a_change_of_the_list_is_news_and_so_is_an_answer_that_was_asked_for(tmp
         assert not forced and "No such file" in str(wrong)
     finally:
         hosts.close()
+
+
+def test_newcomers_receive_all_that_ranks_decide_by() -> None:
+    common = CommonState(3, 5, 2, [4, 2], BalanceHistory(looks=4, gain=1.32, slower=1.25, before_s=0.5))
+    said = RankStatement(9, 8, 2, "h0", True, (1.0, 2.0), common)
+    assert CommonState.of_values(unpack(pack(common.to_values()))) == common
+    assert RankStatement.of_values(unpack(pack(said.to_values()))) == said

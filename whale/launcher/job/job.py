@@ -37,6 +37,7 @@ from whale.launcher.job.mpi_errors import explain_start
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
+from whale.launcher.job.start_probe import AFTER_S, StartProbe
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import MpirunStart, Options, list_asked
 from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, RankEnd, ScriptMessage, StopReport, unpack
@@ -46,6 +47,7 @@ _HIDDEN_BYTES = 1 << 18
 _STREAM_OF = {FrameKind.STDOUT: 0, FrameKind.STDERR: 1}
 
 _MPIRUN_S = 3.0  # that mpirun has to end, after each of nothing, SIGTERM and SIGKILL, when its workers are told to
+_LOST_S = 1.0  # the same where a host or a worker is gone, which mpirun need not hear of any more
 START_TIMEOUT_S = 120.0
 _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -129,6 +131,8 @@ class Job:
         self._ending = Ending(self._links, self._printer, trace, options.verbose)
         self._lookout = FailureDetector(self._links, self._ending, trace, self.say)
         self._reports = ReportHandler(self._printer, self._ending, self._lookout, trace, progress, options.verbose)
+        others = [host.name for host in options.hosts if not host.is_local]
+        self._probe = StartProbe(others, listener.getsockname()[:2])
         self._mpirun_gone_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
         self._mpiruns: Mpiruns
@@ -192,12 +196,13 @@ class Job:
         return any(not link.exited for link in self._links.values())
 
     def _run_loop(self) -> None:
-        start_by_s = time.monotonic() + START_TIMEOUT_S
+        begun_s = time.monotonic()
+        start_by_s = begun_s + START_TIMEOUT_S
         # A run that is being ended need not wait for ranks that have not come up.
         while self._is_running or not (self._is_complete or self._ending.has_begun):
             deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s, *self._door.deadlines_s]
             if not self._is_complete:
-                deadlines_s.append(start_by_s)
+                deadlines_s += [start_by_s, self._probe.find_deadline_s(begun_s)]
             if self._mpiruns.has_ended or self._printer.has_pending:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
@@ -212,8 +217,12 @@ class Job:
                 self._growth.look()
             if not ready and time.monotonic() > self._ending.give_up_s:
                 return
-            if not self._is_complete and not self._ending.has_begun and time.monotonic() > start_by_s:
-                raise self._make_start_error(f"within {START_TIMEOUT_S:g} s")
+            if not self._is_complete and not self._ending.has_begun and time.monotonic() > begun_s + AFTER_S:
+                self._probe.ask()
+                if (blocked := self._probe.make_error()) is not None:
+                    raise blocked
+                if time.monotonic() > start_by_s:
+                    raise self._make_start_error(f"within {START_TIMEOUT_S:g} s")
             # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
             # have to say is read first.
             if self._mpiruns.has_ended or (self._mpiruns.has_any_ended and not self._is_complete):
@@ -326,8 +335,14 @@ class Job:
         if self._growth is not None:
             self._growth.close()
             processes, links = processes + self._growth.processes, links + self._growth.links
+        # A worker whose host is gone does not end, as far as its mpirun knows.
+        blocked = not self._is_complete and self._probe.make_error() is not None
+        lost = blocked or any(link.exited and link.code is None for link in links)
         for process in processes:
-            process.end(_MPIRUN_S, by_itself=self._is_complete)
+            process.end(_LOST_S if lost else _MPIRUN_S, by_itself=self._is_complete and not lost)
+        if blocked:
+            self._probe.end_daemons([process.pid for process in processes])
+        self._probe.close()
         # A worker that was killed, or is frozen, has not ended what its script had started.
         for link in links:
             if link.code is None and link.host == socket.gethostname():
@@ -471,8 +486,10 @@ class ReportHandler:
         link.exited, link.stopped_s = True, None
         self._printer.flush_rank(rank)
         link.code = status.code
-        failure = ranks.make_exit_failure(rank, status)
-        if failure is None:
+        failure = ranks.make_exit_failure(rank, link.host, status)
+        if status.told and status.code and not (link.elastic or self._ending.has_begun):
+            self._ending.fail(ranks.make_told_failure(rank, status.told))
+        elif failure is None:
             # Ranks to which it has said good-bye know it better.
             self._ending.tell_others(rank, "has ended without wh.shutdown (exit code 0)")
         elif not link.raised:

@@ -7,6 +7,7 @@ Mpiruns         those of a run's start: one for all ranks, or one for each host,
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import os
 import shutil
@@ -95,6 +96,9 @@ class MpirunProcess:
             grace_s: how long it has after each of nothing, SIGTERM and SIGKILL.
             by_itself: nothing is sent at first, since its workers are about to end.
         """
+        children = [
+            pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if ranks.read_parent(pid) == self.pid
+        ]
         for number in (0, signal.SIGTERM, signal.SIGKILL) if by_itself else (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.pid, number)
@@ -106,6 +110,10 @@ class MpirunProcess:
                 break
             except subprocess.TimeoutExpired:
                 continue
+        for child in children:  # an ssh to a host that is gone waits for as long as the network is silent
+            with contextlib.suppress(OSError):
+                if os.getsid(child) == self.pid:
+                    os.kill(child, signal.SIGKILL)
 
     def remove_files(self) -> None:
         """Removes the files of Open MPI 5 in the temporary folder, which stay when it is killed; once all has ended."""

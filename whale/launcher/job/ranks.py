@@ -19,6 +19,7 @@ from whale.launcher.protocol import (
     ExitStatus,
     FrameKind,
     Hello,
+    MemoryKill,
     RaisedReport,
     RankEnd,
     ScriptMessage,
@@ -85,15 +86,35 @@ def make_raised_failure(rank: int, report: RaisedReport) -> Failure:
     return Failure(rank, code, f"failed: {what} (exit code {code})", kind, report.traceback)
 
 
-def make_exit_failure(rank: int, status: ExitStatus) -> Failure | None:
+def make_exit_failure(rank: int, host: str, status: ExitStatus) -> Failure | None:
     """Returns the failure that a worker's EXIT frame describes, or None for exit code 0."""
     if status.signal:
-        return Failure(
-            rank, status.code, f"was killed by {signal_name(status.signal)}", signal=status.signal, gone=True
-        )
+        how = f"was killed by {signal_name(status.signal)}"
+        if status.memory is not None:
+            how = _describe_memory_kill(host, status.memory)
+        elif status.told:
+            how += f", after mpirun on {host}, or the rank's worker, had been told to end by {signal_name(status.told)}"
+        return Failure(rank, status.code, how, signal=status.signal, gone=True)
     if status.code:
         return Failure(rank, status.code, f"failed: exit code {status.code}")
     return None
+
+
+def make_told_failure(rank: int, number: int) -> Failure:
+    """Returns the failure of a run whose mpirun ends its ranks, of which this is the first one."""
+    how = f"was told to end by {signal_name(number)}, or the worker of rank {rank} was"
+    return Failure(None, 128 + number, how)
+
+
+def _describe_memory_kill(host: str, kill: MemoryKill) -> str:
+    """Describes why the kernel has killed a rank, as the end of a sentence that starts with "rank 1"."""
+    held = f"its process held up to {kill.held_bytes / 2**20:.0f} MiB"
+    where = (
+        f"{host} was out of memory"
+        if kill.limit_bytes is None
+        else f"{host} limits the memory of its control group to {kill.limit_bytes / 2**20:.0f} MiB"
+    )
+    return f"was killed by the kernel (SIGKILL), since {where}; {held}: raise the limit, or give the host fewer ranks"
 
 
 def make_lost_failure(rank: int, host: str) -> Failure:
@@ -171,7 +192,8 @@ def _read_stat(pid: int) -> list[str]:
         return []
 
 
-def _read_parent(pid: int) -> int:
+def read_parent(pid: int) -> int:
+    """Returns the parent of a process of this host; 0 if it has ended."""
     return int(found[1]) if (found := _read_stat(pid)) else 0
 
 
@@ -311,7 +333,7 @@ class RankLink:
 
     def _is_starved(self) -> bool:
         """Tells whether the worker is on this host and ready to run but gets no processor; False on other hosts."""
-        return self.host == socket.gethostname() and _read_state(_read_parent(self.pid)) == "R"
+        return self.host == socket.gethostname() and _read_state(read_parent(self.pid)) == "R"
 
     def _send(self, kind: FrameKind, content: dict[str, Any]) -> None:
         try:

@@ -119,7 +119,7 @@ class JoiningRanks:
         elif kind is FrameKind.EXIT:
             status = unpack(payload, ExitStatus)
             link.exited, link.code = True, status.code
-            failure_of = ranks.make_exit_failure(rank, status)
+            failure_of = ranks.make_exit_failure(rank, link.host, status)
             self._forget_gone(rank, failure_of.reason if failure_of else "has ended")
         elif kind is FrameKind.SCRIPT:
             message = unpack(payload, ScriptMessage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -17,7 +18,14 @@ from whale.log import log
 from whale.runtime.checkpoint import reading as checkpoint_reading
 from whale.runtime.checkpoint.folder import CheckpointFolder
 from whale.runtime.checkpoint.gathering import refuse_different_copies
-from whale.runtime.checkpoint.saving import RankMessage, Saving, check_equal, decode_messages, encode_message
+from whale.runtime.checkpoint.saving import (
+    RankMessage,
+    Saving,
+    check_equal,
+    decode_messages,
+    encode_message,
+    refuse_folders_apart,
+)
 from whale.runtime.checkpoint.shares import choose_writers, compute_digest, list_entries, read_snapshot
 from whale.runtime.context import Context, require_current
 from whale.runtime.variables.checkpoint_regions import find_variable
@@ -84,6 +92,7 @@ class CheckpointManager:
         self._asynchronous = asynchronous
         self._folder: CheckpointFolder | None = None
         self._saving: Saving | None = None
+        self._is_seen = False  # whether all ranks see the folder that the first one writes to
         keep_every_s = keep_checkpoint_every_n_hours and keep_checkpoint_every_n_hours * 3600.0
 
         def open_folder() -> RankMessage:
@@ -171,6 +180,7 @@ class CheckpointManager:
             if context.rank == 0 and not self._said_left_out:
                 self._said_left_out = is_left_out(saved, self._directory)
             first = self._act_together("begun", begin)[0]
+            self._see_folder(first.temporary)
             counter.assign(first.counter)
             path = os.path.join(self._directory, f"{self._name}-{first.number}")
             self._saving = Saving(self._folder, first.temporary, path, shares, sorted(set(writers)))
@@ -180,6 +190,20 @@ class CheckpointManager:
                 self._saving.write_parts()
                 self.wait()
         return path
+
+    def _see_folder(self, temporary: str) -> None:
+        """Looks, before the first checkpoint of these ranks, whether all see what the first one has just made."""
+        if self._is_seen:
+            return
+        mine = RankMessage(host=socket.gethostname(), sees_folder=os.path.isdir(temporary))
+        said = self._act_together("seen", lambda: mine)
+        try:
+            refuse_folders_apart(said, self._place)
+        except CheckpointError:
+            if self._folder is not None:
+                self._folder.discard(temporary)
+            raise
+        self._is_seen = True
 
     def wait(self) -> None:
         """Waits until the checkpoint that threads write is complete; every rank calls it. Returns at once if there is
@@ -264,7 +288,7 @@ class CheckpointManager:
         """Opens the folder, once for the ranks that there are: the first one of them keeps it."""
         if self._left == self._context.lost_count:
             return
-        self._left, self._folder = self._context.lost_count, None
+        self._left, self._folder, self._is_seen = self._context.lost_count, None, False
         if self._saving is not None:  # its parts are those of ranks of which some are gone
             self._abandon(self._saving)
             self._saving = None

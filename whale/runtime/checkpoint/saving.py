@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import tensorflow as tf
 
-from whale.errors import CommError
+from whale.errors import CheckpointError, CommError
 from whale.runtime.checkpoint.folder import CheckpointFolder, find_mark, write_part
 
 _LOOK_EVERY_S = 0.02
@@ -108,6 +108,7 @@ class RankMessage(msgspec.Struct):
     Attributes:
       place: the folder, or the checkpoint, that it is about to use; "" where it does not matter.
       number: of the checkpoint that it is about to write.
+      host: on which it runs; sees_folder: whether it sees there what the first rank has made.
     """
 
     error: str = ""
@@ -118,6 +119,8 @@ class RankMessage(msgspec.Struct):
     latest: str | None = None
     checkpoints: list[str] = []
     place: str = ""
+    host: str = ""
+    sees_folder: bool = True
 
 
 def encode_message(said: RankMessage) -> bytes:
@@ -149,6 +152,24 @@ def check_equal(said: Sequence[RankMessage]) -> None:
             raise _make_difference_error(
                 "the ranks save different objects", f"rank 0 and rank {rank} {what}", "the same tf.train.Checkpoint"
             )
+
+
+def refuse_folders_apart(said: Sequence[RankMessage], directory: str) -> None:
+    """Refuses a folder of checkpoints that is another one on some hosts.
+
+    Raises:
+      CheckpointError: names these hosts.
+    """
+    ranks = [rank for rank, one in enumerate(said) if not one.sees_folder]
+    if ranks:
+        others = ", ".join(dict.fromkeys(said[rank].host for rank in ranks))
+        raise CheckpointError(
+            f"the folder of checkpoints is not the same folder on {others}",
+            given=f"{directory}: what rank 0 makes there on {said[0].host} is not seen on {others}",
+            ranks=", ".join(map(str, ranks)),
+            expected="a folder on a disk that all hosts of the run share, such as NFS, at the same path",
+            action=f"give such a folder, or mount it on {others}",
+        )
 
 
 def _make_difference_error(message: str, given: str, expected: str) -> CommError:

@@ -29,7 +29,7 @@ from whale.planner.run_described import bound
 from whale.runtime.compile.memory_plan import Options, limit_bytes
 from whale.runtime.compile.microbenchmark import measured_rates
 from whale.runtime.compile.offload import has_compute_device
-from whale.runtime.compile.plan_cache import keep_strategy, kept_strategy
+from whale.runtime.compile.plan_cache import keep_strategy, kept_strategy, know_machines
 from whale.runtime.compile.progress import told
 from whale.runtime.compile.search_team import RankTeam, found_together
 from whale.runtime.context import Context
@@ -159,6 +159,7 @@ def _environment(program: Program, context: Context, captured: Program | None) -
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
     """Returns what rank 0 chose in an earlier run, on every rank; collective between processes."""
     chosen = None
+    know_machines(context)
     if (
         context.rank == 0
         and context.planning.dry is None

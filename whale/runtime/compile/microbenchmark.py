@@ -33,6 +33,8 @@ START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5
 SMALL_IN_A_CALL = 8  # small exchanges in one measured call
+# Elements of large ones: as many as take LARGE_S, by what the first ones took. Over 10 Mbit/s the most would take 7 s.
+FIRST_ELEMENTS, MOST_ELEMENTS, LARGE_S = 1 << 14, 1 << 20, 0.25
 # An exchange through the memory of one process reads, adds and writes, on both sides of it.
 PASSES_IN_PROCESS = 4
 
@@ -125,11 +127,12 @@ def _link(context: Context, through: str) -> Link:
     """
     import tensorflow as tf
 
-    comm, found = context.comms[0], []
-    for size, calls, each in ((1, 20, SMALL_IN_A_CALL), (1 << 20, 6, 1)):
+    comm = context.comms[0]
+
+    def measured(size: int, calls: int, each: int = 1) -> float:
         x = tf.ones([size])
 
-        def exchange(y: Any = x, size: int = size, each: int = each) -> Any:
+        def exchange(y: Any = x) -> Any:
             # One after the other, as in a step: how a call begins on busy processors is no part of each of them.
             for n in range(each):
                 (y,) = ExchangeOps(comm, through)("all_reduce", [y], key=f"whale/auto/{through}/{size}/{n}")
@@ -137,15 +140,20 @@ def _link(context: Context, through: str) -> Link:
 
         step = tf.function(exchange, autograph=False)
         times = []
-        for _ in range(calls):
+        for _ in range(calls + 2):
             start_s = time.perf_counter()
             step()
             await_gpus()
             times.append((time.perf_counter() - start_s) / each)
-        found.append(statistics.median(times[2:]))
-    small_s, large_s = found
-    sent = 2 * (comm.size - 1) / comm.size * 4 * (1 << 20)
-    return Link(small_s, sent / max(1e-6, large_s - small_s))
+        return statistics.median(times[2:])
+
+    small_s = measured(1, 18, SMALL_IN_A_CALL)
+    # All ranks have to exchange as many elements: the rank that took longest decides.
+    said = comm.allgather_bytes(f"whale/auto/{through}/first", msgspec.json.encode(measured(FIRST_ELEMENTS, 1)))
+    first_s = max(msgspec.json.decode(one, type=float) for one in said)
+    size = min(MOST_ELEMENTS, max(FIRST_ELEMENTS, int(FIRST_ELEMENTS * LARGE_S / first_s)))
+    sent = 2 * (comm.size - 1) / comm.size * 4 * size
+    return Link(small_s, sent / max(1e-6, measured(size, 4) - small_s))
 
 
 def _seconds(call: Callable[[], Any], least_s: float) -> float:

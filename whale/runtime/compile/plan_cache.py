@@ -1,8 +1,9 @@
 """Keeps plans, and strategies that a search found, for later runs of the same program: the key ``mesh.plan_cache``.
 
 A plan is found by all that decides it: the program (its fingerprint, its variables' names and scopes), the settings,
-and the code that plans. A strategy is found by the machines as well; what they computed and exchanged in a second when
-it was made is part of it, and not measured again. A plan is checked as one out of a file is, but for what its ranks
+and the code that plans. A strategy is found by the machines of all ranks as well, and taken only while an exchange
+between their hosts takes about as long as it did; what they computed in a second when it was made is part of it, and
+not measured again. A plan is checked as one out of a file is, but for what its ranks
 would run, since the checksum says that it is what this code made.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import socket
+import time
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +32,19 @@ from whale.log import log
 from whale.partition.verify_saved_plan import CONTRADICTIONS, list_illegal
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.memory_plan import limit_bytes
-from whale.runtime.context import Context
+from whale.runtime.context import Context, RunMachines
+
+# An exchange between hosts is measured by so many bytes in all, as the fastest of so many tries. Links are alike unless
+# it takes more than so many times as long, and at least so much longer: a busy machine is no other link.
+_PROBE_BYTES, _PROBES = 1 << 18, 3
+_OTHER_LINK, _OTHER_LINK_S = 3.0, 0.5e-3
+
+
+class KeptStrategy(msgspec.Struct, frozen=True):
+    """A strategy, and the seconds of an exchange between hosts when it was chosen; 0: all ranks were on one."""
+
+    chosen: ChosenStrategy
+    exchange_s: float
 
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
@@ -64,16 +79,25 @@ def kept_strategy(program: Program, context: Context, settings: PlanSettings) ->
     if (data := get_kept(files, name, f"the strategy for `{program.name}`")) is None:
         return None
     try:
-        return msgspec.json.decode(data, type=ChosenStrategy)
+        kept = msgspec.json.decode(data, type=KeptStrategy)
     except ValueError:
         _say_and_forget(files, name, program)
         return None
+    if is_same_link(kept.exchange_s, context):
+        return kept.chosen
+    now_ms, then_ms = 1e3 * know_machines(context).exchange_s, 1e3 * kept.exchange_s
+    log.info(
+        f"auto_parallel: hosts exchange {_PROBE_BYTES >> 10} KB in {now_ms:.3g} ms, and in {then_ms:.3g} ms when an "
+        "earlier run chose a way: it is looked for anew"
+    )
+    return None
 
 
 def keep_strategy(program: Program, context: Context, settings: PlanSettings, chosen: ChosenStrategy) -> None:
     """Keeps a strategy for later runs."""
     if (files := files_of(context, settings)) is not None:
-        put_kept(files, context, _strategy_name(program, context, settings), msgspec.json.encode(chosen))
+        kept = KeptStrategy(chosen, know_machines(context).exchange_s)
+        put_kept(files, context, _strategy_name(program, context, settings), msgspec.json.encode(kept))
 
 
 def folder_of(context: Context) -> Path | None:
@@ -86,21 +110,49 @@ def _plan_name(program: Program, settings: PlanSettings) -> str:
 
 
 def _strategy_name(program: Program, context: Context, settings: PlanSettings) -> str:
-    return (
-        f"{_digest(compute_fingerprint(program), program.name, program.variables, settings, machine(context))}.strategy"
-    )
+    machines = know_machines(context).machines
+    return f"{_digest(compute_fingerprint(program), program.name, program.variables, settings, machines)}.strategy"
 
 
-def machine(context: Context) -> tuple[object, ...]:
-    """Returns what of this host and of the configuration `auto_parallel` depends on, beside the program and the
-    settings.
+def know_machines(context: Context) -> RunMachines:
+    """Returns what the ranks run on; collective between processes when they are first asked for it."""
+    comm = context.comms[0] if context.has_other_processes and context.planning.dry is None else None
+    if context.planning.machines is not None and context.planning.machines.comm is comm:
+        return context.planning.machines
+    mine = f"{blake2b(repr(_machine(context)).encode(), digest_size=16).hexdigest()} {socket.gethostname()}"
+    if comm is None:
+        context.planning.machines = RunMachines((mine,), 0.0, comm)
+        return context.planning.machines
+    timeout_s = context.config["debug.check_timeout_s"]
+    said = comm.allgather_bytes("whale/auto/machines", mine.encode(), timeout_s, "comparing the ranks' hosts")
+    tries_s = []
+    if len({one.partition(b" ")[2] for one in said}) > 1:
+        part = bytes(_PROBE_BYTES // comm.size)
+        for number in range(_PROBES):
+            start_s = time.perf_counter()
+            comm.allgather_bytes(f"whale/auto/link/{number}", part, timeout_s, "measuring the link between the hosts")
+            tries_s.append(time.perf_counter() - start_s)
+    context.planning.machines = RunMachines(tuple(one.decode() for one in said), min(tries_s, default=0.0), comm)
+    return context.planning.machines
+
+
+def is_same_link(then_s: float, context: Context) -> bool:
+    """Tells whether an exchange between hosts takes about as long as it did."""
+    now_s = know_machines(context).exchange_s
+    slower, faster = max(then_s, now_s), min(then_s, now_s)
+    return slower <= _OTHER_LINK * faster or slower - faster < _OTHER_LINK_S
+
+
+def _machine(context: Context) -> tuple[object, ...]:
+    """Returns what of this host, but for its name, and of the configuration `auto_parallel` depends on, beside the
+    program and the settings.
     """
     limit, _ = limit_bytes(context.config, context.local_ranks)
     config = {k: context.config[k] for k in ("pipeline.stages", "communication.in_process_ranks", "mesh.profile")}
     if config["mesh.profile"]:
         with contextlib.suppress(OSError):  # the search says what is wrong with it
             config["mesh.profile"] = Path(config["mesh.profile"]).read_bytes()
-    host = platform.node(), platform.machine(), len(os.sched_getaffinity(0)), context.local_ranks, limit, _devices()
+    host = platform.machine(), len(os.sched_getaffinity(0)), context.local_ranks, limit, _devices()
     return config, host, context.config.network.link
 
 

@@ -27,7 +27,14 @@ from whale.passes.run_passes import PassObserver
 from whale.runtime.annotate import find_variable_names
 from whale.runtime.compile.auto import say_kept
 from whale.runtime.compile.memory_plan import limit_bytes
-from whale.runtime.compile.plan_cache import code_digest, files_of, get_kept, machine, put_kept
+from whale.runtime.compile.plan_cache import (
+    code_digest,
+    files_of,
+    get_kept,
+    is_same_link,
+    know_machines,
+    put_kept,
+)
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
 from whale.runtime.context import Context, make_unique_name
@@ -54,6 +61,7 @@ class Ready(msgspec.Struct, frozen=True):
       chosen: the strategy that `auto_parallel` found for it, as JSON; empty: it did not.
       gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
       tag: what the names of its functions begin with; streams: those of its random streams.
+      exchange_s: seconds of a small exchange between hosts when it was made; 0: all ranks were on one.
       agreed: equal on all ranks that lowered it together, and on no others.
       plan: as JSON; definitions: serialised FunctionDefs, callees first. Both are there in what is kept only.
     """
@@ -81,6 +89,7 @@ class Ready(msgspec.Struct, frozen=True):
     staged: bool = False
     tag: str = ""
     streams: str = ""
+    exchange_s: float = 0.0
     agreed: str = ""
     plan: bytes = b""
     definitions: tuple[bytes, ...] = ()
@@ -120,11 +129,15 @@ def find(
 ) -> tuple[str, Ready | None]:
     """(the name under which a rank keeps a step, "" if it does not; what it has kept, if that is of use).
 
+    Collective between processes under `auto_parallel`.
+
     Args:
       local: inputs of which this rank is given its own rows only, with the rows of every rank.
       layouts: how variables lie that earlier programs have fixed, by handle node.
       number: of the program in this run.
     """
+    if _is_auto(context):
+        know_machines(context)  # by all ranks, also where one keeps nothing
     files = files_of(context, settings_of(context)) if _may_keep(context) else None
     if files is None:
         return "", None
@@ -138,7 +151,8 @@ def find(
         log.warning(f"the lowered step that was kept of `{trace.name}` cannot be read ({error}), and is made anew")
         return name, None
     limit, _ = limit_bytes(context.config, context.local_ranks)
-    return name, found if found.most_bytes <= limit else None
+    same = found.most_bytes <= limit and (not _is_auto(context) or is_same_link(found.exchange_s, context))
+    return name, found if same else None
 
 
 def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context: Context) -> None:
@@ -153,7 +167,8 @@ def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context
     text = plan.to_json()
     agreed = blake2b(repr((text, ready.chosen, ready.gathers, ready.program)).encode(), digest_size=16).hexdigest()
     definitions = tuple(one.SerializeToString() for one in function.definitions)
-    whole = msgspec.structs.replace(ready, agreed=agreed, plan=text, definitions=definitions)
+    exchange_s = know_machines(context).exchange_s if _is_auto(context) else 0.0
+    whole = msgspec.structs.replace(ready, agreed=agreed, plan=text, definitions=definitions, exchange_s=exchange_s)
     put_kept(files, context, name, msgspec.msgpack.encode(whole))
 
 
@@ -184,6 +199,10 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
     log.debug(f"`{ready.program}` runs as an earlier run lowered it")
 
 
+def _is_auto(context: Context) -> bool:
+    return bool(context.config["mesh.auto_parallel"])
+
+
 def _may_keep(context: Context) -> bool:
     """Whether what a rank runs is decided by what ``_digest`` knows, and nobody needs its program besides."""
     others = (
@@ -205,7 +224,7 @@ def _digest(
         context.scoping.annotations,
         find_variable_names(trace.variables) if context.scoping.annotations else {},
     ]
-    auto = context.planning.auto, machine(context) if context.config["mesh.auto_parallel"] else ()
+    auto = context.planning.auto, know_machines(context).machines if _is_auto(context) else ()
     run = (
         context.size, context.ranks, context.comm_name, context.local_ranks, context.scoping.scopes[-1:],
         context.scoping.split_everything, context.solo, number,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from whale.distributed.joining import CommonState
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import ClusterError
@@ -74,13 +75,20 @@ class RankStatement:
     calls: int
     steps: int
     variables: int
-    programs: int
-    elements: int
     host: str
-    divisions: int
-    shares: list[int]
     keeps: bool  # whether what it held before and after its latest steps is known
     weighed: tuple[float, float] | None  # as of ``Times.weigh``
+    common: CommonState
+
+    def to_values(self) -> tuple[Any, ...]:
+        """Returns it as plain values, to be sent."""
+        return self.calls, self.steps, self.variables, self.host, self.keeps, self.weighed, self.common.to_values()
+
+    @classmethod
+    def of_values(cls, values: Sequence[Any]) -> RankStatement:
+        """Reads what `to_values` gave."""
+        calls, steps, variables, host, keeps, weighed, common = values
+        return cls(calls, steps, variables, host, keeps, weighed, CommonState.of_values(common))
 
 
 def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress) -> None:

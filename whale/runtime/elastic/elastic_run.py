@@ -20,8 +20,8 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from whale.capture.captured import CapturedVariable
-from whale.distributed.balance import Balance, WatchedSteps
-from whale.distributed.joining import Commits, StepTimes, Welcome, is_worthwhile
+from whale.distributed.balance import Balance, BalanceHistory, WatchedSteps
+from whale.distributed.joining import Commits, CommonState, StepTimes, Welcome, is_worthwhile
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import CommError, ConfigError
@@ -266,10 +266,26 @@ class Elastic:
         """Returns what every rank of a meeting says of itself."""
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
-        counted = self._at.calls, self._at.steps, len(context.variables.known), context.programs, context.elements
-        mine = *counted, socket.gethostname(), self.divisions, list(context.config["batch.shares"]), keeps
         left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
-        return [RankStatement(*unpack(one)) for one in gather_bytes(meeting, pack((*mine, self._times.weigh(left))))]
+        mine = RankStatement(
+            self._at.calls,
+            self._at.steps,
+            len(context.variables.known),
+            socket.gethostname(),
+            keeps,
+            self._times.weigh(left),
+            self._read_common(self.divisions),
+        )
+        return [RankStatement.of_values(unpack(one)) for one in gather_bytes(meeting, pack(mine.to_values()))]
+
+    def _read_common(self, divisions: int) -> CommonState:
+        context = self._run
+        history = BalanceHistory() if self._balance is None else self._balance.history
+        return CommonState(context.programs, context.elements, divisions, list(context.config["batch.shares"]), history)
+
+    def _take_over_balance(self, common: Sequence[CommonState]) -> None:
+        if self._balance is not None:
+            self._balance.take_over([one.balance for one in common])
 
     def _become_ranks(
         self,
@@ -285,10 +301,12 @@ class Elastic:
         become_whole(context.variables.list_holdings(context.size), recovered)
         group.update_places([one.host for one in said], members.index(group.me))
         self._generations = None
-        context.programs = max(one.programs for one in said)
-        context.elements = max(one.elements for one in said)
-        last = max(said, key=lambda one: one.divisions)  # some may not have come to divide rows anew
+        common = [one.common for one in said]
+        context.programs = max(one.programs for one in common)
+        context.elements = max(one.elements for one in common)
+        last = max(common, key=lambda one: one.divisions)  # some may not have come to divide rows anew
         group.divisions, self._watched = max(divisions, last.divisions), None
+        self._take_over_balance(common)
         if last.shares:
             group.divide([share for rank, share in zip(group.members, last.shares) if rank in members])
         fewer = len(members) < len(group.members)
@@ -351,6 +369,7 @@ class Elastic:
     def _apply_growth(self, comm: Any, members: tuple[int, ...], hosts: Sequence[str], known: Welcome) -> None:
         more = len(members) - len(self._group.members)
         self._group.grow(comm, members, hosts, known)
+        self._take_over_balance([known.common])
         self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
         self._commits.keep(known.calls, lambda: known.state)
         if self._run.rank == 0:
@@ -373,8 +392,8 @@ class Elastic:
             self._times.declined = there
             return False
         self._make_variables_whole(meeting, said, WHOLE)
-        counted = self._at.calls, self._at.steps, context.programs, context.elements, group.divisions + 1
-        self._take_in_joining_ranks(Welcome(*counted, list(context.config["batch.shares"]), state()))
+        common = self._read_common(group.divisions + 1)
+        self._take_in_joining_ranks(Welcome(self._at.calls, self._at.steps, state(), common))
         return True
 
 

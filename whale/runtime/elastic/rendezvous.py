@@ -14,7 +14,7 @@ import msgspec
 import whale_ops
 from whale.config import Config
 from whale.distributed.connect import configure_communicator
-from whale.distributed.joining import Members, Welcome, extend_shares
+from whale.distributed.joining import CommonState, Members, Welcome, extend_shares
 from whale.distributed.listener import RankListener
 from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.distributed.socket_bootstrap import SocketBootstrap
@@ -43,6 +43,7 @@ class ElasticRun(Protocol):
     programs: int
     elements: int
     planning: Any
+    scoping: Any
     reports: Any
     hooks: Any
     apart: SocketBootstrap | None
@@ -159,6 +160,7 @@ class RankGroup:
         context.size, context.ranks = size, (me,)
         context.variables = VariableStore(keeps_first=True)
         context.planning.auto = context.planning.saved = context.planning.described = None
+        context.scoping.stages_seen = False  # as of a newcomer
         if changes := find_fitting_changes(context.config, size):
             context.config = context.config.but(changes)
         context.reports.compiled_for.clear()
@@ -192,7 +194,9 @@ class RankGroup:
         comm = self.make_communicator(
             members, 3, share_memory=self._of().config["communication.shared_memory"] != "none"
         )
-        known = Welcome(*send_value(comm, 0, None if welcome is None else tuple(vars(welcome).values())))
+        said = None if welcome is None else (welcome.calls, welcome.steps, welcome.state, welcome.common.to_values())
+        calls, steps, state, common = send_value(comm, 0, said)
+        known = Welcome(calls, steps, state, CommonState.of_values(common))
         return comm, members, [one.decode() for one in gather_bytes(comm, socket.gethostname().encode())], known
 
     def grow(
@@ -201,9 +205,10 @@ class RankGroup:
         """The ranks are those that are connected by this, joining ranks among them."""
         context = self._of()
         self.update_places(hosts, members.index(self.me))
-        context.programs, context.elements, self.divisions = known.programs, known.elements, known.divisions
-        if known.shares:
-            self.divide(extend_shares(known.shares, len(members)))
+        common = known.common
+        context.programs, context.elements, self.divisions = common.programs, common.elements, common.divisions
+        if common.shares:
+            self.divide(extend_shares(common.shares, len(members)))
         self.members, self.ranks.inside = members, self.ranks.inside | set(members)
         if context.outside is None:
             context.outside = ExternalUpdates()

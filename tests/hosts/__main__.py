@@ -1,0 +1,166 @@
+"""Faults befall hosts that train: what passes costs time only; what lasts ends the run, or elastic runs go on without.
+
+``python -m tests.hosts --count 20 --seed 1``: so many runs.
+``python -m tests.hosts --cases 3x2+elastic/5:h1:unplug``: these (hosts x ranks, step:host:fault).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tests import forkserver
+from tests.hosts.hosts import HERE, HostLauncher, Hosts, find_obstacle
+from tests.hosts.results import read_result, train_alone
+from tests.launcher.helpers import wait_for_line
+
+PASSING = ("cut", "loss", "slow")  # the link is as it was again after some time
+LASTING = ("unplug", "host", "rank", "mpirun")
+STEPS, PAUSE_S = 40, 0.05
+MOST_OF_END_S = 20.0  # between a fault that lasts and the end of a run that is not elastic
+_LIMIT_S = 180.0
+_CLOSE = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run on some hosts, with as many ranks on each, and what befalls one of them.
+
+    Attributes:
+        elastic: whether the others go on without what is gone.
+        step: when; at: which host; fault: of PASSING or LASTING.
+    """
+
+    hosts: int
+    each: int
+    elastic: bool
+    step: int
+    at: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.each}{'+elastic' * self.elastic}/{self.step}:{self.at}:{self.fault}"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Reads what `str` gives."""
+        what, _, befalls = text.partition("/")
+        size, _, elastic = what.partition("+")
+        hosts, _, each = size.partition("x")
+        step, at, fault = befalls.split(":")
+        return cls(int(hosts), int(each), bool(elastic), int(step), at, fault)
+
+
+def draw(seed: int, count: int) -> list[Case]:
+    """Returns so many cases. `whale run` is on h0, which is neither unplugged nor ended."""
+    rng, found = random.Random(seed), []
+    for _ in range(count):
+        fault = rng.choice(PASSING + LASTING)
+        hosts = rng.choice((2, 2, 3))
+        elastic = fault in LASTING and rng.random() < 0.5
+        # Of a run with one mpirun, all hosts' is on h0; else each host's is, and that of h1 is as good as any.
+        at = "h0" if fault == "mpirun" and not elastic else f"h{rng.randrange(1, hosts)}"
+        found.append(Case(hosts, rng.choice((1, 1, 2)), elastic, rng.randrange(2, STEPS - 10), at, fault))
+    return found
+
+
+def run(case: Case, folder: Path) -> str:
+    """Runs a case; returns what is wrong, or ""."""
+    with Hosts(folder, case.hosts) as hosts:
+        launcher = HostLauncher(hosts, python=forkserver.warm_python())
+        names = [f"{name}:{case.each}" for name in hosts.names]
+        where = ["-np", str(case.hosts * case.each), "--hosts", ",".join(names)]
+        if case.elastic:
+            (folder / "hosts.txt").write_text("\n".join(f"{name} slots={case.each}" for name in hosts.names) + "\n")
+            where = ["--hosts-from", str(folder / "hosts.txt")]
+            launcher.environment["WHALE_FAULT_ELASTIC"] = "memory"
+        script = [str(HERE / "train.py"), str(folder), str(STEPS), str(PAUSE_S)]
+        with launcher.start(*where, *script) as process:
+            try:
+                wait_for_line(process, f"step {case.step}")
+                begun_s = time.monotonic()
+                _befall(case, hosts, launcher)
+                output, errors = process.communicate(timeout=_LIMIT_S)
+            except AssertionError as error:
+                return f"{error}{process.communicate()[1]}"
+        took_s, said = time.monotonic() - begun_s, output + errors
+        wrong = _judge(case, process.returncode, took_s, folder)
+        left = hosts.await_none("h0", 10.0)
+        return f"{wrong or f'left on h0: {left}'}\n{said}" if wrong or left else ""
+
+
+def _befall(case: Case, hosts: Hosts, launcher: HostLauncher) -> None:
+    if case.fault in PASSING:
+        if case.fault == "cut":
+            hosts.cut(case.at)
+            time.sleep(2.0)
+        elif case.fault == "loss":
+            hosts.lose(case.at, 0.3)
+            time.sleep(2.0)
+        else:
+            hosts.shape(case.at, 1)
+            time.sleep(2.0)
+            hosts.shape(case.at, None)
+        hosts.mend(case.at)
+    elif case.fault == "unplug":
+        hosts.cut(case.at)
+    elif case.fault == "host":
+        hosts.kill(case.at)
+    elif case.fault == "rank":
+        hosts.run(case.at, "sh", "-c", f"kill -9 $(cat {launcher.folder}/pids_{case.at} | head -n 1)")
+    else:
+        mpiruns = [line for line in hosts.processes("h0").items() if line[1].split()[0].endswith(("mpirun", "prterun"))]
+        for pid, line in mpiruns:
+            if not case.elastic or f"--host {case.at}:" in line:
+                os.kill(pid, signal.SIGTERM)
+
+
+def _judge(case: Case, code: int, took_s: float, folder: Path) -> str:
+    if case.fault in PASSING or case.elastic:
+        if code:
+            return f"the run ended with code {code}"
+        found, wanted = read_result(folder), train_alone(folder, STEPS)
+        worst = max(float(np.max(np.abs(found[name] - wanted[name]))) for name in wanted)
+        return f"{worst:.2g} from one process" if worst > _CLOSE else ""
+    if code == 0:
+        return "the run ended with code 0"
+    return f"the run ended {took_s:.1f} s after the fault" if took_s > MOST_OF_END_S else ""
+
+
+def main() -> int:
+    """Returns exit code 1 if a case went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.hosts")
+    parser.add_argument("--count", type=int, default=20, help="runs")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", nargs="*", metavar="HOSTSxRANKS[+elastic]/STEP:HOST:FAULT", help="not drawn")
+    asked = parser.parse_args()
+    if obstacle := find_obstacle():
+        print(f"no hosts can be made here: {obstacle}")
+        return 0
+    cases = [Case.parse(text) for text in asked.cases or ()] or draw(asked.seed, asked.count)
+    forkserver.open_folder()
+    problems = 0
+    try:
+        for case in cases:
+            with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+                started_s = time.monotonic()
+                problem = run(case, Path(folder))
+                problems += bool(problem)
+                print(f"{case}: {problem or 'as wanted'} ({time.monotonic() - started_s:.0f} s)", flush=True)
+    finally:
+        forkserver.close_folder()
+    print(f"{len(cases)} runs, seed {asked.seed}: {problems} problems")
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
