@@ -160,7 +160,7 @@ def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, t
 
 @dataclass(frozen=True)
 class CommonState:
-    """All by which the ranks of a run decide alike without asking each other; newcomers receive it.
+    """All by which the ranks of a run decide alike without asking each other; joining ranks receive it.
 
     What decides something and is not in here has to be equal in a process that has just begun.
 

@@ -143,13 +143,13 @@ def _decide_twice(balance: Balance, row_s: Sequence[float]) -> list[tuple[tuple[
     return found
 
 
-def test_a_newcomer_decides_as_those_that_have_divided_rows_before() -> None:
-    veteran, newcomer = Balance(), Balance()
+def test_a_joining_rank_decides_as_those_that_have_divided_rows_before() -> None:
+    veteran, joining = Balance(), Balance()
     veteran.history = BalanceHistory(looks=7, gain=1.25, slower=1.5, before_s=0.024)
     row_s = (0.020, 0.025)  # promises 1.11, which is enough for a fresh run only
     assert _decide_twice(Balance(), row_s) != _decide_twice(veteran, row_s)
-    newcomer.take_over([veteran.history])
+    joining.take_over([veteran.history])
     veteran.take_over([veteran.history, BalanceHistory(looks=2)])  # one was gone while it looked
-    assert newcomer.history == veteran.history and newcomer.history.gain == 1.5
-    assert _decide_twice(newcomer, row_s) == _decide_twice(veteran, row_s)
-    assert newcomer.history == veteran.history
+    assert joining.history == veteran.history and joining.history.gain == 1.5
+    assert _decide_twice(joining, row_s) == _decide_twice(veteran, row_s)
+    assert joining.history == veteran.history

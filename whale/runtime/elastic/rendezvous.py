@@ -160,7 +160,7 @@ class RankGroup:
         context.size, context.ranks = size, (me,)
         context.variables = VariableStore(keeps_first=True)
         context.planning.auto = context.planning.saved = context.planning.described = None
-        context.scoping.stages_seen = False  # as of a newcomer
+        context.scoping.stages_seen = False  # as of a joining rank
         if changes := find_fitting_changes(context.config, size):
             context.config = context.config.but(changes)
         context.reports.compiled_for.clear()
