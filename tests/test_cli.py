@@ -12,7 +12,7 @@ import pytest
 import whale
 from whale.cli import VERBS, main, make_parser
 from whale.errors import PlanError
-from whale.launcher.mpirun import Host, Options, parse_hosts
+from whale.launcher.mpirun import Host, Options, list_asked, parse_hosts
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,3 +164,8 @@ def test_config_asks_writes_and_shows(
     monkeypatch.setattr("builtins.input", lambda question: "")
     before = (tmp_path / "whale.yaml").read_text()
     assert main(["config"]) == 1 and (tmp_path / "whale.yaml").read_text() == before, "it is replaced when told to"
+
+
+def test_what_a_script_without_init_ignores_is_listed() -> None:
+    environment = {"WHALE_MESH": "data=2", "WHALE_LAUNCHER_SETTINGS": '{"memory.zero": "2"}', "WHALE_MESH_PLAN": ""}
+    assert list_asked(environment) == ["WHALE_MESH=data=2", "--set memory.zero=2"]

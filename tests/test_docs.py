@@ -54,6 +54,19 @@ def test_the_index_of_decisions_is_complete() -> None:
     assert {path.name for path in DECISIONS.iterdir()} == {"README.md", *(link for _, link, *_ in rows)}
 
 
+def test_readme_begins_with_its_two_commands() -> None:
+    first = re.search(r"(?:^    .*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert first is not None and re.findall(r"^    (make \w+) ", first[0], re.MULTILINE) == ["make demo", "make test"]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= set(targets)
+
+
+def test_the_changelog_is_a_page() -> None:
+    """Of each version: what is there now, where git has the history."""
+    for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
+        assert len(version) < 9000, f"{version.splitlines()[0]}: join lines that speak of one thing"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_document_refers_to_exists(document: Path) -> None:
     text = re.sub(r"^\+.*$", "", document.read_text(), flags=re.MULTILINE)  # what a diff adds need not exist

@@ -22,7 +22,8 @@ class MemoryReport:
 
     Attributes:
       ranks: of this process; the figures are of all of them together.
-      variables: category (parameters, slots, buffers) -> bytes of the variables that these ranks hold now, exactly.
+      variables: category (parameters, optimizer state, buffers) -> bytes of the variables that these ranks hold now,
+        exactly.
       predicted: name of a program -> category -> bytes at the fullest moment of a step, of the first of these ranks:
         variables, gradients, weights that are gathered, activations.
       on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``read_memory.offload``).
