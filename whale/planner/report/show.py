@@ -72,7 +72,10 @@ class _Page:
 def show(plan: PlanFile, width: int = WIDTH) -> str:
     """Returns one screen: model, devices, step time by parts, a row per stage, schedule, alternatives, a last line."""
     page = _of_model(plan, width) if plan.program is None else _of_program(plan, width)
-    lines = [page.model, page.devices, f"plan       {plan.strategy.format_summary()}"]
+    lines = [page.model, page.devices]
+    if plan.cluster is not None and (overridden := list(plan.cluster.list_overridden())):
+        lines.append(f"overridden {'; '.join(overridden)}")
+    lines.append(f"plan       {plan.strategy.format_summary()}")
     if (found := page.found) is not None:
         lines.append(f"predicted  {format_seconds(found.step_s)} a step{page.speed}")
         if found.likely_s is not None:
@@ -81,7 +84,7 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
             lines.append(f"likely     {likely}, as nine of ten {page.of} steps")
         lines.append(f"bound by   {page.bound}")
         if plan.bound_s:
-            most = f"at most {found.step_s / plan.bound_s - 1:.0%} to gain"
+            most = f"at most {max(0.0, 1 - plan.bound_s / found.step_s):.0%} of the step to gain"
             lines.append(f"optimum    not below {format_seconds(plan.bound_s)}: {most}")
     for table in page.tables:
         lines += ["", *table] if table else []
