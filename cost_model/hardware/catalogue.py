@@ -104,7 +104,7 @@ class Device(Entry, frozen=True):
                 f"the device {self.name} does not compute in {dtype}",
                 given=dtype,
                 expected=", ".join(self.peak_tflops),
-                action="choose one of these dtypes or another device",
+                action="choose one of these dtypes, software that computes in one (`--software`), or another device",
             )
         return peak * 1e12
 
