@@ -5,6 +5,7 @@ Data: hardware/stacks.yaml, each entry with its sources.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated
@@ -85,7 +86,7 @@ class Stack(catalogue.Entry, frozen=True):
     @property
     def element_bytes(self) -> int:
         """Returns the bytes of an element of activations, weights and gradients."""
-        return SIZE_BYTES[self.dtype]
+        return math.ceil(SIZE_BYTES[self.dtype])
 
 
 @cache

@@ -40,6 +40,12 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
             if getattr(self, name) < 1:
                 raise PlanError(f"a transformer's {name} must be positive", given=getattr(self, name))
+        if self.top > max(1, self.experts):
+            raise PlanError(
+                "a token goes through more experts than there are",
+                given=f"top={self.top}, experts={self.experts}",
+                expected=f"top of at most {max(1, self.experts)}",
+            )
         if self.hidden % self.heads:
             raise PlanError("hidden is not a multiple of heads", given=f"{self.hidden} and {self.heads}")
 

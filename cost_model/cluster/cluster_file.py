@@ -11,6 +11,9 @@
         devices: [{type: v100-sxm2-16gb, count: 4}, {type: t4, share: 0.5}]
         networks: {fabric: {nics: 1}}
 
+Figures of the catalogue may be overridden: of devices `memory_gb`, `memory_gb_per_s`, `peak_tflops`, `link_gb_per_s`
+and `host_link_gb_per_s`, of networks `gb_per_s` and `latency_us`.
+
 cluster.schema.json beside this file is the JSON schema, for editors and other programs. Every mistake is a ClusterError
 with line and key.
 """
@@ -18,6 +21,7 @@ with line and key.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,12 +31,16 @@ from msgspec import Meta
 
 from cost_model.cluster import yaml_files
 from cost_model.hardware import catalogue
-from cost_model.hardware.catalogue import Device, Link, Network, suggest_nearest
+from cost_model.hardware.catalogue import Device, Link, Network, StepTimes, suggest_entry, suggest_nearest
+from cost_model.kernels.compute import SIZE_BYTES
 from whale.errors import ClusterError
 
 SCHEMA = Path(__file__).resolve().parent / "cluster.schema.json"
 Name = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+# A figure that is so many times the catalogue's is taken for one in another unit.
+MOST_TIMES = 8
 
 
 class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,36 +52,98 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         share: the part of each device that this job may use (a CPU quota, time slices, a partition of a GPU).
         memory_gb: memory of each, where it is not what the catalogue says.
         link: link between them, where it is not what the catalogue says.
+        peak_tflops: dense TFLOP/s by dtype, of those that are not what the catalogue says (clocks, power limits).
+        memory_gb_per_s: bandwidth of the memory of each, likewise.
+        link_gb_per_s: line rate of the link of one of them in one direction, likewise.
+        host_link_gb_per_s: line rate between one of them and its host in one direction, likewise.
     """
 
     type: Name
     count: Count = 1
     share: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    memory_gb: Annotated[float, Meta(gt=0)] | None = None
+    memory_gb: Positive | None = None
     link: Name | None = None
+    peak_tflops: dict[str, Positive] = {}
+    memory_gb_per_s: Positive | None = None
+    link_gb_per_s: Positive | None = None
+    host_link_gb_per_s: Positive | None = None
 
     @property
     def device(self) -> Device:
-        """Returns the catalogue's entry, with the memory that the file says."""
+        """Returns the catalogue's entry, with the figures that the file overrides."""
         found = catalogue.find_device(self.type)
-        return found if self.memory_gb is None else msgspec.structs.replace(found, memory_gb=self.memory_gb)
+        given: dict[str, Any] = {
+            name: value for name in ("memory_gb", "memory_gb_per_s") if (value := getattr(self, name)) is not None
+        }
+        if self.peak_tflops:
+            given["peak_tflops"] = found.peak_tflops | self.peak_tflops
+        return msgspec.structs.replace(found, **given) if given else found
 
     def intra_link(self) -> Link:
-        """Returns the link over which these devices reach each other."""
-        device = self.device
-        return catalogue.find_link(self.link or device.link or device.host_link)
+        """Returns the link over which these devices reach each other: without one, that to the host."""
+        name = self.link or catalogue.find_device(self.type).link
+        return self.host_link() if name is None else _at_rate(catalogue.find_link(name), self.link_gb_per_s)
+
+    def host_link(self) -> Link:
+        """Returns the link between one of these devices and the host's memory."""
+        return _at_rate(catalogue.find_link(catalogue.find_device(self.type).host_link), self.host_link_gb_per_s)
+
+    def list_overridden(self) -> Iterator[tuple[str, float, float]]:
+        """Yields (name, figure of the file, figure of the catalogue) of what the file overrides.
+
+        A processor's memory is what its host has, which the catalogue can only guess.
+        """
+        known = catalogue.find_device(self.type)
+        link = self.link or known.link
+        of_catalogue = {
+            "memory_gb": known.memory_gb if known.kind != "cpu" else None,
+            "memory_gb_per_s": known.memory_gb_per_s,
+            "link_gb_per_s": catalogue.find_link(link).gb_per_s if link else None,
+            "host_link_gb_per_s": catalogue.find_link(known.host_link).gb_per_s,
+        }
+        for name, there in of_catalogue.items():
+            if (given := getattr(self, name)) is not None and there is not None and given != there:
+                yield name, given, there
+        for dtype, given in self.peak_tflops.items():
+            if given != (there := known.peak_tflops.get(dtype, math.nan)):
+                yield f"peak_tflops.{dtype}", given, there
 
 
 class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A network: its type in the catalogue, and by how much its core is smaller than its edge (1 = full bisection)."""
+    """A network between hosts.
+
+    Attributes:
+        type: a name of the hardware catalogue.
+        oversubscription: by how much its core is smaller than its edge (1: full bisection).
+        gb_per_s: line rate of one adapter in one direction, where it is not what the catalogue says.
+        latency_us: of one step of a collective, from one host to the next, likewise: half a round trip, and what the
+            software takes.
+    """
 
     type: Name
     oversubscription: Annotated[float, Meta(ge=1)] = 1.0
+    gb_per_s: Positive | None = None
+    latency_us: Positive | None = None
 
     @property
     def network(self) -> Network:
-        """Returns the catalogue's entry."""
-        return catalogue.find_network(self.type)
+        """Returns the catalogue's entry, with the figures that the file overrides."""
+        found = catalogue.find_network(self.type)
+        if self.gb_per_s is not None:
+            found = msgspec.structs.replace(found, gb_per_s=self.gb_per_s)
+        if self.latency_us is not None:
+            found = msgspec.structs.replace(found, step_us=StepTimes(*[self.latency_us] * 3))
+        return found
+
+    def list_overridden(self) -> Iterator[tuple[str, float, float]]:
+        """Yields (name, figure of the file, figure of the catalogue) of what the file overrides."""
+        known = catalogue.find_network(self.type)
+        for name, given, there in (
+            ("gb_per_s", self.gb_per_s, known.gb_per_s),
+            ("latency_us", self.latency_us, known.step_us.simple),
+        ):
+            if given is not None and given != there:
+                yield name, given, there
 
 
 class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,8 +195,17 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Returns the kinds of its devices: gpu, cpu."""
+        """Returns the kinds of its devices: gpu, accelerator, cpu."""
         return frozenset(entry.device.kind for host in self.hosts for entry in host.devices)
+
+    def list_overridden(self) -> Iterator[str]:
+        """Yields, in words, each figure of the catalogue that the file overrides, with the catalogue's."""
+        places: list[tuple[str, DeviceEntry | NetworkEntry]] = list(self.networks.items())
+        places += [(f"{host.name}/{entry.type}", entry) for host in self.hosts for entry in host.devices]
+        for place, one in places:
+            for name, given, there in one.list_overridden():
+                instead = "not in the catalogue" if math.isnan(there) else f"{there:g} in the catalogue"
+                yield f"{place}: {name} {given:g} ({instead})"
 
     def find_path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:
         """Returns the fastest network between two hosts: its name, its entry, the adapters of the host with fewer."""
@@ -143,6 +222,10 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         best = max(common, key=lambda name: self.networks[name].network.bytes_per_s * count_nics(name))
         return best, self.networks[best], count_nics(best)
+
+
+def _at_rate(link: Link, gb_per_s: float | None) -> Link:
+    return link if gb_per_s is None else msgspec.structs.replace(link, gb_per_s=gb_per_s)
 
 
 def make_schema() -> dict[str, Any]:
@@ -192,8 +275,9 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
                 where,
                 "unknown network type",
                 given=entry.type,
-                **suggest_nearest(entry.type, catalogue.load_networks()),
+                **suggest_entry(entry.type, catalogue.load_networks()),
             )
+        _check_overridden(entry, file, ["networks", name])
     seen: dict[str, int] = {}
     for i, host in enumerate(cluster.hosts):
         if host.name in seen:
@@ -224,24 +308,46 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
                     [*here, "type"],
                     "unknown device",
                     given=part.type,
-                    **suggest_nearest(part.type, catalogue.load_devices()),
+                    **suggest_entry(part.type, catalogue.load_devices()),
                 )
             if part.link is not None and part.link not in catalogue.load_links():
                 fail(
                     [*here, "link"],
                     "unknown link",
                     given=part.link,
-                    **suggest_nearest(part.link, catalogue.load_links()),
+                    **suggest_entry(part.link, catalogue.load_links()),
                 )
-            if part.memory_gb is not None and device.kind == "gpu" and part.memory_gb > device.memory_gb:
+            for dtype in part.peak_tflops:
+                if dtype not in SIZE_BYTES:
+                    fail(
+                        [*here, "peak_tflops", dtype],
+                        "unknown dtype",
+                        given=dtype,
+                        **suggest_nearest(dtype, SIZE_BYTES),
+                    )
+            if part.link_gb_per_s is not None and part.link is None and device.link is None:
                 fail(
-                    [*here, "memory_gb"],
-                    "a device has more memory than its type",
-                    given=f"{part.memory_gb} GB",
-                    expected=f"at most {device.memory_gb} GB for {device.name}",
+                    [*here, "link_gb_per_s"],
+                    f"{device.name} has no link but that to its host",
+                    given=f"link_gb_per_s: {part.link_gb_per_s:g}",
+                    expected="link, or host_link_gb_per_s in place of link_gb_per_s",
                 )
+            _check_overridden(part, file, here)
     reachable = [host for host in cluster.hosts if host.networks]
     if len(cluster.hosts) > 1:
         for i, host in enumerate(cluster.hosts):
             if host not in reachable:
                 fail(["hosts", i], "a host is attached to no network", given=host.name, expected="networks")
+
+
+def _check_overridden(entry: DeviceEntry | NetworkEntry, file: yaml_files.YamlFile, where: list[str | int]) -> None:
+    """Refuses figures that are many times the catalogue's; less may be a part of a device or a worn line."""
+    for name, given, there in entry.list_overridden():
+        if name != "latency_us" and given > MOST_TIMES * there:
+            raise file.make_error(
+                [*where, *name.split(".")],
+                f"the figure is more than {MOST_TIMES} times the catalogue's",
+                given=f"{given:g}",
+                expected=f"at most {MOST_TIMES * there:g}; the catalogue has {there:g} for {entry.type}",
+                action="give it in the unit that its name ends with",
+            )

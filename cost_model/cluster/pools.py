@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
-from cost_model.hardware import Device, catalogue
+from cost_model.hardware import Device
 from cost_model.kernels.collectives import Group, make_group
 from whale.errors import ClusterError
 
@@ -70,7 +70,7 @@ class Pool:
     @property
     def host_bytes_per_s(self) -> float:
         """Returns the bytes per second between a device and its host's memory."""
-        return catalogue.find_link(self.device.host_link).bytes_per_s
+        return self.entry.host_link().bytes_per_s
 
     @property
     def name(self) -> str:
@@ -160,7 +160,7 @@ class Machines:
         inside = same_host and (ranks < first.host_devices or first.hosts == 1)
         if inside or not first.host.networks:
             slow = min((first.entry.intra_link(), second.entry.intra_link()), key=lambda link: link.bytes_per_s)
-            return slow.bytes_per_s, slow.step_us.simple
+            return slow.bytes_per_s_among(2), slow.step_us.simple
         _, entry, nics = self.cluster.find_path(first.host, second.host)
         network = entry.network
         crowd = max(first.host_devices, second.host_devices)

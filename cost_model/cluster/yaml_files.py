@@ -51,6 +51,35 @@ def refuse_depth(text: str, origin: str, what: str) -> None:
             )
 
 
+def refuse_duplicate_keys(tree: Any, origin: str, what: str) -> None:
+    """Refuses a mapping that has a key twice, of which YAML's parser would keep the last and drop the other unseen.
+
+    Raises:
+        ClusterError: one has.
+    """
+    left, seen = [tree], set()
+    while left:
+        node = left.pop()
+        if id(node) in seen:  # an alias leads to it as well
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            first: dict[tuple[str, str], Any] = {}
+            for key, value in node.value:
+                left.append(value)
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                if (known := first.setdefault((key.tag, key.value), key)) is not key:
+                    line, before = key.start_mark.line + 1, known.start_mark.line + 1
+                    raise ClusterError(
+                        f"the {what} has a key twice",
+                        given=f"{origin}:{line}, key {key.value}, which line {before} has already",
+                        action="remove or rename one of them",
+                    )
+
+
 class YamlFile:
     """The text of a YAML file, with the place of each of its keys."""
 
@@ -59,6 +88,7 @@ class YamlFile:
         try:
             refuse_depth(text, origin, what)
             self.tree: Any = yaml.compose(text, Loader=LOADER)
+            refuse_duplicate_keys(self.tree, origin, what)
             self.data: Any = yaml.load(text, Loader=LOADER)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)

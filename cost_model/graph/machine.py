@@ -162,7 +162,7 @@ def cluster_machine(cluster: Cluster) -> Machine:
             among = make_group(len(mine), per_host, link, between.network, nics, 1, between.oversubscription, adapter)
         if what.kind == "point_to_point":
             inside = len(hosts) == 1
-            rate = link.bytes_per_s if inside else among.host_bytes_per_s
+            rate = link.bytes_per_s_among(2) if inside else among.host_bytes_per_s
             steps = link.step_us if inside else (among.network_steps or link.step_us)
             return point_to_point_s(what.tensor_bytes, rate, steps.simple)
         return COLLECTIVES[what.kind](among, what.tensor_bytes)

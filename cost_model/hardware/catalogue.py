@@ -21,6 +21,7 @@ from whale.errors import ClusterError
 FOLDER = Path(__file__).resolve().parent
 Positive = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+VENDORS = frozenset("amd aws geforce google huawei instinct intel nvidia tesla".split())
 # The loader in C, where PyYAML was built with it, is ten times faster.
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -62,6 +63,8 @@ class Device(Entry, frozen=True):
     """One accelerator or CPU socket.
 
     Attributes:
+        kind: gpu: runs TensorFlow's kernels for GPUs; accelerator: has software of its own (TPU, Trainium, Gaudi,
+            Ascend).
         units: streaming multiprocessors or cores: a matrix product's tiles run on so many at a time.
         peak_tflops: dense TFLOP/s by dtype.
         memory_gb: GB (1e9 bytes) of device memory.
@@ -72,7 +75,7 @@ class Device(Entry, frozen=True):
         efficiency: name of its efficiency curve.
     """
 
-    kind: Literal["gpu", "cpu"]
+    kind: Literal["gpu", "accelerator", "cpu"]
     units: Annotated[int, Meta(gt=0)]
     peak_tflops: dict[str, Positive]
     memory_gb: Positive
@@ -101,7 +104,7 @@ class Device(Entry, frozen=True):
                 f"the device {self.name} does not compute in {dtype}",
                 given=dtype,
                 expected=", ".join(self.peak_tflops),
-                action="choose one of these dtypes or another device",
+                action="choose one of these dtypes, software that computes in one (`--software`), or another device",
             )
         return peak * 1e12
 
@@ -115,18 +118,30 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(Entry, frozen=True):
-    """A link between the devices of one host: line rate of one device and direction, and what messages reach of it."""
+    """A link between the devices of one host: line rate of one device and direction, and what messages reach of it.
+
+    Attributes:
+        mesh_size: of devices that are connected each to each: how many. A group of fewer has only the links between
+            its own.
+    """
 
     gb_per_s: Positive
     fraction: Fraction
     step_us: StepTimes
-    topology: Literal["host", "pair", "mesh", "switch"]
+    topology: Literal["host", "tree", "pair", "mesh", "torus", "switch"]
     in_network_reduction: Annotated[float, Meta(ge=1)] = 1.0
+    mesh_size: Annotated[int, Meta(ge=2)] | None = None
 
     @property
     def bytes_per_s(self) -> float:
-        """Returns what large messages reach, one device and direction."""
+        """Returns what large messages reach, one device and direction, with all that it is connected to."""
         return self.gb_per_s * self.fraction * 1e9
+
+    def bytes_per_s_among(self, devices: int) -> float:
+        """Returns what large messages reach, one device and direction, in a group of so many devices of one host."""
+        if self.mesh_size is None or not 1 < devices < self.mesh_size:
+            return self.bytes_per_s
+        return self.bytes_per_s * (devices - 1) / (self.mesh_size - 1)
 
 
 class Network(Entry, frozen=True):
@@ -213,8 +228,33 @@ def find_network(name: str) -> Network:
 def _find(kind: str, name: str, known: Mapping[str, E]) -> E:
     found = known.get(name) or known.get(name.lower().replace(" ", "-").replace("_", "-"))
     if found is None:
-        raise ClusterError(f"the hardware catalogue has no such {kind}", given=name, **suggest_nearest(name, known))
+        raise ClusterError(f"the hardware catalogue has no such {kind}", given=name, **suggest_entry(name, known))
     return found
+
+
+def suggest_entry(name: str, known: Mapping[str, Entry]) -> dict[str, str]:
+    """Returns the facts of an error about a name that the catalogue lacks: the nearest one of its family, or all names.
+
+    A family is what a name begins with before its first digit: an mi300a is no 3090, however alike the digits are.
+    """
+    wanted = _family_of(name)
+    family = {k: v for k, v in known.items() if _are_alike(wanted, _family_of(k))}
+    if close := difflib.get_close_matches(name.lower().replace(" ", "-"), list(family), n=1, cutoff=0.5):
+        return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}
+    names = sorted({entry.name for entry in known.values()})
+    return {"expected": "one of " + ", ".join(names), "action": "choose one of these names"}
+
+
+def _family_of(name: str) -> str:
+    """Returns the letters that a name begins with, without its vendor's name."""
+    words = re.findall(r"[a-z]+|[0-9]+", name.lower())
+    while len(words) > 1 and words[0] in VENDORS:
+        words = words[1:]
+    return words[0] if words and words[0].isalpha() else ""
+
+
+def _are_alike(one: str, other: str) -> bool:
+    return one == other or difflib.SequenceMatcher(None, one, other).ratio() > 0.7
 
 
 def suggest_nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:

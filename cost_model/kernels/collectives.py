@@ -76,10 +76,11 @@ def make_group(
     `adapter_bytes_per_s`: what an adapter can take of the ranks' memory, where that is less than it can send.
     """
     per_host = min(size, per_host)
+    inside = link.bytes_per_s_among(per_host)
     if size == per_host or network is None:
-        return Group(size, size, link.bytes_per_s, link.step_us, in_network_reduction=link.in_network_reduction)
+        return Group(size, size, inside, link.step_us, in_network_reduction=link.in_network_reduction)
     share = min(network.bytes_per_s / oversubscription, adapter_bytes_per_s) * nics / groups_per_host
-    return Group(size, per_host, link.bytes_per_s, link.step_us, share, network.step_us)
+    return Group(size, per_host, inside, link.step_us, share, network.step_us)
 
 
 def _compute_steps_s(group: Group, protocol: str, rounds: int) -> float:

@@ -24,7 +24,7 @@ LEAST_TRAFFIC = 1.0 / TILES[0][0] + 1.0 / TILES[0][1]
 SPLITS = (1, 2, 4, 8)
 LEAST_K = 256  # of the inner dimension that a multiprocessor gets of a divided product
 MOST_WAVES = 2  # of tiles, up to which libraries divide the inner dimension
-SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
+SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "float4": 0.5, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Rates:
     kernel_s: float
     attention_flops_per_s: float
     attention_ramp: float
-    element_bytes: int
+    element_bytes: float
 
 
 @lru_cache(maxsize=1024)

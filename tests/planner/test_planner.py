@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -198,13 +200,94 @@ def test_what_is_fixed_stays_fixed(plan):
         ("stages=25", "24 layers are not enough for 25 stages"),
         ("micro_batch=3", "a batch of 256 is not divisible by 3 rows of a micro-batch"),
         ("data=17", "17 devices are needed, and unequal has 16"),
+        ("data=300", "256 rows of a micro-batch are not enough for 300 replicas"),
+        ("micro_batches=64 data=8", "4 rows of a micro-batch are not enough for 8 replicas"),
+        ("micro_batches=4 micro_batch=8 data=4", "a batch of 256 in 4 micro-batches of 8 rows has 8 replicas, not 4"),
+        ("micro_batches=4 micro_batch=128", "64 rows of a micro-batch are not divisible by 128 rows of a replica"),
+        ("micro_batch=2 data=3", "a batch of 256 is not divisible by 3 replicas of 2 rows"),
+        ("tensor=8 stages=2 data=2", "32 devices are needed, and unequal has 16"),
+        ("tensor=8 chunks=2 data=2", "32 devices are needed, and unequal has 16"),
+        ("chunks=2 stages=1", "one stage is not interleaved in 2 chunks"),
+        ("chunks=13", "24 layers are not enough for 2 stages of 13 chunks"),
+        ("chunks=2 stages=3", "chunks of stages are interleaved where micro-batches are a multiple of the stages: "
+         "256 of them are none of 3"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_fixed_says_why(fixed, reason):
     model, batch = ask.describe(SMALL)
     with pytest.raises(PlanError) as error:
-        ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits([fixed]))
+        ask.plan(cluster_file.parse(UNEQUAL), batch, model, limits=ask.limits(fixed.split()))
     assert error.value.facts["reason"] == f"infeasible: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ("zero=4", "this cannot be fixed to that\n  given: zero=4\n  expected: zero=a level from 0 to 3"),
+        ("stages=0", "given: stages=0\n  expected: stages=a whole number of at least 1"),
+        ("data=-2", "given: data=-2\n  expected: data=a whole number of at least 1"),
+        ("micro_batch=\u00b2", "this cannot be fixed to that\n  given: micro_batch="),
+        ("recompute=some", "given: recompute=some\n  expected: recompute=none or selective or full"),
+        ("tensor=2 qkv.split=4", "tensor is fixed twice\n  given: tensor=2 and qkv.split=4"),
+    ],
+)
+def test_values_that_no_plan_can_have_are_refused(fixed, words):
+    with pytest.raises(PlanError, match=words):
+        ask.limits(fixed.split())
+
+
+def test_the_page_names_overridden_figures_long_sequences_and_a_bounded_gain():
+    where = cluster_file.parse(
+        "name: one\nhosts: [{name: a, devices: [{type: h100, count: 2, memory_gb: 160, memory_gb_per_s: 3000}]}]\n"
+    )
+    model, _ = ask.describe("gpt:layers=2,hidden=512,heads=8,sequence=131072,vocabulary=1024")
+    page = show(ask.plan(where, 2, model, software="composer-bf16", limits=ask.limits([], 0.2)))
+    words = " ".join(page.split())
+    assert (
+        "overridden a/h100: memory_gb 160 (85.9 in the catalogue); a/h100: memory_gb_per_s 3000 (3350 in the" in words
+    )
+    assert "attention has all 131,072 positions of a sequence on one rank; context parallelism divides them" in words
+    gain = int(re.search(r"at most (\d+)% of the step to gain", words)[1])
+    assert 0 <= gain < 100
+
+
+def test_a_token_goes_through_no_more_experts_than_there_are():
+    with pytest.raises(PlanError, match="more experts than there are\n  given: top=9, experts=8"):
+        ask.describe("moe:layers=2,hidden=1024,heads=16,experts=8,top=9")
+    with pytest.raises(PlanError, match="given: top=2, experts=0"):
+        ask.describe("gpt:layers=2,hidden=1024,heads=16,top=2")
+
+
+@pytest.mark.parametrize(
+    ("batch", "fixed"),
+    [
+        (16, "stages=5"),  # no number of stages that leaves each the same layers
+        (16, "chunks=2"),  # of seven layers: three stages at most
+        (12, "micro_batch=6"),  # no power of two
+        (300, "micro_batch=150"),
+        (300, "micro_batches=1 data=5"),
+        (7, "data=3 stages=5"),  # unequal rows, and a pipeline that never fills
+        (7, "tensor=8 stages=3"),
+        (300, "micro_batches=2 micro_batch=5"),  # more replicas than the larger pool has devices
+    ],
+)
+def test_what_is_legal_is_found_however_it_is_fixed(batch, fixed):
+    """More: 800 draws beside an enumeration of plans of equal stages found none that was refused."""
+    model, _ = ask.describe("gpt:layers=7,hidden=512,heads=8,sequence=128,vocabulary=1024")
+    text = (
+        "name: three\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
+        "- {name: a, count: 3, devices: [{type: a100, count: 8}], networks: {f: {nics: 8}}}\n"
+    )
+    if batch == 300:
+        text += "- {name: b, count: 2, devices: [{type: v100, count: 4}], networks: {f: {nics: 1}}}\n"
+    where, limits = cluster_file.parse(text), ask.limits(fixed.split(), 0.2)
+    found = ask.plan(where, batch, model, limits=limits).strategy
+    stages, parts = found.stages, [part for stage in found.stages for part in stage.parts]
+    assert limits.stages in (None, len(stages)) and limits.chunks in (None, found.chunks)
+    assert limits.micro_batches in (None, found.micro_batches)
+    assert limits.data is None or {stage.replicas for stage in stages} == {limits.data}
+    assert limits.micro_batch is None or {part.rows for part in parts} == {limits.micro_batch}
+    assert limits.tensor is None or {part.tensor for part in parts} == {limits.tensor}
 
 
 def test_operations_of_a_described_model_are_divided_alike():

@@ -118,4 +118,20 @@ def test_each_change_that_is_advised_is_enough(limits: Constraints, words: set[s
         assert search(change.model, change.machines, 64, replace(change.limits, budget_s=0.3)).evaluation.fits
 
 
+def test_context_parallelism_is_advised_for_long_sequences() -> None:
+    """No rank holds what a million positions take; with two ranks for a sequence, half of the devices have room."""
+    where = cluster_file.parse(
+        "name: long\nnetworks: {f: {type: infiniband-ndr-400}}\nhosts:\n"
+        "- {name: a, count: 4, devices: [{type: h100, count: 8}], networks: {f: {nics: 8}}}\n"
+    )
+    described, _ = ask.describe("gpt:layers=32,hidden=4096,heads=32,sequence=1048576,vocabulary=128256")
+    model = TransformerModel(described, stack("composer-bf16"), Machines(where))
+    with pytest.raises(PlanError) as error:
+        search(model, Machines(where), 4, Constraints(budget_s=0.1))
+    said = (
+        "context parallelism over 2 ranks with 524288 of 1048576 positions each (`with wh.split(context=1)` in a script"
+    )
+    assert said in " ".join(str(error.value).split())
+
+
 LARGE = "gpt:layers=6,hidden=8192,heads=8,sequence=256,vocabulary=512"

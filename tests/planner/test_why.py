@@ -31,6 +31,21 @@ def test_each_axis_is_answered_by_its_difference_or_why_it_cannot_be(plan: PlanF
     assert "infeasible: 4 layers are not enough for 8 stages" in answer(plan, "stages=8", BUDGET_S)
 
 
+def test_a_change_that_is_faster_than_the_plan_is_said_to_be(plan: PlanFile) -> None:
+    slow = ask.plan(WHERE, 32, plan.transformer, limits=ask.limits(["stages=4", "micro_batches=4"], BUDGET_S))
+    said = answer(slow, "micro_batches=32", BUDGET_S)
+    assert said.startswith("micro_batches=32: faster than the plan; `whale plan --set 'micro_batches=32'` plans so; ")
+    assert ": -" in said and "faster" not in answer(plan, "stages=4", BUDGET_S)
+    assert "faster" not in answer(slow, "batch=64", BUDGET_S)  # that is another question
+
+
+def test_figures_of_a_network_that_is_replaced_are_not_kept(plan: PlanFile) -> None:
+    text = cluster_file.to_yaml(WHERE).replace("t4", "a100-sxm-40gb")
+    text = text.replace("infiniband-hdr-200", "infiniband-hdr-200\n    gb_per_s: 1")
+    slow = ask.plan(cluster_file.parse(text), 512, plan.transformer, limits=ask.limits([], BUDGET_S))
+    assert "communication -" in answer(slow, "f=infiniband-hdr-200", BUDGET_S)
+
+
 def test_stages_and_kinds_of_devices(plan: PlanFile) -> None:
     assert "layers" in answer(plan, "stage=0", BUDGET_S) and "slowest" in answer(plan, "stage=0", BUDGET_S)
     lines = answer(plan, "device=t4", BUDGET_S).splitlines()

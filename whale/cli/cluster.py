@@ -30,11 +30,12 @@ def add_parser(verbs: Any) -> None:
     verb = verbs.add_parser(
         "cluster",
         help="print an example of a cluster file, or what one says",
-        description="Prints what a cluster file says, an example of one, or the devices and networks that it may name.",
+        description="Prints what a cluster file says, an example of one, or the devices, links and networks that it "
+        "may name.",
     )
     verb.add_argument("file", nargs="?", help="a cluster file (YAML), or local for this machine")
     verb.add_argument("--example", action="store_true", help="print a file to start from")
-    verb.add_argument("--devices", action="store_true", help="print the devices and networks of the catalogue")
+    verb.add_argument("--devices", action="store_true", help="print the devices, links and networks of the catalogue")
     verb.set_defaults(call=run_command, wrong=verb.error)
 
 
@@ -51,6 +52,9 @@ def run_command(given: argparse.Namespace) -> int:
         for name, device in catalogue.load_devices().items():
             if name == device.name:  # the others are aliases
                 print(f"  {name:22} {format_bytes(device.memory_bytes):>9}  {_format_rate(device.peak_tflops)}")
+        print("links")
+        for name, link in catalogue.load_links().items():
+            print(f"  {name:22} {link.gb_per_s:g} GB/s a device and direction, {link.topology}")
         print("networks")
         for name, network in catalogue.load_networks().items():
             print(f"  {name:22} {network.gb_per_s:g} GB/s")
@@ -69,9 +73,11 @@ def run_command(given: argparse.Namespace) -> int:
     for pool in machines.pools:
         hosts = f"{format_count(pool.hosts, 'host')} of {pool.per_host}"
         print(f"  {pool.devices:4} {pool.name:28} {hosts:14} {format_bytes(pool.memory_bytes):>9} each")
+    for line in found.list_overridden():
+        print(f"  overridden  {line}")
     return 0
 
 
 def _format_rate(peak_tflops: dict[str, float]) -> str:
-    dtype = next((name for name in ("float16", "float32") if name in peak_tflops), next(iter(peak_tflops)))
+    dtype = next((name for name in ("float16", "bfloat16", "float32") if name in peak_tflops), next(iter(peak_tflops)))
     return f"{peak_tflops[dtype]:g} TFLOP/s in {dtype}"

@@ -204,6 +204,8 @@ def _plan_described(given: argparse.Namespace) -> int:
     if given.fixed:
         free = ask.plan(machines, batch, transformer, table, given.software, ask.limits([], given.budget or BUDGET_S))
         line = f"{', '.join(given.fixed)}: {show.against(plan, free)}"
+        if show.is_faster(plan, free):
+            line += "; faster than what was found without it: keep it, or search longer with --budget"
         print("\n" + "\n".join(wrap(line, show.terminal_width())))
     if given.advise and transformer is not None:
         print("\n".join(["", "nearby models", *(f"  {row}" for row in ask.advise(machines, batch, transformer))]))

@@ -34,6 +34,8 @@ DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 CAPTURED = ("bert", "t5", "vit", "resnet", "dlrm", "classifier")
 MOST = {"layers": 4096}
 MOST_OTHERWISE = 10**12
+MOST_DIGITS = 15
+LEVELS = (0, 3)  # of ZeRO
 
 
 def describe(text: str) -> tuple[Transformer, int | None]:
@@ -76,7 +78,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
             )
         if not number.strip().isdigit():
             raise PlanError("a description cannot be read", given=part, expected=f"{name}=<a whole number>")
-        if len(number.strip()) > 15 or not int(number) <= MOST.get(name, MOST_OTHERWISE):
+        if len(number.strip()) > MOST_DIGITS or not int(number) <= MOST.get(name, MOST_OTHERWISE):
             most = MOST.get(name, MOST_OTHERWISE)
             raise PlanError("a model of that size is not planned", given=part, expected=f"{name} of at most {most:,}")
         values[name] = int(number)
@@ -127,6 +129,7 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
     if budget_s <= 0:
         raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
     values: dict[str, int | str] = {}
+    first: dict[str, str] = {}
     for one in fixed:
         name, _, value = one.partition("=")
         if name.endswith(".split"):
@@ -141,10 +144,15 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
                 expected=", ".join([*(f"{n}=..." for n in sorted(FIXED)), "OPERATION.split=..."]),
                 action=f"write {near}={value}, if that is meant" if near else None,
             )
-        if value not in WORDS[name] if name in WORDS else not value.isdigit():
-            can = " or ".join(WORDS.get(name, ("a whole number",)))
+        number = int(value) if value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS else None
+        least, most = LEVELS if name == "zero" else (1, MOST_OTHERWISE)
+        if value not in WORDS[name] if name in WORDS else number is None or not least <= number <= most:
+            levels = f"a level from {least} to {most}" if name == "zero" else f"a whole number of at least {least}"
+            can = " or ".join(WORDS.get(name, (levels,)))
             raise PlanError("this cannot be fixed to that", given=one, expected=f"{name}={can}")
-        values[name] = value if name in WORDS else int(value)
+        if name in values:
+            raise PlanError(f"{name} is fixed twice", given=f"{first[name]} and {one}", action="leave one of them out")
+        values[name], first[name] = value if number is None else number, one
     return Constraints(**values, budget_s=budget_s)  # type: ignore[arg-type]
 
 
@@ -161,14 +169,51 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
     degrees = sorted({d for pool in machines.pools for d in model.tensor_degrees(pool.number)})
     if limits.tensor is not None and tensor not in degrees:
         return f"{tensor} ranks divide tensors; known are {', '.join(map(str, degrees))}"
-    stages = limits.stages or 1
-    if stages > model.count:
+    stages, replicas = limits.stages or (2 if limits.chunks not in (None, 1) else 1), limits.data or 1
+    if limits.stages is not None and stages > model.count:
         return f"{model.count} layers are not enough for {stages} stages"
-    if (needed := stages * tensor * (limits.data or 1)) > machines.devices:
-        return f"{needed} devices are needed, and {machines.cluster.name} has {machines.devices}"
+    if limits.recompute not in (None, *(known := [kind for kind, _ in model.recomputes()])):
+        return f"{model.stack.name} does not recompute {limits.recompute}; known are {', '.join(known)}"
     for name, parts in (("micro-batches", limits.micro_batches), ("rows of a micro-batch", limits.micro_batch)):
-        if parts is not None and (parts < 1 or batch % parts):
+        if parts is not None and batch % parts:
             return f"a batch of {batch} is not divisible by {parts} {name}"
+    each = batch // (limits.micro_batches or 1)
+    if limits.micro_batch is not None and limits.micro_batches is not None:
+        if each % limits.micro_batch:
+            return f"{each} rows of a micro-batch are not divisible by {limits.micro_batch} rows of a replica"
+        replicas = each // limits.micro_batch
+        if limits.data not in (None, replicas):
+            rows = f"{limits.micro_batches} micro-batches of {limits.micro_batch} rows"
+            return f"a batch of {batch} in {rows} has {replicas} replicas, not {limits.data}"
+    if each < replicas:
+        return f"{each} rows of a micro-batch are not enough for {replicas} replicas"
+    if batch % (replicas * (limits.micro_batch or 1)) and limits.micro_batch is not None:
+        return f"a batch of {batch} is not divisible by {replicas} replicas of {limits.micro_batch} rows"
+    if (needed := stages * tensor * replicas) > machines.devices:
+        return f"{needed} devices are needed, and {machines.cluster.name} has {machines.devices}"
+    groups = sum(pool.tensor_groups(tensor) for pool in machines.pools)
+    if (needed := stages * replicas) > groups:
+        return f"{needed} groups of {tensor} devices of one host are needed, and {machines.cluster.name} has {groups}"
+    return _not_interleaved(model.count, batch, limits)
+
+
+def _not_interleaved(layers: int, batch: int, limits: Constraints) -> str:
+    """Explains why no number of stages can be interleaved as was fixed; empty: one can."""
+    chunks = limits.chunks or 1
+    if chunks == 1:
+        return ""
+    if limits.stages == 1:
+        return f"one stage is not interleaved in {chunks} chunks"
+    most = layers // chunks
+    if (limits.stages or 2) > most:
+        return f"{layers} layers are not enough for {limits.stages or 2} stages of {chunks} chunks"
+    # Micro-batches that are not fixed are at most as many as each replica has rows.
+    count = limits.micro_batches or batch // ((limits.data or 1) * (limits.micro_batch or 1))
+    if all(count % stages for stages in ([limits.stages] if limits.stages else range(2, most + 1))):
+        return (
+            f"chunks of stages are interleaved where micro-batches are a multiple of the stages: {count} of them are "
+            f"none of {limits.stages or f'2 to {most}'}"
+        )
     return ""
 
 

@@ -10,14 +10,14 @@ from functools import partial
 
 import msgspec
 
-from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.cluster_file import Cluster, NetworkEntry
 from cost_model.hardware import catalogue
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import explain_operations, format_bytes, format_seconds
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import FIXED
 from whale.planner.report.planfile import PlanFile
-from whale.planner.report.show import against, explain_layer
+from whale.planner.report.show import against, explain_layer, is_faster
 
 FORMS = (
     "a layer's number, stage=N, device=KIND, "
@@ -52,7 +52,8 @@ def answer(plan: PlanFile, question: str, budget_s: float) -> str:
     if name == "device":
         return _device(plan, value, budget_s)
     if name in FIXED or name.endswith(".split"):
-        return _line(question, plan, lambda: _again(plan, budget_s, fixed=[question]))
+        beats = f"`whale plan --set '{question}'` plans so"
+        return _line(question, plan, lambda: _again(plan, budget_s, fixed=[question]), beats)
     if name == "batch" and value.isdigit():
         return _line(question, plan, lambda: _again(plan, budget_s, batch=int(value)))
     where: Cluster | None = None
@@ -85,8 +86,12 @@ def _again(
     return ask.plan(where, rows, plan.transformer, plan.table, plan.software, limits)
 
 
-def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
-    """Says what that would do to the step, by parts, or why it cannot be."""
+def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile], beats: str = "") -> str:
+    """Says what that would do to the step, by parts, or why it cannot be.
+
+    Args:
+        beats: of a change that the plan's own devices allow: how to have it where it is faster than the plan.
+    """
     try:
         found = other()
     except WhaleError as error:
@@ -98,7 +103,10 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile]) -> str:
         rows = f"; {after:,.1f} rows/s instead of {before:,.1f} ({after / before - 1:+.1%})"
     if found.strategy == plan.strategy and found.cluster == plan.cluster:
         return f"{words}: the plan is so already{rows}"
-    return f"{words}: {found.strategy.format_summary()}: {against(found, plan).partition('; without')[0]}{rows}"
+    faster = beats and is_faster(found, plan)
+    verdict = f"faster than the plan; {beats}; " if faster else ""
+    change = against(found, plan).partition("; without")[0]
+    return f"{words}: {verdict}{found.strategy.format_summary()}: {change}{rows}"
 
 
 def _stage(plan: PlanFile, question: str, value: str) -> str:
@@ -146,7 +154,8 @@ def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
             hosts += [msgspec.structs.replace(host, devices=left)] if left else []
         if hosts and len(own) < len(pools):
             cluster = msgspec.structs.replace(plan.machines.cluster, hosts=hosts)
-            lines.append("  " + _line(words, plan, partial(_again, plan, budget_s, cluster=cluster)))
+            beats = "`whale plan` finds it with a cluster file of these devices"
+            lines.append("  " + _line(words, plan, partial(_again, plan, budget_s, cluster=cluster), beats))
     return "\n".join(lines)
 
 
@@ -157,5 +166,6 @@ def _with_hosts(cluster: Cluster, name: str, count: int) -> Cluster:
 
 def _with_network(cluster: Cluster, name: str, kind: str) -> Cluster:
     catalogue.find_network(kind)  # an unknown kind is an error that names the nearest one
-    other = msgspec.structs.replace(cluster.networks[name], type=kind)
+    # Figures that the file overrides are those of the network that was.
+    other = NetworkEntry(kind, cluster.networks[name].oversubscription)
     return msgspec.structs.replace(cluster, networks={**cluster.networks, name: other})

@@ -33,11 +33,15 @@ class Families(Estimates):
         self.stage_counts: dict[int, list[int]] = {}
 
     def counts(self, most: int) -> list[int]:
-        """Returns the numbers of stages to try, at most ``most``."""
+        """Returns the numbers of stages to try, at most ``most``; where the user has fixed one, that."""
         key = min(most, self.model.count)
+        if (fixed := self.limits.stages) is not None:
+            return [fixed] if fixed <= key else []
         if key not in self.stage_counts:
             found = stage_counts(self.model.count, key)
-            if self.limits.hurried:
+            if self.limits.chunks not in (None, 1):  # of stages that are interleaved, not the fewest are the best
+                found = list(range(1, key + 1))
+            elif self.limits.hurried:
                 found = [n for n in found if self.model.count % n == 0 or n == key]
             self.stage_counts[key] = found
         return self.stage_counts[key]
@@ -58,7 +62,8 @@ class Families(Estimates):
                 for rows in sorted(set.intersection(*rows_known)):
                     if self.batch % rows or limits.micro_batch not in (None, rows):
                         continue
-                    if self.limits.hurried and rows & (rows - 1):
+                    left_free = limits.micro_batch is None and limits.micro_batches is None
+                    if limits.hurried and left_free and rows & (rows - 1):
                         continue
                     yield from self._pure_of(chosen, tensors, units, rows)
 
@@ -123,9 +128,10 @@ class Families(Estimates):
         return sorted(range(len(chosen)), key=lambda i: -self.machines.pools[chosen[i]].memory_bytes)
 
     def _chunks(self, stages: int, micro_batches: int, pools: int) -> list[int]:
-        limits, count = self.limits, self.model.count
-        if limits.chunks is not None:
-            return [limits.chunks]
+        fixed, count = self.limits.chunks, self.model.count
+        if fixed is not None:
+            legal = fixed == 1 or (stages > 1 and micro_batches % stages == 0 and stages * fixed <= count)
+            return [fixed] if legal else []
         if stages == 1 or pools > 1 or micro_batches % stages:
             return [1]
         return [v for v in CHUNKS if count % (stages * v) == 0]
@@ -138,6 +144,9 @@ class Families(Estimates):
         sets = [tuple(range(len(pools)))]
         if 2 < len(pools) <= MOST_POOLS:
             sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
+        wanted = self._replicas_wanted()
+        if wanted is not None and len(pools) > 1:  # so many replicas may have unequal rows on one pool, too
+            sets += [(k,) for k in range(len(pools))]
         for chosen in sets:
             degrees = [self.tensors(k) for k in chosen]
             if not all(degrees):
@@ -149,10 +158,27 @@ class Families(Estimates):
                 if limits.runnable and len(set(tensors)) > 1:
                     continue
                 for stages in self.counts(min(units)):
-                    if limits.stages not in (None, stages):
-                        continue
-                    kinds = tuple((k, t, u // stages) for k, t, u in zip(chosen, tensors, units))
-                    yield from self._mixed_of(kinds, stages)
+                    each = [u // stages for u in units]
+                    if wanted is not None:
+                        each = self._shared(wanted, chosen, tensors, each)
+                    if all(each):
+                        yield from self._mixed_of(tuple(zip(chosen, tensors, each)), stages)
+
+    def _replicas_wanted(self) -> int | None:
+        """Returns how many replicas follow from what the user has fixed; None: any number of them."""
+        limits = self.limits
+        if limits.data is None and limits.micro_batch is not None and limits.micro_batches is not None:
+            return self.batch // limits.micro_batches // limits.micro_batch
+        return limits.data
+
+    def _shared(self, wanted: int, chosen: Sequence[int], tensors: Sequence[int], most: list[int]) -> list[int]:
+        """Returns how many of the replicas that are wanted each pool gets: the fastest as many as it has room for."""
+        how, left = self.recomputes()[0], wanted
+        each = [0] * len(chosen)
+        for i in sorted(range(len(chosen)), key=lambda i: self.whole(chosen[i], tensors[i], 1, how)[1]):
+            each[i] = min(left, most[i])
+            left -= each[i]
+        return each if left == 0 else [0] * len(chosen)
 
     def _mixed_of(self, kinds: tuple[tuple[int, int, int], ...], stages: int) -> Iterator[Candidate]:
         limits, replicas = self.limits, sum(k[2] for k in kinds)
@@ -164,7 +190,8 @@ class Families(Estimates):
             rows = self.batch // micro_batches
             if limits.micro_batches not in (None, micro_batches) or rows > sum(k[2] * m for k, m in zip(kinds, most)):
                 continue
-            if micro_batches * LEAST_FILLED < stages:
+            left_free = limits.micro_batches is None and limits.stages is None
+            if left_free and micro_batches * LEAST_FILLED < stages:
                 continue
             if rows < replicas and (micro_batches > 1 or stages > 1):
                 continue
@@ -173,10 +200,12 @@ class Families(Estimates):
                 def whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
                     return self.whole(pool, tensor, n, how)[1]
 
-                parts = row_shares(kinds, rows, whole_s, most)
+                if (fixed := limits.micro_batch) is None:
+                    parts = row_shares(kinds, rows, whole_s, most)
+                else:
+                    alike = tuple(DeviceGroup(pool, tensor, n, fixed) for pool, tensor, n in kinds)
+                    parts = alike if rows == replicas * fixed and fixed <= min(most) else None
                 if parts is None or any(p.rows < least for p in parts):
-                    continue
-                if limits.micro_batch is not None and any(p.rows != limits.micro_batch for p in parts):
                     continue
                 slowest = max(self.whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
                 reduce_s, update_s = self.after_s(parts, how, stages)

@@ -59,13 +59,34 @@ class Estimates:
     def rows_of(self, pool: int, tensor: int) -> list[int]:
         """Returns the sizes of a rank's micro-batch that are looked at, in growing order."""
         known = self.model.row_choices(pool, tensor)
-        return known if known is not None else list(range(1, min(self.batch, MOST_ROWS) + 1))
+        if known is not None:
+            return known
+        found = list(range(1, min(self.batch, MOST_ROWS) + 1))
+        rows, micro_batches = self.limits.micro_batch, self.limits.micro_batches
+        if micro_batches is not None and self.batch % micro_batches == 0:  # few of them may be large ones
+            found += [n for n in divisors(self.batch // micro_batches) if n > MOST_ROWS]
+        if rows is not None and found[-1] < rows <= self.batch:
+            found.append(rows)
+        return found
 
     def allowed(self, part: DeviceGroup) -> bool:
         """Tells whether a stage may lie on these ranks alone: its rows are known there, and the user's choices kept."""
         known, limits = self.rows_of(part.pool, part.tensor), self.limits
         fixed = limits.micro_batch in (None, part.rows) and limits.data in (None, part.replicas)
         return fixed and known[0] <= part.rows <= known[-1]
+
+    def keeps_choices(self, strategy: ParallelStrategy) -> bool:
+        """Tells whether a strategy is as the user has fixed it; moves that improve one do not all look at that."""
+        limits, stages = self.limits, strategy.stages
+        parts = [part for stage in stages for part in stage.parts]
+        return (
+            limits.stages in (None, len(stages))
+            and limits.chunks in (None, strategy.chunks)
+            and limits.micro_batches in (None, strategy.micro_batches)
+            and all(limits.data in (None, stage.replicas) for stage in stages)
+            and all(limits.tensor in (None, part.tensor) for part in parts)
+            and all(limits.micro_batch in (None, part.rows) for part in parts)
+        )
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
         """Returns the pairs (recompute, sequence parallel) that the model knows and the user leaves free."""

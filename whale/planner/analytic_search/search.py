@@ -137,7 +137,7 @@ class Search(Families):
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
             strategy = msgspec.structs.replace(strategy, zero=0)  # there is nobody to share the state with
         strategy = self.fitted(strategy)
-        if strategy in self.kept.seen:
+        if strategy in self.kept.seen or not self.keeps_choices(strategy):
             return float("inf")
         self.kept.seen.add(strategy)
         found = evaluate(self.model, self.machines, strategy, self.stage_costs)

@@ -36,6 +36,8 @@ SAME_S = 5e-5  # what two plans differ by at most without being said to differ: 
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
 REASON = 40  # characters of why an alternative lost, beside which its name stands
 WIDTH = 120  # characters of a line, where no terminal says how many it has
+ROUNDING = 1e-6  # part of a step below which two are equally long
+LONG_SEQUENCE = 1 << 17  # positions from which on context parallelism is worth a word
 
 
 def terminal_width() -> int:
@@ -72,7 +74,10 @@ class _Page:
 def show(plan: PlanFile, width: int = WIDTH) -> str:
     """Returns one screen: model, devices, step time by parts, a row per stage, schedule, alternatives, a last line."""
     page = _of_model(plan, width) if plan.program is None else _of_program(plan, width)
-    lines = [page.model, page.devices, f"plan       {plan.strategy.format_summary()}"]
+    lines = [page.model, page.devices]
+    if plan.cluster is not None and (overridden := list(plan.cluster.list_overridden())):
+        lines.append(f"overridden {'; '.join(overridden)}")
+    lines.append(f"plan       {plan.strategy.format_summary()}")
     if (found := page.found) is not None:
         lines.append(f"predicted  {format_seconds(found.step_s)} a step{page.speed}")
         if found.likely_s is not None:
@@ -81,7 +86,7 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
             lines.append(f"likely     {likely}, as nine of ten {page.of} steps")
         lines.append(f"bound by   {page.bound}")
         if plan.bound_s:
-            most = f"at most {found.step_s / plan.bound_s - 1:.0%} to gain"
+            most = f"at most {max(0.0, 1 - plan.bound_s / found.step_s):.0%} of the step to gain"
             lines.append(f"optimum    not below {format_seconds(plan.bound_s)}: {most}")
     for table in page.tables:
         lines += ["", *table] if table else []
@@ -117,6 +122,13 @@ def _of_model(plan: PlanFile, width: int) -> _Page:
         tables.append([f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"])
     if strategy.offload != "none":
         tables.append(host_lines(plan, model, machines))
+    if plan.transformer is not None and plan.transformer.sequence >= LONG_SEQUENCE:
+        text = (
+            f"context    attention has all {plan.transformer.sequence:,} positions of a sequence on one rank; context "
+        )
+        tables.append(
+            [text + "parallelism divides them (`with wh.split(context=1)` in a script; it is not planned here)"]
+        )
     return _Page(
         model=f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         devices=_devices(machines),
@@ -425,7 +437,8 @@ def _other_recompute(plan: PlanFile, model: Model, found: Evaluation, index: int
 def _against(found: Evaluation, other: Prediction) -> str:
     if not other.fits:
         return f"infeasible: a rank lacks {format_bytes(other.lacking_bytes)}"
-    return f"{format_change(other.step_s - found.step_s)} a step"
+    faster = ", faster than the plan" if other.step_s < found.step_s * (1 - ROUNDING) else ""
+    return f"{format_change(other.step_s - found.step_s)} a step{faster}"
 
 
 def diff(one: PlanFile, other: PlanFile) -> str:
@@ -500,11 +513,16 @@ def _changed_stages(one: PlanFile, other: PlanFile) -> list[str]:
     return changed[:CHANGES] + ([f"  ... and {rest} more stages"] if rest > 0 else [])
 
 
+def is_faster(one: PlanFile, other: PlanFile) -> bool:
+    """Tells whether a plan's step is shorter than another's by more than rounding."""
+    return one.step_s < other.step_s * (1 - ROUNDING)
+
+
 def against(fixed: PlanFile, free: PlanFile) -> str:
     """Says what a plan with something fixed costs beside the one that was found without, by the step's parts."""
     (_, _, mine), (_, _, other) = fixed.evaluate(), free.evaluate()
     change_s = mine.step_s - other.step_s
-    if abs(change_s) < 1e-6 * other.step_s:
+    if abs(change_s) < ROUNDING * other.step_s:
         return "costs nothing, the step stays as it is"
     before, after = parts_of(other), parts_of(mine)
     changes = {name: after[name] - before[name] for name in before}

@@ -75,6 +75,6 @@ def fused_on(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
 
     They have kernels for processors only; what a described one multiplies by is unknown.
     """
-    if has_compute_device() if cluster is None else "gpu" in cluster.kinds:
+    if has_compute_device() if cluster is None else cluster.kinds != {"cpu"}:
         return FuseSettings()
     return replace(asked, padding=asked.padding and cluster is None and can_multiply_by_avx2())
