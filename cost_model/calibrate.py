@@ -1,9 +1,9 @@
 """Calibrates constants on measured rows: python -m cost_model.calibrate [--rows file.csv] [--curve].
 
-What the software of vTrain's single-node rows leaves open is what its host spends per launch. With --curve also the
-part of the memory bandwidth that eager kernels reach on A100, which other tables share: it was fitted once, before any
-of them was evaluated, and is kept. Nothing else is ever fitted, and no other rows are used. Five-fold cross-validation
-says what the fit is worth on rows that it has not seen.
+The host's time per launch is the unknown constant of the software of vTrain's single-node rows. --curve also fits the
+share of the memory bandwidth that eager kernels reach on A100, which other tables use as well: it was fitted once,
+before any of them was evaluated, and is kept. No other constants are fitted, and no other rows are used. Five-fold
+cross-validation measures the fit on rows that it has not seen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T", bound=catalogue.Entry)
 
 
 def current(curve: bool = False) -> dict[str, float]:
-    """Returns the constants that the data files have, those of the device's curve as well if asked."""
+    """Returns the constants in the data files, including those of the device's curve if asked."""
     found = {name: getattr(stacks()[STACK], name) for name in STACK_CONSTANTS}
     if curve:
         found |= {name: getattr(catalogue.load_efficiencies()[CURVE], name) for name in CURVE_CONSTANTS}
@@ -60,7 +60,9 @@ def errors(rows: Sequence[Case], constants: Constants) -> list[float]:
 
 
 def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], float]) -> dict[str, float]:
-    """Fits constants by coordinate search: each is scaled up and down by ever smaller factors while that helps."""
+    """Fits constants by coordinate search: each is scaled up and down, by ever smaller factors, while that lowers the
+    loss.
+    """
     found = dict(start)
     best = loss(errors(rows, found))
     factor = FIRST_FACTOR
@@ -81,7 +83,7 @@ def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], fl
 
 
 def mean_absolute(found: Sequence[float]) -> float:
-    """Returns the mean of the values without their signs."""
+    """Returns the mean of the absolute values."""
     return sum(map(abs, found)) / len(found)
 
 
@@ -102,7 +104,7 @@ def cross_validate(rows: Sequence[Case], start: Constants) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command (see the module's docstring): prints the constants and how good they are."""
+    """Runs the command (see the module's docstring): prints the constants and their errors."""
     parser = argparse.ArgumentParser(prog="python -m cost_model.calibrate", description=__doc__)
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--curve", action="store_true", help="also the A100's memory bandwidth")

@@ -1,8 +1,8 @@
-"""Simulates tasks by discrete events: tasks on resources, after other tasks, for so long.
+"""Simulates tasks by discrete events: each has a resource, a duration, and predecessors.
 
-A resource does one task at a time. A stream (a rank's compute, copy or network stream) does its tasks in the order in
-which they were added; a link that ranks share takes whoever is ready first. Ranks that do the same at the same time
-need one simulated rank.
+A resource runs one task at a time. A stream (a rank's compute, copy or network stream) runs its tasks in the order in
+which they were added; a link shared by ranks serves tasks in the order in which they become ready. Ranks that do the
+same at the same time need one simulated rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whale.ir.pipeline_schedule import Schedule
 
 @dataclass(slots=True)
 class Tasks:
-    """A growing list of tasks; `add` gives the number by which later ones refer to a task."""
+    """A growing list of tasks; `add` returns a task's number, by which later tasks refer to it."""
 
     resource: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Tasks:
     held_bytes: list[float] = field(default_factory=list)
 
     def add(self, resource: int, seconds: float, after: tuple[int, ...] = (), held_bytes: float = 0.0) -> int:
-        """Adds a task. `held_bytes`: memory its rank holds more (at its start) or less (at its end, negative)."""
+        """Adds a task. `held_bytes`: change of its rank's memory, at its start (positive) or its end (negative)."""
         self.resource.append(resource)
         self.seconds.append(seconds)
         self.after.append(after)
@@ -116,10 +116,10 @@ class Timeline:
 
 
 def simulate(tasks: Tasks, shared: frozenset[int] = frozenset()) -> Timeline:
-    """Plays the tasks: each starts when those before it have ended and its resource is free.
+    """Simulates the tasks: each starts when its predecessors have ended and its resource is free.
 
     Args:
-        shared: resources that take tasks in the order in which they become ready; all others are streams.
+        shared: resources that run tasks in the order in which they become ready; all others are streams.
 
     Raises:
         PlanError: tasks wait for each other.
@@ -132,7 +132,7 @@ def simulate(tasks: Tasks, shared: frozenset[int] = frozenset()) -> Timeline:
 
 
 def _by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
-    """Returns start and end of every task where all resources are streams: each stream's own order is enough."""
+    """Returns start and end of every task if all resources are streams, whose own order suffices."""
     count, after, seconds = len(tasks.seconds), tasks.after, tasks.seconds
     start_s, end_s = [0.0] * count, [-1.0] * count
     streams: dict[int, list[int]] = {}
@@ -172,7 +172,9 @@ def _by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
 
 
 def _by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float], list[float]]:
-    """Returns the same with shared resources: tasks are taken in the order of the time at which they are ready."""
+    """Returns start and end of every task with shared resources, which serve tasks in the order in which they become
+    ready.
+    """
     count, seconds = len(tasks.seconds), tasks.seconds
     followers: list[list[int]] = [[] for _ in range(count)]
     waiting = [0] * count
@@ -223,11 +225,12 @@ def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list
 
 
 def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int) -> float:
-    """Returns what the last backward pass leaves of the gradients' sum, where each layer's begins once it is there.
+    """Returns the part of the gradient reduction that the last backward passes do not hide.
 
-    Chunks end one after the other, and after each the next one still has its passes for the last `group` micro-batches
-    (Narayanan et al., "Efficient large-scale language model training", SC 2021, figure 4). Of the last chunk the sums
-    run behind its last pass, but for that of its last layer.
+    Each layer's reduction begins once its gradient is complete. Chunks end one after the other, and after each the next
+    one still has its passes for the last `group` micro-batches (Narayanan et al., "Efficient large-scale language model
+    training", SC 2021, figure 4). The reductions of the last chunk overlap its last pass, except for that of its last
+    layer.
 
     Args:
         reduce_s: of all layers; counts, back: of each chunk, its layers and the seconds of one backward pass.

@@ -63,7 +63,7 @@ class InstallError(WhaleError):
 
 
 def no_tensorflow(what: str) -> InstallError:
-    """Returns the error that `what` cannot be had without TensorFlow."""
+    """Creates the error that `what` is not available without TensorFlow."""
     return InstallError(
         f"{what} needs TensorFlow",
         given=f"no TensorFlow in {sys.executable}",
@@ -109,8 +109,10 @@ class PlanError(WhaleError):
 
 
 class DoesNotFitError(PlanError):
-    """A step takes more memory than its ranks have, however it is spread."""
+    """Raised if a step needs more memory than its ranks have, under every strategy."""
 
 
 class AcrossMicroBatchesError(PlanError):
-    """A step cannot be gone through in micro-batches, however many: it needs a value of all before the last one."""
+    """Raised if a step cannot run in micro-batches, whatever their number: it needs a value of all before the last
+    one.
+    """

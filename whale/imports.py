@@ -1,4 +1,4 @@
-"""Hooks into Python's import: changes how other packages' modules load, and makes modules of names of others."""
+"""Hooks into Python's import: changes how modules of other packages load, and creates modules that re-export names."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class NamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def names_of(modules: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
-    """Returns a function that takes names from modules: ``names_of({"os.path": "join split"})``."""
+    """Returns a function that imports names from modules: ``names_of({"os.path": "join split"})``."""
 
     def take() -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def names_of(modules: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
 
 
 def change_when_imported(names: Collection[str], change: Callable[[ModuleType], None]) -> None:
-    """Changes modules of these names: now those that are loaded, others when they are. Safe to repeat."""
+    """Applies ``change`` to modules of these names: now if loaded, else when they are imported. Safe to repeat."""
 
     def load_and_change(load: Load, module: ModuleType) -> None:
         load(module)

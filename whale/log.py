@@ -1,7 +1,7 @@
-"""Sets up the logger ``whale``: what Whale has to say to whoever runs a script, each record with the rank.
+"""Sets up the logger ``whale``, which adds the rank to each record.
 
-Lines go to stderr as ``whale: text``, from the level that ``WHALE_DEBUG_LOG`` (key ``debug.log``) says. They are not
-handed on to the root logger, which would print them once more; ``logging.getLogger("whale").propagate = True`` does.
+Lines go to stderr as ``whale: text``, from the level of ``WHALE_DEBUG_LOG`` (key ``debug.log``) on. They are not
+propagated to the root logger, which would print them again; ``logging.getLogger("whale").propagate = True`` does that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("whale")
 
 
 class _ToStderr(logging.Handler):
-    """A handler that writes to what ``sys.stderr`` is at that moment."""
+    """A handler that writes to the present ``sys.stderr``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record."""
@@ -29,7 +29,9 @@ class _ToStderr(logging.Handler):
 
 
 def _with_rank(record: logging.LogRecord) -> bool:
-    """Gives a record its ``rank``, for users' own handlers and formats; None where the launcher contradicts itself."""
+    """Adds ``rank`` to a record, for users' own handlers and formats; None if the launcher's variables contradict each
+    other.
+    """
     try:
         record.rank = process_place().rank
     except ClusterError:

@@ -1,4 +1,4 @@
-"""Compares variables between ranks, from what every rank says of those that it holds."""
+"""Compares variables between ranks, from each rank's description of its variables."""
 
 from __future__ import annotations
 

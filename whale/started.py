@@ -1,4 +1,4 @@
-"""Reads what a launcher gave this process: its rank, the number of ranks, and its place on the host.
+"""Reads the environment that a launcher gave this process: its rank, the number of ranks, and its place on the host.
 
 It understands `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. It needs no TensorFlow.
 """
@@ -81,7 +81,7 @@ _DIALECTS = (
 
 
 def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
-    """Reads this process's place from the environment that its launcher made.
+    """Reads this process's rank from the launcher's environment variables.
 
     Raises:
         ClusterError: the variables of a launcher contradict each other or are not numbers.
@@ -100,7 +100,7 @@ def own_descriptor(variable: str) -> int | None:
 
 
 def joins() -> int:
-    """Returns with how many ranks the run that this process joins had begun; 0: it is there from the start."""
+    """Returns the original number of ranks of the run that this process joins; 0: it was there from the start."""
     return int(os.environ.get(JOINS_VARIABLE, "0"))
 
 

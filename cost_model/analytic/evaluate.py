@@ -1,6 +1,6 @@
-"""Evaluates a strategy: memory of every stage, and the step's time, by playing its schedule.
+"""Evaluates a strategy: memory of every stage, and the step's time, by simulating its schedule.
 
-This is the one place where a step of a described model is evaluated: for the planner's unequal stages, and for the
+Every step of a described model is evaluated here: with the planner's unequal stages, and with the
 equal ones of a job, whose prediction (`predict`) is a special case.
 """
 
@@ -31,7 +31,8 @@ class Evaluation:
     """A strategy's predicted step.
 
     Attributes:
-        step_s: all of it; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the last pass.
+        step_s: the whole step; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the
+            last pass.
         lacking_bytes: by how much the worst rank's memory is too small; not positive: it fits.
         passes_s: until the last pass of all stages ends.
     """
@@ -49,7 +50,7 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Tells whether all ranks have room."""
+        """Tells whether the step fits into the memory of all ranks."""
         return self.lacking_bytes <= 0
 
 
@@ -59,10 +60,10 @@ def evaluate(
     """Simulates one step of a strategy.
 
     Args:
-        stage_costs: where a search keeps the costs of stages of this model on these machines.
+        stage_costs: a search's cache of costs of stages of this model on these machines.
 
     Raises:
-        PlanError: the schedule takes backward passes apart, or is none for so many chunks or micro-batches.
+        PlanError: the schedule splits backward passes, or does not support so many chunks or micro-batches.
     """
     stages, count, ranks = len(strategy.stages), strategy.micro_batches, strategy.ranks
     stage_costs = stage_costs or StageCosts(model, machines)
@@ -100,7 +101,7 @@ def evaluate(
 
 
 def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machines) -> Prediction:
-    """Returns an evaluation as any evaluator tells it, with the devices of each stage and pool as one entry."""
+    """Converts an evaluation to the form of all evaluators, with the devices of each stage and pool as one entry."""
     ranks = []
     for index, (stage, cost) in enumerate(zip(strategy.stages, found.stages)):
         sent_s = strategy.micro_batches * cost.send_s
@@ -134,7 +135,7 @@ def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machi
 
 
 def likely_s(strategy: ParallelStrategy, machines: Machines, step_s: float) -> tuple[float, float]:
-    """Returns the seconds between which nine of ten steps lie that are predicted to take `step_s` on these machines."""
+    """Returns the interval that contains nine of ten steps that are predicted to take `step_s` on these machines."""
     used = {part.pool for stage in strategy.stages for part in stage.parts}
     one_host = len({machines.pools[n].host.name for n in used}) == 1
     one_host = one_host and strategy.ranks <= max(machines.pools[n].host_devices for n in used)
@@ -142,17 +143,17 @@ def likely_s(strategy: ParallelStrategy, machines: Machines, step_s: float) -> t
 
 
 def _live(strategy: ParallelStrategy, index: int) -> int:
-    """Returns the chunks of micro-batches that a stage holds at its peak."""
+    """Returns the number of micro-batch chunks whose activations a stage keeps at its peak."""
     return count_live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 
 
 def _sharded(
     model: Model, machines: Machines, strategy: ParallelStrategy, costs: Sequence[StageCost]
 ) -> tuple[list[StageCost], list[float]]:
-    """Plays the stage's passes layer by layer; nothing is left to reduce.
+    """Simulates a fully sharded stage's passes layer by layer; no reduction is left after them.
 
     Returns:
-        (the stage's cost with these passes, when they have ended).
+        (the stage's cost with these passes, the time when they have ended).
     """
     found = sharded.passes(model, machines, strategy)
     cost = replace(costs[0], forward_s=(found.forward_s,), backward_s=(found.backward_s,), reduce_s=0.0)
@@ -160,7 +161,7 @@ def _sharded(
 
 
 def kernels_s(model: Model, machines: Machines, strategy: ParallelStrategy, found: Evaluation) -> float:
-    """Returns, of `compute_s`, the seconds in which the busiest stage's kernels run, exposed communication left out."""
+    """Returns the part of `compute_s` in which the busiest stage's kernels run, without exposed communication."""
     if fully_sharded(model, strategy):
         return sharded.passes(model, machines, strategy).compute_s
     stage = strategy.stages[found.busiest]
@@ -174,7 +175,7 @@ def kernels_s(model: Model, machines: Machines, strategy: ParallelStrategy, foun
 
 
 def played(strategy: ParallelStrategy, found: Evaluation) -> tuple[Tasks, Timeline]:
-    """Returns every pass of a strategy's step, by stage in the order of its schedule, and when it runs."""
+    """Returns every pass of a strategy's step, by stage in the order of its schedule, with its start and end."""
     tasks = _tasks(_orders(strategy), found.stages)
     return tasks, simulate(tasks)
 
@@ -190,13 +191,13 @@ def _orders(strategy: ParallelStrategy) -> Schedule:
 
 
 def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
-    """Makes one task per pass on its stage's stream, in the order of the schedule."""
+    """Creates one task per pass on its stage's stream, in the order of the schedule."""
     held = [c.held_bytes for c in costs]
     return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
 
 
 def _tied_s(model: Model, machines: Machines, strategy: ParallelStrategy) -> float:
-    """Returns the seconds to sum the gradients of what the first and the last stage share."""
+    """Returns the seconds to sum the gradients of the weights that the first and the last stage share."""
     first, last = strategy.stages[0].parts[0], strategy.stages[-1].parts[0]
     pool = machines.pools[first.pool]
     apart = first.pool != last.pool or strategy.stages[0].ranks * (len(strategy.stages) - 1) >= pool.host_devices

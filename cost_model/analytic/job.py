@@ -1,7 +1,8 @@
 """Reads job files and reports predictions for them: a model by hyper-parameters, its strategy and software, as YAML.
 
-model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200} plan: {tensor: 8, stages: 16, data:
-8, micro_batch: 1, batch: 1536, recompute: full} software: megatron-2022
+model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
+plan: {tensor: 8, stages: 16, data: 8, micro_batch: 1, batch: 1536, recompute: full}
+software: megatron-2022
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     software: str = "megatron-2022"
 
     def predict(self, cluster: Cluster, profile: Profile | None = None) -> JobPrediction:
-        """Predicts the job's step on a cluster; PlanError, ClusterError where it cannot be (see `predict.predict`)."""
+        """Predicts the job's step on a cluster; raises PlanError or ClusterError if it is impossible (see
+        `predict.predict`).
+        """
         return predict(self.model, self.plan, stack(self.software), cluster, profile)
 
 
 def read(path: str | Path) -> Job:
-    """Reads a job file; a mistake is an error with line and key."""
+    """Reads a job file; raises an error with line and key for a mistake."""
     return yaml_files.YamlFile(yaml_files.read_text(path, "job file"), str(path), "job file").decode(Job)
 
 
 def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
-    """Returns what a person reads: the step's time by parts, speed, and the memory of each kind of stage."""
+    """Formats a prediction: the step's time by parts, speed, and the memory of each kind of stage."""
     plan, model = job.plan, job.model
     useful = model.step_flops(plan.batch) / found.step_s / plan.ranks
     tokens = plan.batch * model.sequence
@@ -75,7 +78,7 @@ def _likely(cluster: Cluster, found: JobPrediction) -> str:
 
 
 def _mean_peak(job: Job, cluster: Cluster, found: JobPrediction) -> float:
-    """Returns the peak FLOP/s of the devices that the stages run on, the mean over stages."""
+    """Returns the peak FLOP/s of the stages' devices, averaged over stages."""
     dtype, pools = stack(job.software).dtype, Machines(cluster).pools
     each = [
         sum(pools[part.pool].device.peak_flops_per_s(dtype) * pools[part.pool].entry.share for part in stage.parts)
@@ -86,7 +89,7 @@ def _mean_peak(job: Job, cluster: Cluster, found: JobPrediction) -> float:
 
 
 def too_large(cluster: Cluster, found: JobPrediction) -> list[str]:
-    """Returns a line for every stage whose ranks need more memory than their device has, and by how much."""
+    """Formats a line for every stage whose ranks need more memory than their device has, and by how much."""
     from whale.ir.plan_text import format_bytes  # loads NumPy, which a prediction does without
 
     lines, pools = [], Machines(cluster).pools

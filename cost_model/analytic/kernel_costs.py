@@ -1,4 +1,4 @@
-"""Computes what a sequence of kernels and collectives costs one rank."""
+"""Computes the cost of a sequence of kernels and collectives for one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANNELS = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds on the device's stream, of communication that nothing hides, and on the host."""
+    """The seconds on the device's stream, the seconds of exposed communication, and the seconds on the host."""
 
     device_s: float = 0.0
     exposed_s: float = 0.0
@@ -30,7 +30,7 @@ class Cost:
         return max(self.device_s + self.exposed_s, self.host_s)
 
     def plus(self, other: Cost, times: float = 1) -> Cost:
-        """Returns this cost and the other one so many times, one after the other."""
+        """Returns this cost plus `times` the other one, one after the other."""
         return Cost(
             self.device_s + times * other.device_s,
             self.exposed_s + times * other.exposed_s,
@@ -56,7 +56,9 @@ def rank_on(device: Device, share: float, group: Group, stack: Stack, ranks: int
 
 
 def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
-    """Returns the cost of ops in order; a collective over products is exposed by as much as it is longer than they."""
+    """Returns the cost of ops in order; a collective that overlaps products is exposed for the time by which it is
+    longer.
+    """
     stack, rates = on.stack, on.rates
     host_us = stack.backward_host_us if backward else stack.host_us
     device_s = exposed_s = launch_us = 0.0

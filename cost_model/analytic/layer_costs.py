@@ -1,7 +1,7 @@
-"""Defines a chain of layers as the evaluation sees it: seconds and bytes of any of its ranges on one kind of rank.
+"""Defines a chain of layers for the evaluation: seconds and bytes of any range of layers on one kind of rank.
 
-A model is whatever tells these: a described transformer by formulas (`transformer_model`), or measured tables of the
-planner's.
+A model is any object that provides these: a described transformer by formulas (`transformer_model`), or the planner's
+measured tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MATRICES_OUTSIDE = 2
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The passes, and the parameters on one rank, that the first or the last layer of a chain has besides."""
+    """The additional passes, and parameters on one rank, of the first or the last layer of a chain."""
 
     forward: Cost = field(default_factory=Cost)
     backward: Cost = field(default_factory=Cost)
@@ -100,7 +100,7 @@ class LayerCosts:
         return max(device_s, self.begin_host_s + self.forward_host_s[high] - self.forward_host_s[low])
 
     def backward(self, low: int, high: int) -> float:
-        """Returns the seconds of the backward pass of layers low..high-1, what is computed again included."""
+        """Returns the seconds of the backward pass of layers low..high-1, recomputation included."""
         begin_s = self.begin_s if low or high < len(self.backward_s) - 1 else 0.0
         device_s = begin_s + self.backward_s[high] - self.backward_s[low]
         return max(device_s, self.begin_host_s + self.backward_host_s[high] - self.backward_host_s[low])
@@ -118,7 +118,9 @@ class LayerCosts:
         return found[0], found[1]
 
     def layer(self, index: int) -> tuple[Cost, Cost]:
-        """Returns both passes of one layer, without their start and what the first and the last one have besides."""
+        """Returns both passes of one layer, without pass start and the additional parts of the first and the last
+        layer.
+        """
         found = []
         for sums_s, exposed, host, way in (
             (self.forward_s, self.forward_exposed_s, self.forward_host_s, "forward"),
@@ -132,13 +134,13 @@ class LayerCosts:
         return found[0], found[1]
 
     def parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Returns the parameters of one rank that holds these layers, those of experts not counted."""
+        """Returns the parameters of one rank with these layers, without experts."""
         own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
         whole = ranges[0][0] == 0 and ranges[-1][1] == len(self.parameters) - 1
         return own - self.twice if whole else own
 
     def layer_parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Returns the parameters of the mean layer of these, without what the first and the last one have besides."""
+        """Returns the mean parameters of these layers, without the additional ones of the first and the last layer."""
         own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
         if ranges[0][0] == 0:
             own -= self.edges[0].parameters
@@ -148,7 +150,7 @@ class LayerCosts:
 
 
 class Model(Protocol):
-    """The interface of a model: what the evaluation and the planner ask of it."""
+    """The interface of a model that the evaluation and the planner use."""
 
     name: str
     count: int
@@ -167,7 +169,7 @@ class Model(Protocol):
         ...
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Returns into how many parts a pool's ranks may divide tensors, in growing order."""
+        """Returns the tensor-parallel degrees possible on a pool, in growing order."""
         ...
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
@@ -175,11 +177,13 @@ class Model(Protocol):
         ...
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the pairs (recompute, sequence parallel) to choose from; what computes least again comes first."""
+        """Returns the pairs (recompute, sequence parallel) to choose from, the least recomputation first."""
         ...
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Returns the seconds to hand a micro-batch to the stage from layer `cut` on; `path`: (bytes/s, step in us)."""
+        """Returns the seconds to send a micro-batch to the stage that begins with layer `cut`; `path`: (bytes/s, step
+        in us).
+        """
         ...
 
 

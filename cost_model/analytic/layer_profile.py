@@ -56,7 +56,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: str | Path) -> Profile:
-    """Reads a profile; device names become those of the catalogue, a mistake is an error with line and key."""
+    """Reads a profile; device names become those of the catalogue, and a mistake raises an error with line and key."""
     file = yaml_files.YamlFile(yaml_files.read_text(path, "profile"), str(path), "profile")
     found = file.decode(Profile)
     layers = []

@@ -1,4 +1,4 @@
-"""Computes the bytes that one rank holds while it trains a transformer.
+"""Computes the memory of one rank that trains a transformer, in bytes.
 
 Activations: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table 2.
 Optimizer and gradients: Rajbhandari et al., "ZeRO", SC 2020, section 3 (2 + 2 + 12 bytes per parameter with
@@ -42,14 +42,14 @@ class Footprint:
 
     @property
     def total_bytes(self) -> float:
-        """Returns the sum of all bytes, with what the allocator's rounding and splitting adds."""
+        """Returns the sum of all bytes, with the overhead of the allocator's rounding and splitting."""
         held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         held += self.activations_bytes + self.workspace_bytes + self.communication_bytes
         return held * (1 + FRAGMENTATION) + self.base_bytes
 
 
 def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns what one layer keeps of one micro-batch for its backward pass (bytes; formulas for half precision).
+    """Returns the bytes that one layer keeps of one micro-batch for its backward pass (formulas for half precision).
 
     s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
     selective recompute or fused attention; 2 s b h with full recompute.
@@ -73,9 +73,10 @@ def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float
 
 
 def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns what the layer in progress needs besides: all its activations when they are recomputed, or its gradients.
+    """Returns the temporary bytes of the layer in progress: all its activations when they are recomputed, or its
+    gradients.
 
-    These are two tensors of s b h: the gradient that came and the one that goes.
+    The gradients are two tensors of s b h: the incoming and the outgoing one.
     """
     if p.recompute != "full":
         return 2.0 * stack.element_bytes * t.sequence * p.rows * t.hidden
@@ -84,7 +85,7 @@ def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
 
 
 def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of the logits, and of what the loss keeps or makes of them."""
+    """Returns the bytes of the logits, and of the loss's intermediate tensors."""
     return stack.logit_bytes * t.sequence * p.rows * t.vocabulary / p.tensor
 
 
@@ -94,8 +95,8 @@ def state_bytes(
     """Returns the bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
 
     Args:
-        parameters: that the rank has a part of, or holds.
-        copies: ranks that have the same ones, over which ZeRO divides them.
+        parameters: number of parameters of the rank's layers, before ZeRO divides them.
+        copies: number of ranks with the same parameters, over which ZeRO divides them.
         optimizer_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
     """
     split = float(copies)
@@ -109,7 +110,7 @@ def state_bytes(
 def states(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int
 ) -> tuple[float, float, float]:
-    """Returns the bytes of parameters, gradients and optimizer's state of one rank, wherever they lie."""
+    """Returns the bytes of parameters, gradients and optimizer state of one rank, on the device or offloaded."""
     dense = state_bytes(layers.parameters_of(ranges), zero, replicas, layers.state_bytes, layers.element_bytes)
     if not layers.experts:
         return dense
@@ -121,7 +122,9 @@ def states(
 def offloaded_bytes(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int, offload: Offload
 ) -> float:
-    """Returns what one rank has in its host's memory; with the state only, gradients pass through there as well."""
+    """Returns the bytes of one rank in its host's memory; if only the state is offloaded, gradients pass through it as
+    well.
+    """
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     return {"none": 0.0, "optimizer": gradients + optimizer, "parameters": held + gradients + optimizer}[offload]
 

@@ -1,7 +1,8 @@
-"""Predicts a job: a transformer, spread evenly, under a software stack on a cluster -> step time and memory.
+"""Predicts a job's step time and memory: a transformer, divided evenly, under a software stack on a cluster.
 
 A job's stages are equal; its strategy is evaluated like any other (`evaluate`). Ranks that do the same at the same time
-(tensor- and data-parallel ones) are simulated once, so a plan costs as much as its stages and micro-batches.
+(tensor- and data-parallel ones) are simulated once, so the cost of a prediction depends on stages and micro-batches
+only.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ class JobPrediction:
 
     @property
     def stages(self) -> tuple[Footprint, ...]:
-        """Returns the memory of each stage's ranks; of unequal ones, of those that hold most."""
+        """Returns the memory of each stage's ranks; of unequal ranks, of the fullest ones."""
         return tuple(max(stage.memory, key=lambda one: one.total_bytes) for stage in self.evaluation.stages)
 
     @property
     def peak_bytes(self) -> float:
-        """Returns the memory of the rank that holds most."""
+        """Returns the peak memory of the fullest rank."""
         return max(stage.total_bytes for stage in self.stages)
 
     def memory_curve(self, stage: int) -> list[tuple[float, float]]:
@@ -100,7 +101,7 @@ def predict(
 
 
 def _check(t: Transformer, p: Degrees, profile: Profile | None) -> None:
-    """Raises PlanError if the plan does not fit the model, or is one that no formula is known for."""
+    """Raises PlanError if the plan does not fit the model, or no formula is known for it."""
     if t.heads % p.tensor or t.hidden % p.tensor:
         raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
     if p.experts > 1 and (t.experts % p.experts or p.data % p.experts or not t.experts):

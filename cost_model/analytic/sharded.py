@@ -33,7 +33,7 @@ PLAYED = 3
 class ShardedUnit:
     """A layer, or everything outside the layers: seconds of its passes, of their kernels, and of its communication.
 
-    What kernels wait for is part of the passes, and no communication beside them.
+    Passes include communication that kernels wait for.
     """
 
     forward_s: float
@@ -64,7 +64,7 @@ class ShardedPasses:
 
 
 def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> ShardedPasses:
-    """Computes the passes of a strategy of one stage, by playing up to `PLAYED` micro-batches."""
+    """Computes the passes of a single-stage strategy by simulating up to `PLAYED` micro-batches."""
     stage, count = strategy.stages[0], strategy.micro_batches
     group = machines.data_group(members(stage.parts))
     each: list[list[ShardedUnit]] = []
@@ -84,7 +84,7 @@ def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> Shar
 
 
 def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int, how: Recompute) -> list[ShardedUnit]:
-    """Returns what is outside the layers as a unit, then a unit for each layer, on one kind of rank."""
+    """Returns a unit for everything outside the layers, then a unit for each layer, on one kind of rank."""
     first, last = one.edges
     outside = first.parameters + last.parameters - one.twice
     found = [_unit(ShardedLayer.of(model, group, rates, outside, zero, how, True), first.plus(last))]
@@ -124,7 +124,9 @@ def _slowest(units: Sequence[ShardedUnit]) -> ShardedUnit:
 
 
 def played_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> list[float]:
-    """Returns the ends of each micro-batch's last pass and reduction: as `simulate` of `tasks`, many times faster."""
+    """Returns the ends of each micro-batch's last pass and reduction, as `simulate` of `tasks` does, but many times
+    faster.
+    """
     compute_s = network_s = 0.0  # when each stream is free
     ends: list[float] = []
     used_s = [0.0] * LAYERS_AHEAD  # ends of the latest passes of layers, each of which frees a gathered layer
@@ -152,7 +154,7 @@ def played_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batche
 
 
 def tasks(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> Tasks:
-    """Makes the tasks, in order of issue: passes on the compute stream, gathers and reductions on the network's."""
+    """Creates the tasks in order of issue: passes on the compute stream, gathers and reductions on the network's."""
     found = Tasks()
     used: list[int] = []  # passes of layers, in order, which free a gathered layer
 

@@ -1,4 +1,4 @@
-"""Describes training software: which kernels are fused, what is hidden behind what, what a launch costs the host.
+"""Describes training software: which kernels are fused, which communication is hidden, the host's cost of a launch.
 
 Data: hardware/stacks.yaml, each entry with its sources.
 """
@@ -96,7 +96,7 @@ def stacks() -> Mapping[str, Stack]:
 
 
 def stack(name: str) -> Stack:
-    """Returns the stack of a name; ClusterError, with the nearest known one, if there is none."""
+    """Returns the stack of a name; raises ClusterError, with the most similar known name, if there is none."""
     found = stacks().get(name)
     if found is None:
         raise ClusterError("there is no such software stack", given=name, **catalogue.suggest_nearest(name, stacks()))

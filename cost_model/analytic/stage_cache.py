@@ -1,4 +1,4 @@
-"""Caches the costs of stages that a search has asked for before."""
+"""Caches the costs of stages for a search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from whale.ir.strategy import ParallelStrategy
 
 
 class StageCosts:
-    """A cache of stages' costs for a search: most strategies that it looks at differ from others in a stage or two.
+    """Caches stages' costs for a search, whose strategies mostly differ from each other in a stage or two.
 
     Args:
         model, machines: as for `stage_cost`.

@@ -1,7 +1,7 @@
-"""Computes what one stage of a strategy takes: seconds of its passes and of the end of the step, memory of its ranks.
+"""Computes the cost of one stage of a strategy: seconds of its passes and of the end of the step, memory of its ranks.
 
-Stages may be unequal, their parts of unequal devices and rows; a layer's experts lie on several replicas. The search
-asks for many stages, so a stage costs microseconds.
+Stages may be unequal, their parts of unequal devices and rows; a layer's experts are on several replicas. A search
+computes many stages, so a stage costs microseconds.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class StageCost:
 
 
 def fully_sharded(model: Model, strategy: ParallelStrategy) -> bool:
-    """Tells whether each micro-batch gathers and reduces all layers beside its kernels: ZeRO 2 or 3 of one stage.
+    """Tells whether each micro-batch gathers and reduces all layers beside its kernels: ZeRO 2 or 3 with one stage.
 
-    Such a step is played layer by layer (`sharded`); in stages, with experts and with what is offloaded, what is moved
+    Such a step is simulated layer by layer (`sharded`); with stages, experts or offload, communication
     is counted beside the kernels of each pass.
     """
     one = len(strategy.stages) == 1 and strategy.chunks == 1
@@ -126,7 +126,7 @@ def _costs_of(model: Model, strategy: ParallelStrategy, stage: Stage, ranks: int
 
 
 def _sends_s(model: Model, machines: Machines, strategy: ParallelStrategy, index: int) -> tuple[float, float]:
-    """Returns the seconds of a micro-batch's send to the next stage and to the one before, each on the slowest path."""
+    """Returns the seconds to send a micro-batch to the next stage and to the previous one, each on the slowest path."""
     stages = strategy.stages
     stage, sends = stages[index], [0.0, 0.0]
     ranks = stage.ranks
@@ -140,9 +140,9 @@ def _sends_s(model: Model, machines: Machines, strategy: ParallelStrategy, index
 
 
 def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stage: Stage, ranks: int) -> Passes:
-    """Returns the seconds of each chunk's passes on its slowest part, sends not included.
+    """Returns the seconds of each chunk's passes on its slowest part, without sends.
 
-    They follow from the stage and the strategy's settings, whatever its other stages are.
+    They depend only on the stage and the strategy's settings, not on other stages.
 
     Returns:
         (forward, backward, number of the limiting part).
@@ -167,7 +167,7 @@ def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stag
 
 
 def members(parts: Sequence[DeviceGroup]) -> tuple[tuple[int, int, int], ...]:
-    """Returns (pool, tensor, replicas) of parts, as `Machines.data_group` wants them."""
+    """Returns (pool, tensor, replicas) of parts, as `Machines.data_group` expects them."""
     return tuple((part.pool, part.tensor, part.replicas) for part in parts)
 
 
@@ -177,7 +177,7 @@ class _Moves:
 
     Attributes:
         data: the group of a part's replicas; None: there is one replica only.
-        experts: the replicas that have a layer's experts between them; None: each has all.
+        experts: the replicas that together have a layer's experts; None: each has all.
     """
 
     model: Model
@@ -197,10 +197,10 @@ class _Moves:
         return _Moves(model, machines, strategy, stage, data, experts if ways > 1 else None)
 
     def passes_s(self, part: DeviceGroup, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
-        """Returns the seconds of both passes of layers low..high-1 with what is sent and fetched for them.
+        """Returns the seconds of both passes of layers low..high-1, including communication.
 
-        Tokens go to experts and back between kernels. What is gathered or offloaded comes while the layer before
-        computes, gradients go while the next one does: what takes longer counts, and one layer of the other.
+        The all-to-all of experts is between kernels. Gathers and offload copies overlap the previous layer's
+        kernels, gradients overlap the next one's: the longer of the two counts, and one layer of the other.
         """
         count, ranges, strategy = high - low, ((low, high),), self.strategy
         exchange_s = 0.0 if self.experts is None else 2 * all_to_all_s(self.experts, one.routed_bytes)
@@ -250,9 +250,9 @@ class ShardedLayer:
     def of(
         model: Model, group: Group, rates: Rates, parameters: float, zero: int, how: Recompute, outside: bool = False
     ) -> ShardedLayer:
-        """Computes the communication for so many parameters of one rank, over a group of replicas.
+        """Computes the communication of so many parameters of one rank, over a group of replicas.
 
-        `outside`: they are those outside the layers.
+        `outside`: they are the parameters outside the layers.
         """
         stack = model.stack
         tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
@@ -271,20 +271,20 @@ class ShardedLayer:
         )
 
     def forward_s(self, kernels_s: float) -> float:
-        """Returns the seconds of the forward pass' kernels beside the collectives."""
+        """Returns the seconds of the forward pass's kernels, slowed down by overlapping collectives."""
         return kernels_s + self.lost * min(self.gather_s, kernels_s)
 
     def backward_s(self, kernels_s: float) -> float:
-        """Returns the seconds of the backward pass' kernels and of the copies beside the collectives."""
+        """Returns the seconds of the backward pass's kernels and copies, slowed down by overlapping collectives."""
         kernels_s += self.copy_s
         return kernels_s + self.lost * min(self.again_s + self.reduce_s, kernels_s)
 
 
 def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of one all-gather or reduce-scatter of a tensor that a group's ranks divide.
+    """Returns the seconds of one all-gather or reduce-scatter of a tensor that is divided over a group's ranks.
 
-    Where its pieces are views in a list, each is copied by a kernel of its own, which the framework launches in turn:
-    that is as much for a small tensor as for a large one, and grows with the group.
+    If its pieces are views in a list, each is copied by a separate kernel launch of the framework:
+    that takes equally long for small and large tensors, and grows with the group.
     """
     moved_s = all_gather_s(group, tensor_bytes)
     if not stack.shards_tensors:
@@ -300,7 +300,7 @@ def rates_of_part(model: Model, machines: Machines, part: DeviceGroup) -> Rates:
 
 
 def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the first ``replicas`` of the parts' replicas, which are neighbours, as members of a group."""
+    """Returns the first ``replicas`` replicas of the parts, which are neighbours, as members of a group."""
     found, left = [], replicas
     for pool, tensor, count in members(parts):
         if taken := min(left, count):
@@ -310,7 +310,7 @@ def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int,
 
 
 def _beside(compute_s: float, moved_s: float, count: int) -> float:
-    """Returns the seconds of `count` layers whose kernels and moves (each layer's seconds) run beside each other."""
+    """Returns the seconds of `count` layers with overlapping kernels and communication, given each layer's seconds."""
     return count * max(compute_s, moved_s) + (min(compute_s, moved_s) if moved_s else 0.0)
 
 
@@ -377,7 +377,7 @@ def _update_s(
 def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: int) -> float:
     """Returns the seconds of an update in the host's memory.
 
-    Gradients come and weights go, unless they lie there anyway.
+    That includes copying gradients to the host and weights back, unless they are there anyway.
     """
     moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "optimizer" else 0.0
     return moved_s + parameters * pool.host_devices / HOST_UPDATES_PER_S
@@ -386,10 +386,10 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: i
 def stage_memory(
     settings: ParallelStrategy, stage: Stage, costs: Sequence[LayerCosts], live: int, stages: int
 ) -> tuple[Footprint, ...]:
-    """Returns the bytes of a rank of each part of a stage that holds `live` chunks of micro-batches at its peak.
+    """Returns the bytes of a rank of each part of a stage with `live` micro-batch chunks at its peak.
 
     Args:
-        stages: how many the strategy has.
+        stages: of the strategy.
     """
     zero, offload, replicas = settings.zero, settings.offload, stage.replicas
     return tuple([
@@ -405,7 +405,7 @@ def lacking_bytes(
     costs: Sequence[LayerCosts],
     memory: Sequence[Footprint],
 ) -> float:
-    """Returns the bytes by which the worst part's ranks exceed their devices, or what they offload their host."""
+    """Returns the bytes by which the worst part's ranks exceed their device's memory, or their host's with offload."""
     lacking = max([f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts)])
     if settings.offload != "none":
         for part, one in zip(stage.parts, costs):

@@ -1,4 +1,4 @@
-"""Describes a decoder-only transformer by its hyper-parameters, and what one rank has of a layer."""
+"""Describes a decoder-only transformer by its hyper-parameters, and one rank's share of a layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
 
-    `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
+    `experts`: feed-forward networks of each layer, `top` of which process a token (0: no experts).
     `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
     """
 
@@ -55,7 +55,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.feed_forward or 4 * self.hidden
 
     def state_bytes_of(self, element_bytes: int) -> int:
-        """Returns the optimizer's bytes per parameter, without a copy of it where parameters are float32 themselves."""
+        """Returns the optimizer's bytes per parameter; float32 parameters need no float32 copy, which is subtracted."""
         return self.state_bytes - (min(COPY_BYTES, self.state_bytes) if element_bytes >= COPY_BYTES else 0)
 
     @property
@@ -65,7 +65,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def dense_parameters(self) -> int:
-        """Counts the parameters of one layer that every token goes through; the choice of experts included."""
+        """Counts the parameters of one layer that process every token, with the router of experts."""
         h, f = self.hidden, self.inner
         if self.experts:
             return 4 * h * h + 8 * h + h * self.experts
@@ -78,7 +78,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def embedding_parameters(self) -> int:
-        """Counts the parameters of the table of tokens, whose weights the logits use as well."""
+        """Counts the parameters of the token embedding, which the logits share."""
         return self.vocabulary * self.hidden
 
     @property
@@ -116,6 +116,6 @@ class LayerShare(msgspec.Struct, frozen=True):
 
 
 def padded_vocabulary(words: int, tensor: int = 1) -> int:
-    """Returns the words that a table has, so that each tensor-parallel rank has a multiple of `VOCABULARY_STEP`."""
+    """Returns the padded vocabulary, of which each tensor-parallel rank has a multiple of `VOCABULARY_STEP`."""
     each = VOCABULARY_STEP * tensor
     return -(-words // each) * each

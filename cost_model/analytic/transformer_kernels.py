@@ -1,10 +1,10 @@
-"""Lists the kernels and collectives of one rank, for each layer of a decoder-only transformer and besides its layers.
+"""Lists the kernels and collectives of one rank, for each layer of a decoder-only transformer and outside its layers.
 
 Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
 hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
-recomputation in large transformer models", 2022, section 4, plus what each kernel writes: `2 e` for an element that is
-read and written, `3 e` for two that are read and one that is written, 1 for a dropout's mask. The last number of a
-`Streaming` counts the kernels that eager frameworks launch for it.
+recomputation in large transformer models", 2022, section 4, plus the bytes that each kernel writes: `2 e` for an
+element that is read and written, `3 e` for two that are read and one that is written, 1 for a dropout's mask. The last
+number of a `Streaming` counts the kernels that eager frameworks launch for it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _attention_flops(t: Transformer, p: LayerShare) -> float:
 
 
 def _core_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels of scores, softmax, dropout, context: what selective recompute repeats."""
+    """Lists the kernels of scores, softmax, dropout and context, which selective recompute repeats."""
     e = stack.element_bytes
     b, s, d = p.rows, t.sequence, t.hidden // t.heads
     heads = max(1, t.heads // p.tensor)
@@ -131,7 +131,7 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels of one layer's backward pass on one rank, with what recompute repeats, in order."""
+    """Lists the kernels of one layer's backward pass on one rank, including recomputed ones, in order."""
     e = stack.element_bytes
     T, h, f, w = p.rows * t.sequence, t.hidden, t.inner, p.tensor
     whole = float(T * h)
@@ -181,7 +181,7 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
-    """Returns (tokens of one expert, experts of a rank) if tokens spread evenly; without experts (all tokens, 1)."""
+    """Returns (tokens of one expert, experts of a rank) if tokens are balanced; without experts (all tokens, 1)."""
     tokens = p.rows * t.sequence
     if not t.experts:
         return tokens, 1
@@ -189,7 +189,9 @@ def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
 
 
 def _routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the choice of experts, and the copies (read, write) of tokens to where they are sent from and put back."""
+    """Lists the kernels of the router, and those that copy (read, write) tokens to and from the buffers of the
+    all-to-all.
+    """
     e = stack.element_bytes
     if not t.experts:
         return []
@@ -199,13 +201,13 @@ def _routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def _enter(p: LayerShare, elements: float, stack: Stack) -> list[Op]:
-    """Lists what comes before a column-parallel product: nothing, or the gather of the sequence."""
+    """Lists the collectives before a column-parallel product: none, or the gather of the sequence."""
     e = stack.element_bytes
     return [Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []
 
 
 def _leave(p: LayerShare, elements: float, stack: Stack) -> list[Op]:
-    """Lists what comes after a row-parallel product: the sum, whole or scattered over the sequence."""
+    """Lists the collectives after a row-parallel product: an all-reduce, or a reduce-scatter over the sequence."""
     e = stack.element_bytes
     if p.tensor == 1:
         return []
@@ -213,7 +215,9 @@ def _leave(p: LayerShare, elements: float, stack: Stack) -> list[Op]:
 
 
 def _back(p: LayerShare, elements: float, stack: Stack, weight: str) -> list[Op]:
-    """Lists a column-parallel product's sum of input gradients, which some stacks hide behind the weight's gradient."""
+    """Lists the all-reduce of a column-parallel product's input gradients, which some stacks overlap with the weight's
+    gradient.
+    """
     e = stack.element_bytes
     if p.tensor == 1:
         return []
@@ -241,12 +245,12 @@ def _bias(stack: Stack, elements: float) -> list[Op]:
 
 
 def _pointwise(name: str, moved_bytes: float, stack: Stack) -> list[Op]:
-    """Lists one fused kernel, or as many as the stack runs for the same."""
+    """Lists one fused pointwise kernel, or the separate kernels that the stack runs instead."""
     return [Streaming(name, moved_bytes * stack.pointwise_passes, stack.pointwise_kernels)]
 
 
 def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
-    """Lists the addition of the weight's gradient to what earlier micro-batches gave."""
+    """Lists the kernel that adds the weight's gradient to that of earlier micro-batches."""
     return [Streaming("accumulate", bytes_per_parameter * parameters)] if bytes_per_parameter else []
 
 
@@ -305,10 +309,12 @@ def head_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def edges_forward(t: Transformer, p: LayerShare, stack: Stack, first: bool, last: bool) -> list[Op]:
-    """Lists a chunk's forward pass besides its layers: the embedding of the first one, the head of the last one."""
+    """Lists the kernels of a chunk's forward pass outside its layers: the embedding of the first, the head of the last
+    chunk.
+    """
     return [*(embedding_forward(t, p, stack) if first else []), *(head_forward(t, p, stack) if last else [])]
 
 
 def edges_backward(t: Transformer, p: LayerShare, stack: Stack, first: bool, last: bool) -> list[Op]:
-    """Lists the backward pass of a chunk besides its layers."""
+    """Lists the kernels of a chunk's backward pass outside its layers."""
     return [*(head_backward(t, p, stack) if last else []), *(embedding_backward(t, p, stack) if first else [])]

@@ -1,4 +1,4 @@
-"""Gives a described transformer as a chain of layers, by formulas or with measured layers in their place."""
+"""Presents a described transformer as a chain of layers, by formulas or with measured layers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ class TransformerModel:
         )
 
     def _edges(self, p: LayerShare, on: Rank) -> tuple[Edge, Edge]:
-        """Returns the embedding with positions, and the head, which has a copy of the embedding's weights."""
+        """Returns the costs of the embedding with positions, and of the head, which has a copy of the embedding's
+        weights.
+        """
         t, stack = self.transformer, self.stack
         table = t.embedding_parameters / p.tensor
         first, last = (
@@ -130,7 +132,7 @@ class TransformerModel:
         return None
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the choices of recompute; with fused attention the selective one would have nothing to leave out."""
+        """Returns the choices of recompute; with fused attention, selective recompute would have no effect."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         if self.stack.fused_attention:
             kinds = ("none", "full")
@@ -138,7 +140,9 @@ class TransformerModel:
         return [(kind, True) for kind in kinds]
 
     def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Returns the seconds to send so many rows' activations, or their gradient; `path`: (bytes/s, step in us)."""
+        """Returns the seconds to send the activations of `rows` rows, or their gradient; `path`: (bytes/s, step in
+        us).
+        """
         whole = float(self.stack.element_bytes) * rows * self.transformer.sequence * self.transformer.hidden
         if tensor == 1 or sequence_parallel:
             return point_to_point_s(whole / (tensor if sequence_parallel else 1), *path)
@@ -156,7 +160,9 @@ def _measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> float:
 
 
 def _each(values: list[float], count: int) -> list[float]:
-    """Returns a value for each of `count` layers from (a layer's, what the first and what the last one has besides)."""
+    """Returns a value for each of `count` layers from (a layer's, the first one's addition, the last one's
+    addition).
+    """
     layer, first, last = values
     each = [layer] * count
     each[0] += first

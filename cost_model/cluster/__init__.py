@@ -1,1 +1,1 @@
-"""Clusters: files that describe them, this machine, what a scheduler allots, where ranks lie."""
+"""Describes clusters: cluster files, the local machine, a scheduler's allocation, and groups of ranks."""

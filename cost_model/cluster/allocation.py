@@ -1,6 +1,6 @@
-"""Finds the hosts that a scheduler gave this job: SLURM's node list, or the workers that a Kubernetes operator names.
+"""Finds the hosts that a scheduler allocated to this job: SLURM's node list, or the workers of a Kubernetes operator.
 
-Neither says what the hosts have, so all are taken to be like the one at hand.
+Neither describes the hosts' hardware, so all are assumed to be like the local one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PART = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
 
 def read_named_cluster(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
-    """Reads a command's ``--cluster``: a cluster file, or ``local``, this machine and those of the same job.
+    """Reads a command's ``--cluster``: a cluster file, or ``local``, this machine and the other hosts of its job.
 
     Args:
-        network: what is between them, where there are several.
-        cpu_quota: CPUs' worth of time that control groups grant, None without a quota.
+        network: type of network between the hosts, if there are several.
+        cpu_quota: CPUs that control groups grant, None without a quota.
 
     Raises:
         ClusterError: the file cannot be read or is wrong, or the machine is not known.
@@ -37,10 +37,10 @@ def read_named_cluster(name: str, network: str | None = None, cpu_quota: float |
 
 
 def list_hosts(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the names of the job's hosts, in its order; empty where no scheduler says so.
+    """Returns the names of the job's hosts, in its order; empty without a scheduler.
 
     Raises:
-        ClusterError: what the scheduler says cannot be read.
+        ClusterError: the scheduler's variables cannot be parsed.
     """
     for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if variable in environment:
@@ -86,7 +86,7 @@ def _list_workers(text: str) -> tuple[str, ...]:
 
 def _make_unreadable_error(variable: str, text: str) -> ClusterError:
     return ClusterError(
-        "the hosts that the scheduler gave cannot be read",
+        "the scheduler's list of hosts cannot be read",
         given=f"{variable}={text if len(text) <= 200 else f'{text[:200]}... ({len(text)} characters)'}",
         expected='names like gpu[01-03,07],login; for TF_CONFIG {"cluster": {"worker": ["host:port"]}}',
         action="give a cluster file",
@@ -94,7 +94,7 @@ def _make_unreadable_error(variable: str, text: str) -> ClusterError:
 
 
 def repeat_cluster(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
-    """Returns a cluster with ``local``'s one host as often as there are names, on one network.
+    """Returns a cluster with ``local``'s host repeated once for each name, on one network.
 
     Raises:
         ClusterError: several hosts, and no type of network between them, or an unknown one.
@@ -103,7 +103,7 @@ def repeat_cluster(local: Cluster, names: tuple[str, ...], network: str | None) 
         return local
     if network is None:
         raise ClusterError(
-            "the job has several hosts, and what is between them is not known",
+            "the job has several hosts, and the network between them is not known",
             given=", ".join(itertools.islice(names, 4)) + (", ..." if len(names) > 4 else ""),
             expected="a type of network of the catalogue",
             action="name it with --network, or give a cluster file",

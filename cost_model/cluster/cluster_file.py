@@ -169,10 +169,10 @@ class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb: Annotated[float, Meta(gt=0)] | None = None
 
     def find_adapter_bytes_per_s(self, network: str, ranks: int, apart: int) -> float:
-        """Returns what an adapter can send for a ring of `ranks` devices, each `apart` from the next; inf: no limit.
+        """Returns an adapter's bandwidth for a ring of `ranks` devices, each `apart` from the next; inf: no limit.
 
-        A ring enters and leaves a host by the same adapter, at two of its ranks. Where no two are beside one adapter,
-        it leaves from a far device.
+        A ring enters and leaves a host through the same adapter, at two of its ranks. If no two ranks are beside one
+        adapter, it leaves from a far device.
         """
         attached = self.networks[network]
         beside = sum(entry.count for entry in self.devices) / attached.nics

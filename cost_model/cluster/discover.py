@@ -35,7 +35,9 @@ def discover_local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cl
 def find_host_resources(
     cpu_quota: float | None = None, memory_limit_bytes: int | None = None, root: Path = Path("/")
 ) -> tuple[float, float]:
-    """Returns (cores, bytes of memory) that affinity, control groups and the machine leave to this process."""
+    """Returns (cores, bytes of memory) available to this process under affinity, control groups and the machine's
+    size.
+    """
     logical = len(re.findall(r"^processor\s*:", (root / "proc/cpuinfo").read_text(), re.MULTILINE)) or 1
     cores = float(min(logical, len(os.sched_getaffinity(0))))
     if cpu_quota is not None:
@@ -70,7 +72,7 @@ def parse_gpus(listing: str) -> list[DeviceEntry]:
 
 
 def discover_processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
-    """Returns the processor sockets, with the share of them that affinity and quota leave to this process."""
+    """Returns the processor sockets, with the share of them available under affinity and quota."""
     text = (root / "proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     logical = len(re.findall(r"^processor\s*:", text, re.MULTILINE)) or 1
@@ -93,7 +95,7 @@ def discover_processors(cpu_quota: float | None, root: Path = Path("/")) -> Devi
 
 
 def _find_processor(model: str) -> tuple[Device, bool]:
-    """Finds the entry whose model number the processor's name contains, or the nearest; and whether it is the former.
+    """Finds the entry with the processor's model number, or the most similar one; and tells whether the number matched.
 
     Virtual machines often hide the number.
     """

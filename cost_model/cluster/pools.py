@@ -1,7 +1,7 @@
-"""Divides a cluster into pools of equal devices, and says what groups of their ranks communicate with.
+"""Divides a cluster into pools of equal devices, and returns the links of groups of their ranks.
 
 A pool is one device entry of one host entry of a cluster file: so many hosts, each with so many equal devices. The
-ranks of a group need not be equal: stages of a plan may lie on several pools.
+ranks of a group need not be equal: stages of a plan may be on several pools.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pool:
 
     @property
     def hosts(self) -> int:
-        """Returns the number of equal hosts that have such devices."""
+        """Returns the number of equal hosts with such devices."""
         return self.host.count
 
     @property
@@ -49,7 +49,7 @@ class Pool:
 
     @property
     def host_devices(self) -> int:
-        """Returns the number of all devices of such a host, those of other pools as well."""
+        """Returns the number of all devices of such a host, including other pools."""
         return sum(e.count for e in self.host.devices)
 
     @property
@@ -59,12 +59,12 @@ class Pool:
 
     @property
     def memory_bytes(self) -> float:
-        """Returns the memory of one device, as far as the job may use it."""
+        """Returns the memory of one device that the job may use."""
         return self.device.memory_bytes * self.entry.share
 
     @property
     def host_bytes(self) -> float:
-        """Returns the host memory that one device's part of what is offloaded may take; 0 where it is not known."""
+        """Returns the host memory that one device may use for offloading; 0 if unknown."""
         return OFFLOADED_FRACTION * 1e9 * (self.host.memory_gb or 0.0) / self.host_devices
 
     @property
@@ -74,7 +74,7 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """Returns host and device, and the share of the device where it is not all of it."""
+        """Returns host and device, and the share of the device if the job has a part of it only."""
         share = "" if self.entry.share == 1.0 else f" x {self.entry.share:g}"
         return f"{self.host.name}/{self.device.name}{share}"
 
@@ -84,7 +84,7 @@ class Pool:
 
 
 class Machines:
-    """The pools of a cluster, and a cache of its groups (plans ask for the same ones again and again)."""
+    """The pools of a cluster, and a cache of its groups (plans use the same ones repeatedly)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -101,7 +101,7 @@ class Machines:
         return sum(pool.devices for pool in self.pools)
 
     def _make_tensor_group(self, number: int, tensor: int) -> Group:
-        """Returns the group of ranks of one pool that divide tensors: neighbours, on as few hosts as have so many."""
+        """Returns the group of tensor-parallel ranks of one pool: neighbours, on as few hosts as possible."""
         pool = self.pools[number]
         link, together = pool.entry.intra_link(), min(tensor, pool.host_devices)
         if together == tensor or not pool.host.networks:
@@ -112,7 +112,7 @@ class Machines:
         return make_group(tensor, together, link, entry.network, nics, beside, entry.oversubscription, adapter)
 
     def _make_data_group(self, members: tuple[tuple[int, int, int], ...]) -> Group:
-        """Returns the group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks.
+        """Returns the data-parallel group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks.
 
         Ranks of one such group are `tensor` apart, and all groups of a host communicate at once.
         """
@@ -135,7 +135,7 @@ class Machines:
         return min(found, key=lambda one: one.ring_bytes_per_s)
 
     def _count_together(self, host: str, members: tuple[tuple[int, int, int], ...]) -> int:
-        """Counts the ranks of a data group on one host of a kind: of each pool as many as a host has room for."""
+        """Counts the ranks of a data-parallel group on one host of a kind: of each pool as many as fit on the host."""
         replicas: dict[int, int] = {}
         tensors: dict[int, int] = {}
         for number, tensor, count in members:

@@ -1,4 +1,4 @@
-"""Reads YAML files that people write: every mistake is a ClusterError with line and key."""
+"""Reads YAML files written by users: every mistake raises a ClusterError with line and key."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def refuse_depth(text: str, origin: str, what: str) -> None:
-    """Refuses YAML that is nested so deeply, or says so much by aliases, that a parser ends or never ends.
+    """Refuses YAML whose nesting or aliases would crash a parser or keep it busy for ever.
 
     Raises:
-        ClusterError: it is.
-        yaml.YAMLError, ValueError: it is no YAML.
+        ClusterError: it is nested too deeply or expands too far.
+        yaml.YAMLError, ValueError: it is not YAML.
     """
     depth = aliases = 0
     for event in yaml.parse(text, Loader=LOADER):
@@ -81,7 +81,7 @@ def refuse_duplicate_keys(tree: Any, origin: str, what: str) -> None:
 
 
 class YamlFile:
-    """The text of a YAML file, with the place of each of its keys."""
+    """The text of a YAML file, with the position of each of its keys."""
 
     def __init__(self, text: str, origin: str, what: str) -> None:
         self.origin, self.what = origin, what
@@ -111,7 +111,7 @@ class YamlFile:
             raise ClusterError(f"the {self.what} cannot be read", given=f"{self.origin}: {error}") from None
 
     def make_error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
-        """Returns an error about the value that keys lead to, or the nearest one around it that the file has."""
+        """Creates an error about the value at `keys`, or about the nearest enclosing value in the file."""
         node: Any = self.tree
         known: list[str | int] = []
         for key in keys:
@@ -136,7 +136,7 @@ class YamlFile:
 
 
 def _list_fields(kind: Any) -> dict[str, Any]:
-    """Returns the names of all fields of a struct and of those in it."""
+    """Returns the names of all fields of a struct and of nested structs."""
     parts = msgspec.json.schema(kind)["$defs"].values()
     return {name: None for part in parts for name in part.get("properties", ())}
 

@@ -14,11 +14,11 @@ LARGEST_WASTE_BYTES = 128 << 20
 
 
 class Allocator:
-    """Pieces by number; `live_bytes` counts whole pieces, as the allocator's own figures do.
+    """Simulates an allocator; pieces are numbered; `live_bytes` counts whole pieces, as the allocator's own figures do.
 
-    `peak_asked_bytes` is the most that was asked for at a time, which does not depend on where pieces lie.
+    `peak_asked_bytes` is the peak of requested bytes, which does not depend on where pieces are.
 
-    `at_peak` has the bytes at the peak by kind, which is any small number that whoever takes a piece gives it.
+    `at_peak` has the bytes at the peak by kind, a small number that callers give to each piece.
     """
 
     def __init__(self, kinds: int = 1) -> None:
@@ -36,7 +36,7 @@ class Allocator:
         self._free: list[tuple[int, int]] = []  # (bytes, piece), sorted
 
     def take(self, size: int, kind: int = 0) -> int:
-        """Takes a piece of at least so many bytes and returns its number."""
+        """Allocates a piece of at least `size` bytes and returns its number."""
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
             grown = False
@@ -64,7 +64,7 @@ class Allocator:
         return piece
 
     def lend(self, size: int) -> None:
-        """Takes bytes of kind 0 in many pieces, of which only the sum is known; given back by lending as much less."""
+        """Allocates bytes of kind 0 in many pieces, of which only the sum is known; a negative size frees them."""
         self.live_bytes += size
         self._live[0] += size
         self._more(size)
@@ -76,18 +76,18 @@ class Allocator:
             self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
     def become(self, piece: int, kind: int) -> None:
-        """Changes the kind of a piece that is used."""
+        """Changes the kind of an allocated piece."""
         self._live[self._kind[piece]] -= self._sizes[piece]
         self._live[kind] += self._sizes[piece]
         self._kind[piece] = kind
 
     def forget_peak(self) -> None:
-        """Starts the peaks anew: from now on they are those of what comes."""
+        """Resets the peaks to the present values."""
         self.peak_asked_bytes = self._asked_bytes
         self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
     def give(self, piece: int) -> None:
-        """Gives a piece back."""
+        """Frees a piece."""
         self._asked_bytes -= self._asked[piece]
         self.live_bytes -= self._sizes[piece]
         self._live[self._kind[piece]] -= self._sizes[piece]
@@ -110,7 +110,7 @@ class Allocator:
         return len(self._sizes) - 1
 
     def _merge(self, one: int, other: int, free: bool = True) -> None:
-        """Merges `other`, which lies behind `one`, into it; what was in the list of free pieces leaves it."""
+        """Merges the free piece `other`, which follows `one`, into it, and updates the list of free pieces."""
         gone = other if free else one
         del self._free[bisect_left(self._free, (self._sizes[gone], gone))]
         self._sizes[one] += self._sizes[other]

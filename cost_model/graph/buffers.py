@@ -1,8 +1,8 @@
-"""Tells which memory a node's results lie in: an operand's, new memory, or none.
+"""Tells which memory a node's results use: an operand's, new memory, or none.
 
-What kernels do is TensorFlow's: a view shares its operand's buffer; a pointwise kernel writes into an operand that
-nobody else will read (`forward_input_or_allocate_output`); a variable that is still being read is copied before it is
-changed; every other result is new. Results are given back when the last node that reads them has ended.
+This follows TensorFlow's kernels: a view shares its operand's buffer; a pointwise kernel writes into an operand that
+has no other reader (`forward_input_or_allocate_output`); a variable that is still being read is copied before it is
+changed; every other result is new. Results are freed when their last reader has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _ROWS_OF_VARIABLES = READS_ROWS | SCATTERS | APPLIES_ROWS
 
 
 def copied_reads(program: Program) -> frozenset[str]:
-    """Returns the reads of variables that are copies, but for unused ones, which no optimised graph has."""
+    """Returns the reads of variables that copy the value; unused reads, which optimised graphs do not have, are
+    excluded.
+    """
     handles = {n.inputs[0].node for n in program.nodes if n.op in _ROWS_OF_VARIABLES}
     fetched = {r.node for r in program.outputs}
     return frozenset(
@@ -58,7 +60,7 @@ def copied_reads(program: Program) -> frozenset[str]:
 
 
 def forwarded(node: Node, result: int) -> tuple[int, ...]:
-    """Returns the operands whose buffer a result may take over."""
+    """Returns the operands whose buffer a result may reuse."""
     if node.op == "WhaleAllReduce":
         return (result + 1,)  # the communicator comes first
     if node.op == "AddN":
@@ -69,7 +71,7 @@ def forwarded(node: Node, result: int) -> tuple[int, ...]:
 
 
 def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
-    """Returns the tensors that arithmetic on elements no longer reads once a result's first element is written."""
+    """Returns the operands that elementwise code has finished reading once it writes a result's first element."""
     read: dict[str, int] = {}
     written = -1
     for i, line in enumerate(lines):
@@ -81,7 +83,7 @@ def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
 
 
 def is_row_view(program: Program, node: Node) -> bool:
-    """Tells whether a cut takes whole rows of dimension 0, which lie side by side."""
+    """Tells whether a slice takes whole rows of dimension 0, which are contiguous in memory."""
     if node.op not in ROW_VIEWS:
         return False
     whole = program.find_type(node.inputs[1 if node.op == "Split" else 0]).shape

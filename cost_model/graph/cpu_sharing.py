@@ -1,8 +1,8 @@
-"""Simulates the cores of a host and the threads that share them, in slices of time, as Linux does it.
+"""Simulates the cores of a host and the threads that share them, in time slices, as Linux does it.
 
-A thread that wakes up takes a free core. Where none is free it waits behind the others that wait: a running thread goes
-on until it has nothing to do or its slice is over, which for those that compute is a tick of the clock. An urgent
-thread (one that has asked for short slices, as the engine of whale_ops does) takes a computing one's core.
+A thread that wakes up takes a free core. Without a free core it waits behind the other waiting threads: a running
+thread continues until it has nothing to do or its slice is over, which for computing threads is a tick of the clock. An
+urgent thread (one that has asked for short slices, as the engine of whale_ops does) preempts a computing one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Job = tuple[float, Callable[[], None]]  # seconds on a core, and what is done at
 
 
 class Clock:
-    """Events in the order of time; those of one time in the order in which they were asked for."""
+    """A queue of events in the order of time; simultaneous events keep the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,12 +26,14 @@ class Clock:
         self._count = 0
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls ``call`` so many seconds from now; of events at one moment, the one asked for first comes first."""
+        """Schedules ``call`` in `seconds` from now; simultaneous events run in the order of scheduling."""
         self._count += 1
         heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
 
     def ahead(self, seconds: float) -> bool:
-        """Advances, as `after` and `play` would, if nothing else happens before, or then; tells whether it did."""
+        """Advances the clock by `seconds` if no event is due until then, which saves scheduling one; tells whether it
+        did.
+        """
         then_s = self.now_s + seconds
         if self._events and self._events[0][0] <= then_s:
             return False
@@ -39,7 +41,7 @@ class Clock:
         return True
 
     def play(self) -> None:
-        """Goes from event to event until none is left."""
+        """Runs events in order until none is left."""
         while self._events:
             self.now_s, _, call = heapq.heappop(self._events)
             call()
@@ -47,7 +49,9 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Thread:
-    """A thread that competes for a core. ``next_job`` gives it a job, or None: then it sleeps until it is woken."""
+    """A thread that competes for a core. ``next_job`` returns its next job, or None: then it sleeps until it is
+    woken.
+    """
 
     next_job: Callable[[], Job | None]
     urgent: bool = False
@@ -61,7 +65,7 @@ class Thread:
 
 @dataclass(slots=True)
 class Host:
-    """The cores of a host (a part of one makes all slower), and the threads that run on them or wait."""
+    """The cores of a host (a fractional core makes all slower), and the threads that run on them or wait."""
 
     clock: Clock
     cores: float
@@ -82,7 +86,7 @@ class Host:
         return len(self.running) >= self._most
 
     def wake(self, thread: Thread) -> None:
-        """Wakes a thread that has something to do."""
+        """Wakes a thread that has a job."""
         if not thread.asleep:
             return
         thread.asleep = False
@@ -106,7 +110,7 @@ class Host:
             self.clock.after(until_s, partial(self._turn_over, thread, thread.turn))
 
     def _until(self, thread: Thread) -> float | None:
-        """Returns the seconds of the thread's next turn on its core; None: it has nothing to do, and sleeps."""
+        """Returns the seconds of the thread's next slice on its core; None: it has no job, and sleeps."""
         now_s = self.clock.now_s
         if thread.done is None:
             job = thread.next_job()

@@ -1,4 +1,4 @@
-"""Describes a rank's program as its executor sees it: numbers in place of names."""
+"""Converts a rank's program to the executor's view: numbers in place of names."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # what a product in front may comput
 
 @dataclass(slots=True)
 class Steps:
-    """The work of a rank in a step, as far as it takes time: nodes by their place in the program.
+    """The nodes of a rank's step that take time, by their position in the program.
 
     Attributes:
-        program: whose nodes these are.
-        work: what each node does.
-        exchanges: node -> what it exchanges, for communication.
-        after: how many nodes each waits for.
-        followers: the nodes that wait for it.
-        fused: node is computed by the product in front of it.
+        program: the nodes' program.
+        work: FLOPs and bytes of each node.
+        exchanges: node -> its exchange, for communication.
+        after: number of predecessors of each node.
+        followers: the successors of each node.
+        fused: whether the preceding product computes the node.
     """
 
     program: Program
@@ -74,13 +74,13 @@ class Graph(Steps):
 
 
 def steps_of(program: Program, rank: int, size: int, strict: bool = True) -> Steps:
-    """Returns what ``rank`` of ``size`` runs, with loops written out.
+    """Returns the steps of ``rank`` of ``size``, with loops unrolled.
 
     Args:
-        strict: else branches, and loops whose turns are not known, are nodes like others.
+        strict: else branches, and loops with an unknown trip count, are treated as single nodes.
 
     Raises:
-        PlanError: how often a loop or branch runs is not known before it does.
+        PlanError: a trip count or branch is only known at run time.
     """
     program = unrolled(program, strict)
     return _steps(program, rank, size, buffers.copied_reads(program))
@@ -111,14 +111,14 @@ def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> S
 def graph_of(
     program: Program, rank: int, size: int, allocated: Callable[[int], int] = int, strict: bool = True
 ) -> Graph:
-    """Returns the graph of what ``rank`` of ``size`` runs, with loops written out.
+    """Returns the graph of the program of ``rank`` of ``size``, with loops unrolled.
 
     Args:
-        allocated: bytes that the device's allocator takes for a tensor of so many bytes.
+        allocated: returns the bytes that the device's allocator takes for a tensor of so many bytes.
         strict: see `steps_of`.
 
     Raises:
-        PlanError: how often a loop or branch runs is not known before it does.
+        PlanError: a trip count or branch is only known at run time.
     """
     program = unrolled(program, strict)
     copied = buffers.copied_reads(program)
@@ -175,18 +175,18 @@ def graph_of(
 
 
 def copying(read: Node) -> Work:
-    """Returns the work of a read of a variable that is a copy (see buffers.copied_reads)."""
+    """Returns the work of a variable's read that copies the value (see buffers.copied_reads)."""
     size = float(sum(t.bytes for t in read.outputs))
     return Work(0.0, size, size, 1)
 
 
 def _leaves_host(node: Node) -> bool:
-    """Tells whether the node is a copy from the host's memory, whose result takes the device's."""
+    """Tells whether the node copies from the host's memory, with a result in the device's."""
     return node.op == "WhaleOffload" and not node.attrs["to_host"]
 
 
 def _fused(program: Program) -> list[bool]:
-    """Marks biases, and activations behind them, that TensorFlow's optimiser lets the product in front compute."""
+    """Marks biases, and activations behind them, that TensorFlow's optimizer fuses into the preceding product."""
     fused: dict[str, bool] = {}
     fetched = {r.node for r in program.outputs}
 

@@ -1,4 +1,4 @@
-"""Simulates the live bytes of one rank, node by node: what results take, share, take over and give back."""
+"""Simulates the live bytes of one rank, node by node: results allocate, share, reuse and free memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The kinds of memory, as numbers below `count`: of each result, of variables by handle node, of the rest."""
+    """The kinds of memory, numbered below `count`: of each result, of variables by handle node, and of the rest."""
 
     count: int
     results: Sequence[int]
@@ -24,15 +24,15 @@ class Kinds:
 
 
 def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int, int]:
-    """Returns the most bytes that a rank holds during a step.
+    """Returns the peak memory of a rank in a step.
 
     Args:
-        orders: in which it starts and ends its nodes in steps one after the other, over and over; in each a node where
+        orders: execution orders of its nodes in consecutive steps, repeated; in each a node where
             it starts, its complement (~node) where it has ended.
         scratch_bytes: memory of each node while it runs.
 
     Returns:
-        (most bytes during a step, bytes between steps, most bytes that were asked for at a time).
+        (peak bytes during a step, bytes between steps, peak of the bytes requested).
     """
     nothing = Kinds(1, [0] * len(graph.sizes), dict.fromkeys(graph.variable_bytes, 0), 0)
     allocator = Allocator()
@@ -49,10 +49,10 @@ def peaks(
     calls: Collection[int] = (),
     allocator: Allocator | None = None,
 ) -> tuple[list[int], int]:
-    """Returns (bytes by kind at the moment when they are most, bytes between steps); scratch memory is of the kind 0.
+    """Returns (bytes by kind at the peak, bytes between steps); scratch memory has kind 0.
 
     Args:
-        calls: nodes whose scratch memory is that of many nodes.
+        calls: nodes whose scratch memory consists of many nodes' memory.
     """
     allocator = allocator or Allocator(kinds.count)
     variables = {}
@@ -88,7 +88,7 @@ def peaks(
 
 
 def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int]) -> list[int]:
-    """Returns the bytes that a rank holds after each event of a step that is not its first one (see ``peak_bytes``)."""
+    """Returns the live bytes after each event of a step that is not the first one (see ``peak_bytes``)."""
     allocator = Allocator()
     variables = {handle: _Owner(allocator, size, 1) for handle, size in graph.variable_bytes.items()}
     for size in filter(None, graph.resident_sizes):
@@ -114,7 +114,7 @@ def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int])
 
 
 class _Owner:
-    """Memory that results share; it is given back when nobody refers to it any more."""
+    """A piece of memory that results share, with a count of references; it is freed when that becomes 0."""
 
     __slots__ = ("_allocator", "piece", "references")
 
@@ -124,7 +124,7 @@ class _Owner:
         self.references = references
 
     def become(self, kind: int) -> None:
-        """Changes the kind of what lies there."""
+        """Changes the kind of this memory."""
         if self.piece >= 0:
             self._allocator.become(self.piece, kind)
 
@@ -136,9 +136,9 @@ class _Owner:
 
 
 class _Memory:
-    """The memory of one step.
+    """Simulates the memory of one step.
 
-    Readers of a result refer to its memory until they have run; the caller refers to what it fetches.
+    Readers of a result refer to its memory until they have run; the caller refers to fetched results.
     """
 
     def __init__(self, graph: Graph, allocator: Allocator, variables: dict[str, _Owner], kinds: Kinds) -> None:
@@ -148,7 +148,7 @@ class _Memory:
         self._readers = graph.readers
 
     def begin(self, node: int) -> None:
-        """Starts a node: its results get memory."""
+        """Starts a node: allocates its results."""
         g = self._graph
         op = g.nodes[node].op
         results = g.results[node]
@@ -187,7 +187,7 @@ class _Memory:
                 self._change(ref.node)
 
     def end(self, node: int) -> None:
-        """Ends a node: what nobody will read any more is given back."""
+        """Ends a node: frees the memory without remaining readers."""
         g = self._graph
         for mine in g.results[node]:
             self._owner[mine].references += self._readers[mine]
@@ -197,12 +197,12 @@ class _Memory:
             self._owner[r].drop()
 
     def close(self) -> None:
-        """Ends the step: the caller gives back what it has fetched."""
+        """Ends the step: frees the fetched results."""
         for r in self._graph.fetched:
             self._owner[r].drop()
 
     def _change(self, name: str) -> None:
-        """Changes a variable in place, first copied where somebody still reads it; does nothing for other nodes."""
+        """Changes a variable in place, after copying it if it is still being read; does nothing for other nodes."""
         owner = self._variables.get(name)
         if owner is not None and owner.references > 1:
             size, kind = self._graph.variable_bytes[name], self._kinds.variables[name]

@@ -1,8 +1,9 @@
-"""Models what ranks run on: measured machines, described clusters, and ranks of which a few figures are known.
+"""Models the machines of ranks: measured ones, described clusters, and ranks with a few known figures.
 
-measured_machine   a host that `whale profile` measured, operation by operation cluster_machine    the devices of a
-cluster file, by the catalogue's formulas cluster_rates      the same in a few figures each rated_machine      ranks
-that were measured for a moment (`Rates`)
+measured_machine   a host that `whale profile` measured, operation by operation
+cluster_machine    the devices of a cluster file, by the catalogue's formulas
+cluster_rates      the same in a few figures each
+rated_machine      ranks that were measured briefly (`Rates`)
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ GRAIN_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that the ranks run on: it prices their operations and exchanges.
+    """The machine of the ranks: it prices their operations and exchanges.
 
     Attributes:
-        operations: of each rank, (seconds, scratch bytes) of a node with its work.
-        exchange_s: seconds of an exchange, by its kind, ranks and bytes.
-        sharing: how they share it.
-        call_s: what calling a step takes beside its operations.
+        operations: for each rank, returns (seconds, scratch bytes) of a node with its work.
+        exchange_s: returns the seconds of an exchange, by its kind, ranks and bytes.
+        sharing: how ranks share the machine's cores.
+        call_s: seconds of calling a step, beside its operations.
         memory_bytes: of each rank's device, or its part of the host's.
-        counted_from_bytes: smaller tensors are left out (TensorFlow's counters of host memory do so).
+        counted_from_bytes: smaller tensors are not counted (as in TensorFlow's counters of host memory).
     """
 
     operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
@@ -46,7 +47,7 @@ class Machine:
     counted_from_bytes: int = 0
 
     def check_holds(self, ranks: int) -> None:
-        """Raises ClusterError where so many ranks are more than the machine has."""
+        """Raises ClusterError if the machine has fewer devices than ranks."""
         if ranks > len(self.sharing.hosts):
             raise ClusterError(
                 "the plan has more ranks than the cluster has devices",
@@ -55,7 +56,7 @@ class Machine:
             )
 
     def allocated(self, size: int) -> int:
-        """Returns the bytes that the allocator gives for a tensor."""
+        """Returns the bytes that the allocator reserves for a tensor."""
         return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
 
 
@@ -85,7 +86,7 @@ def measured_machine(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The seconds of an exchange of next to nothing, and the bytes that a rank sends and receives in a second."""
+    """The latency of a link in seconds, and the bytes per second that a rank sends and receives."""
 
     exchange_s: float
     bytes_per_s: float
@@ -93,13 +94,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The work that one rank does per second while all ranks work, and what an exchange takes between them.
+    """The work that one rank does per second while all ranks work, and the speed of exchanges between them.
 
     Attributes:
-        start_s: seconds of an operation that does next to nothing; exchange_s: the same of an exchange.
+        start_s: seconds of an almost empty operation; exchange_s: the same of an exchange.
         exchanged_bytes_per_s: bytes that a rank sends and receives in a second.
-        origin: where the figures come from, in words.
-        exchanges_compute: whether exchanges take the core (or device) that computes; else they run beside it.
+        origin: describes the source of the figures.
+        exchanges_compute: whether exchanges occupy the core (or device) that computes; else they overlap it.
         devices: the same two figures of exchanges that devices carry out; None: they carry out none.
     """
 
@@ -113,14 +114,14 @@ class Rates:
     devices: Link | None = None
 
     def link(self, through: str) -> Link:
-        """Returns what carries exchanges: devices, or the host where ``through`` is ""."""
+        """Returns the link of exchanges: between devices, or through the host if ``through`` is ""."""
         if through and self.devices is not None:
             return self.devices
         return Link(self.exchange_s, self.exchanged_bytes_per_s)
 
 
 def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
-    """Returns ranks that are known by a few figures each: a roofline for operations, bytes for exchanges."""
+    """Returns a machine of ranks with few known figures: a roofline for operations, bytes for exchanges."""
 
     def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
         def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
@@ -176,7 +177,7 @@ def cluster_machine(cluster: Cluster) -> Machine:
 
 
 def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
-    """Returns what each device of a cluster does at best, in the order of its file; of exchanges, what they take of it.
+    """Returns the peak rates of each device of a cluster, in the order of its file, and of exchanges between them.
 
     Args:
         dtype: of the operands of products.

@@ -1,7 +1,7 @@
-"""Keeps what was measured on a machine: operations, exchanges between its ranks, whole steps. A JSON file.
+"""Stores measurements of a machine: operations, exchanges between its ranks, whole steps. A JSON file.
 
-`whale profile` writes it. Operations are found by their signature; one that was not measured is taken to be as fast as
-the nearest one of its type, in proportion to its work.
+`whale profile` writes it. Operations are found by their signature; an operation that was not measured is assumed to
+have the speed of the nearest one of its type, in proportion to its work.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size.
+    """Measured exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size.
 
     Attributes:
-        through: what carried them from GPU to GPU, as ``communication.backend`` names it; "": the host did, between
-            tensors in its memory.
+        through: the library that carried them between GPUs, as ``communication.backend`` names it; "": the host,
+            between tensors in its memory.
     """
 
     kind: str
@@ -70,11 +70,11 @@ class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whole steps without exchanges: what they took, and what is predicted from their operations as they are alone.
+    """Whole steps without exchanges: measured seconds, and the seconds predicted from their operations alone.
 
     Attributes:
-        program: fingerprint of the program, if it ran on one device; or of what a plan's first rank runs.
-        copies: how many ran side by side, each in a process of its own; of a plan, its ranks.
+        program: fingerprint of the program, if it ran on one device; or of the program of a plan's first rank.
+        copies: number of concurrent processes, each with the step; of a plan, its ranks.
     """
 
     program: str
@@ -113,14 +113,14 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = FORMAT_VERSION
 
     def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:
-        """Returns the profile with further measurements, which take the place of older ones of the same name."""
+        """Returns the profile with further measurements, which replace older ones of the same name."""
         found = {o.signature: o for o in (*self.operations, *operations)}
         named = {(s.program, s.copies): s for s in (*self.steps, *steps)}
         return msgspec.structs.replace(self, operations=list(found.values()), steps=list(named.values()))
 
 
 def default_path() -> Path:
-    """Returns where `whale profile` keeps what it measured, unless it is told another file."""
+    """Returns the default path of `whale profile`'s file."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whale" / "profile.json"
 
 
@@ -128,7 +128,7 @@ def read(path: str | Path) -> MachineProfile:
     """Reads and checks a file of measurements.
 
     Raises:
-        ClusterError: it cannot be read, or is none.
+        ClusterError: it cannot be read, or is not such a file.
     """
     action = "measure this machine with `whale profile`"
     try:
@@ -148,16 +148,16 @@ def read(path: str | Path) -> MachineProfile:
 
 
 def write(table: MachineProfile, path: str | Path) -> None:
-    """Writes the file; its folder is made where there is none."""
+    """Writes the file; creates its folder if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
 
 
 def check_writable(path: str | Path) -> None:
-    """Checks, before anything is measured, that the file can be written; its folder is made where there is none.
+    """Checks, before anything is measured, that the file can be written; creates its folder if needed.
 
     Raises:
-        ClusterError: it cannot.
+        ClusterError: it cannot be written.
     """
     path = Path(path)
     try:
@@ -175,13 +175,13 @@ def check_writable(path: str | Path) -> None:
 
 
 class Measured:
-    """Prices operations and exchanges by a table."""
+    """Prices operations and exchanges by a machine profile."""
 
     def __init__(self, table: MachineProfile, marks: Sequence[str] = (), ranks: int = 1) -> None:
-        """Takes a table of measurements.
+        """Takes a machine profile.
 
         Args:
-            marks: fingerprints that the program's own step may have been measured under; the first that was counts.
+            marks: fingerprints under which the program's own step may have been measured; the first match is used.
         """
         self.table = table
         self._exact = {o.signature: o for o in table.operations}
@@ -200,7 +200,7 @@ class Measured:
         self.context = step.seconds / step.predicted_s if step else 1.0
 
     def operation(self, program: Program, node: Node, does: Work) -> tuple[float, int]:
-        """Returns (seconds, scratch bytes) of a node alone on a core, as it runs within a step."""
+        """Returns (seconds, scratch bytes) of a node alone on a core, within a step."""
         if not does.kernels:
             return 0.0, 0
         found = self._exact.get(signature(program, node))
@@ -225,14 +225,14 @@ class Measured:
         return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
 
     def _alike(self, op: str) -> list[Operation]:
-        """Returns the measured products of matrices, where the op is one."""
+        """Returns the measured matrix products if the op is one."""
         products = MATMULS | EINSUMS
         return [one for one in self.table.operations if one.op in products] if op in products else []
 
     def exchange_s(self, what: Exchange) -> float:
-        """Returns the seconds of work that an exchange is for each of its ranks.
+        """Returns the seconds of work of an exchange for each of its ranks.
 
-        Where ranks compute on GPUs, what the host exchanges is copied to it before and back behind.
+        If ranks compute on GPUs, exchanges through the host include copies before and behind.
 
         Raises:
             ClusterError: exchanges of this kind were not measured.
@@ -265,12 +265,12 @@ class Measured:
 
 
 def _slowest_s(copies: Sequence[Copies], size: float) -> float:
-    """Returns the seconds of the slowest of some copies of so many bytes; 0 where there are none."""
+    """Returns the seconds of the slowest of some copies of so many bytes; 0 if there are none."""
     return max((_interpolated(one.samples, size) for one in copies), default=0.0)
 
 
 def _interpolated(samples: list[tuple[float, float]], size: float) -> float:
-    """Interpolates between two samples along the straight line; beyond the last in proportion to its slope."""
+    """Interpolates linearly between two samples; beyond the last one in proportion to its slope."""
     if size <= samples[0][0] or len(samples) == 1:
         return samples[0][1]
     upper = next((i for i, (at, _) in enumerate(samples) if at >= size), len(samples) - 1)

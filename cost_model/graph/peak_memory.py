@@ -1,9 +1,9 @@
-"""Predicts what one rank holds at the fullest moment of a step, and for what: its own program, played without others.
+"""Predicts one rank's peak memory in a step, by kind, by simulating its program without other ranks.
 
-The play is that of `simulate`, with seconds that are only good enough for an order: exchanges are nodes like others, as
-long as their bytes. What a call of a function holds inside is found once for each function, and is scratch memory of
-its calls; so 64 micro-batches take no longer than two. Loops are written out; the body of one whose turns are not known
-counts as one turn of it.
+The simulation is that of `simulate`, with seconds that only need to give a realistic order: exchanges are treated as
+ordinary nodes, in proportion to their bytes. The memory inside a function is computed once for each function, and is
+scratch memory of its calls; so 64 micro-batches take no longer than two. Loops are unrolled; the body of a loop with an
+unknown trip count counts as one iteration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
-        """Returns the bytes at the peak, all kinds together."""
+        """Returns the bytes at the peak, summed over kinds."""
         return sum(self.at_peak)
 
 
@@ -57,12 +57,12 @@ def held(
     resident: int,
     counted_from_bytes: int = 0,
 ) -> Held:
-    """Returns what ``rank`` of ``size`` holds while it runs ``program``.
+    """Returns the bytes that ``rank`` of ``size`` holds while it runs ``program``.
 
     Args:
-        kinds: how many there are; ``resident``: that of inputs and of what communication keeps.
-        kinds_of: the kinds of a program's tensors and variables.
-        counted_from_bytes: smaller tensors are left out, as TensorFlow's counters of host memory leave them out.
+        kinds: number of kinds; ``resident``: the kind of inputs and of communication buffers.
+        kinds_of: returns the kinds of a program's tensors and variables.
+        counted_from_bytes: smaller tensors are not counted, as in TensorFlow's counters of host memory.
     """
 
     def allocated(wanted: int) -> int:
@@ -73,7 +73,7 @@ def held(
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """The cost of a call of a function: seconds, bytes beside its results, and results that are arguments."""
+    """The cost of a function's call: seconds, bytes beside its results, and results that are arguments."""
 
     seconds: float
     scratch_bytes: int

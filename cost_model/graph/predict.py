@@ -1,4 +1,4 @@
-"""Predicts step time and memory of a captured program under a plan, from the programs that its ranks run."""
+"""Predicts step time and memory of a captured program under a plan, from the ranks' programs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Ran:
 
     Attributes:
         end_s: when its last node ends.
-        peak_bytes: the most memory that it holds, with what is there before the step.
-        resident_bytes: what is there between steps: variables, inputs, buffers of communication.
-        asked_bytes: the most that tensors and kernels ask for at a time; the allocator's pieces are larger.
+        peak_bytes: peak memory, including memory from before the step.
+        resident_bytes: memory between steps: variables, inputs, buffers of communication.
+        asked_bytes: peak of bytes requested by tensors and kernels; the allocator's pieces are larger.
         compute_s: its kernels, alone on a core.
         exchange_s: the same of its exchanges.
     """
@@ -41,7 +41,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A kernel or exchange of a rank: what it is, and when it runs; `seconds` alone on a core, or without waiting."""
+    """A kernel or exchange of a rank: its name, start and end; `seconds` alone on a core, or without waiting."""
 
     name: str
     op: str
@@ -59,12 +59,12 @@ class Timeline:
     held: tuple[tuple[float, int], ...]
 
     def busy_s(self, exchange: bool) -> float:
-        """Returns the seconds during which at least one exchange, or kernel, runs."""
+        """Returns the seconds during which at least one exchange (or kernel) runs."""
         return covered_s((span.start_s, span.end_s) for span in self.spans if span.exchange is exchange)
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Returns the seconds that lie in at least one of some intervals."""
+    """Returns the length of the union of some intervals, in seconds."""
     covered, last = 0.0, float("-inf")
     for start_s, end_s in sorted(intervals):
         if end_s > last:
@@ -80,8 +80,9 @@ class CapturedPrediction:
     Attributes:
         step_s: on the slowest rank.
         ranks: of each rank, its end, peak memory, and the seconds of its kernels and exchanges.
-        logical_bytes: of each rank, its part of what the step has to move; equal to the counters of whale_ops.
-        timelines: of each rank, where they were asked for.
+        logical_bytes: of each rank, its part of the bytes that the step has to move; equal to the counters of
+            whale_ops.
+        timelines: of each rank, if requested.
     """
 
     step_s: float
@@ -91,7 +92,7 @@ class CapturedPrediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Returns the bytes of the rank that holds most."""
+        """Returns the peak bytes of the fullest rank."""
         return max(rank.peak_bytes for rank in self.ranks)
 
 
@@ -101,11 +102,11 @@ def predict_ranks(
     """Predicts time and memory of one step of ranks that run ``programs`` (see whale.partition.spmd), rank i the i-th.
 
     Args:
-        plays: how many more orders of a step are played for its memory; its time is that of the first.
+        plays: number of additional execution orders that are simulated for memory; time is that of the first.
 
     Raises:
         PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
-        ClusterError: the machine has fewer ranks, or its profile lacks what a program runs.
+        ClusterError: the machine has fewer ranks, or its profile lacks operations of a program.
     """
     size = len(programs)
     machine.check_holds(size)
@@ -147,10 +148,10 @@ def predict_ranks(
 
 
 def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -> float:
-    """Predicts the seconds of a step of ``size`` ranks, by the play of some that stand for the others; no memory.
+    """Predicts the seconds of a step of ``size`` ranks, by simulating some that represent the others; no memory.
 
     Args:
-        programs: rank -> what it runs. Branches, and loops whose turns are not known, count as one turn.
+        programs: rank -> its program. Branches, and loops with an unknown trip count, count as one iteration.
 
     Raises:
         PlanError: the ranks wait for each other.
@@ -164,10 +165,10 @@ def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -
 def what_if_seconds(
     programs: Sequence[Program], machine: Machine, exchanges: Sequence[float], paces: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Predicts a step where exchanges, and ranks, are so many times as fast: for each of `exchanges`, all `paces`.
+    """Predicts a step with exchanges, and ranks, sped up by factors: for each of `exchanges`, all `paces`.
 
     Args:
-        paces: of each rank, how many times as fast its kernels are.
+        paces: of each rank, the factor for its kernels.
 
     Raises:
         PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
@@ -187,9 +188,9 @@ def _faster(machine: Machine, times: float, what: Exchange) -> float:
 
 
 def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Machine]) -> list[float]:
-    """Returns the seconds of all that ``rank`` of ``size`` does in a step, on each of ``machines``.
+    """Returns the total seconds of all nodes of ``rank`` of ``size`` in a step, on each of ``machines``.
 
-    It does one thing after the other, and waits for nobody.
+    Nodes run one after the other, without waiting for other ranks.
     """
     steps = steps_of(program, rank, size, strict=False)
     return [
@@ -199,7 +200,7 @@ def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Mach
 
 
 def _priced(program: Program, rank: int, size: int, machine: Machine) -> tuple[Graph, list[float], list[int]]:
-    """Returns what ``rank`` of ``size`` runs, with the seconds and the scratch bytes of each node."""
+    """Returns the graph of ``rank`` of ``size``, with the seconds and the scratch bytes of each node."""
     graph = graph_of(program, rank, size, machine.allocated)
     prices = _prices(graph, machine, rank)
     scratch = [machine.allocated(one[1]) for one in prices]
@@ -209,7 +210,7 @@ def _priced(program: Program, rank: int, size: int, machine: Machine) -> tuple[G
 
 
 def _prices(steps: Steps, machine: Machine, rank: int) -> list[tuple[float, int]]:
-    """Returns the seconds and scratch bytes of each node but of exchanges."""
+    """Returns the seconds and scratch bytes of each node, except for exchanges."""
     price = machine.operations[rank]
     return [
         (0.0, 0) if i in steps.exchanges or not does.kernels else price(steps.program, node, does)

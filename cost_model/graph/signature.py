@@ -1,4 +1,4 @@
-"""Names an operation for its measurement: by op, types, and what else its time depends on."""
+"""Names an operation for its measurement: by op, types, and other properties on which its time depends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def dtype_of(text: str) -> str:
 
 
 def signature(program: Program, node: Node) -> str:
-    """Names operations that take equal time alike: op, operands' and results' types, attributes, small constants."""
+    """Returns a name that is equal for operations that take equal time: op, operand and result types, attributes, small
+    constants.
+    """
     operands = []
     for ref in node.inputs:
         t = program.find_type(ref)

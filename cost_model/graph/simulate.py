@@ -1,9 +1,9 @@
 """Simulates the ranks' programs by discrete events: executor threads, engines, the cores that they share, exchanges.
 
-Each rank has executor threads as TensorFlow has them (core/common_runtime/executor.cc): a thread goes on with the short
-kernels that its last one has made ready, keeps one longer kernel for itself, and puts the others on its stack; a thread
-with nothing to do takes what lies longest on another's. Exchanges are run by one more thread, the engine of whale_ops:
-it tells the other ranks that its own has come, and the last one to come lets all engines move their parts.
+Each rank has executor threads as in TensorFlow (core/common_runtime/executor.cc): a thread continues with the short
+kernels that its last one has made ready, keeps one longer kernel for itself, and pushes the others on its stack; an
+idle thread takes the oldest kernel from another's stack. Exchanges are run by one more thread, the engine of whale_ops:
+it notifies the other ranks of its arrival, and the last one to arrive lets all engines move their parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORT_S = 2.5e-6  # kOpIsExpensiveThresholdCycles: 8,000
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The result of a played step on one rank.
+    """The result of a simulated step on one rank.
 
     Attributes:
         end_s: when its last node ended.
@@ -48,9 +48,9 @@ class Sharing:
         hosts: of each rank, the number of its host; a GPU is a host of its own with one core.
         cores: of each host.
         threads: executor threads of a rank.
-        slice_s: how long a computing thread keeps its core when others wait.
-        wake_s: what an engine waits for a core where all are taken.
-        exchanges_compute: whether engines take the ranks' cores; else exchanges run beside them.
+        slice_s: time slice of a computing thread when others wait.
+        wake_s: delay until an engine gets a core when all are busy.
+        exchanges_compute: whether engines occupy the ranks' cores; else exchanges overlap them.
     """
 
     hosts: Sequence[int]
@@ -87,14 +87,14 @@ def run(
     sharing: Sharing,
     members: Sequence[int] | None = None,
 ) -> list[Played]:
-    """Plays one step of all ranks, or of some that stand for the others.
+    """Simulates one step of all ranks, or of some that represent the others.
 
     Args:
         graphs: of the ranks.
-        members: numbers of the ranks that the graphs are of; None: all, in their order. Nobody waits for a rank that
-            is not played.
+        members: numbers of the ranks that the graphs are of; None: all, in their order. No rank waits for a rank that
+            is not simulated.
         seconds: of each node alone on a core (or device); nodes of 0 take no time.
-        exchange_s: seconds of work that an exchange is for each of its ranks.
+        exchange_s: seconds of work of an exchange for each of its ranks.
 
     Raises:
         PlanError: the ranks wait for each other.
@@ -150,7 +150,7 @@ class _Run:
         ]
 
     def _next(self, rank: _Rank, thread: int) -> Job | None:
-        """Runs what takes no time at once, and returns the thread's next kernel; None: there is nothing."""
+        """Executes nodes that take no time, and returns the thread's next kernel; None: there is none."""
         inline, stack = rank.inline[thread], rank.stacks[thread]
         while True:
             if inline:
@@ -172,7 +172,7 @@ class _Run:
                 self._follow(rank, thread, node)
 
     def _ended(self, rank: _Rank, node: int) -> list[int]:
-        """Ends a node and returns its followers that wait for nobody else."""
+        """Ends a node and returns its successors that are ready now."""
         rank.order.append(~node)
         rank.order_s.append(self.clock.now_s)
         rank.left -= 1
@@ -185,7 +185,7 @@ class _Run:
         return ready
 
     def _follow(self, rank: _Rank, thread: int, node: int) -> None:
-        """Deals out, on an executor's thread, what follows its node."""
+        """Assigns the ready successors of a node to threads, on the thread that ran it."""
         inline, stack = rank.inline[thread], rank.stacks[thread]
         kept, pushed = -1, 0
         for other in self._ended(rank, node):
@@ -205,14 +205,14 @@ class _Run:
         self._wake(rank, pushed)
 
     def _wake(self, rank: _Rank, count: int) -> None:
-        """Wakes a sleeping thread for each of so many nodes."""
+        """Wakes up to `count` sleeping threads."""
         if not count:
             return
         for thread in [t for t in rank.threads if t.asleep][:count]:
             rank.host.wake(thread)
 
     def _meet(self, rank: _Rank, node: int) -> None:
-        """Starts an exchange on one rank; the last one to come starts it for all."""
+        """Starts an exchange on one rank; the last rank to arrive starts it for all."""
         what = rank.graph.exchanges[node]
         number = rank.met[what.key]  # micro-batches use one key after the other
         rank.met[what.key] += 1
@@ -233,7 +233,7 @@ class _Run:
             announce()
 
     def _submit(self, rank: _Rank, seconds: float, done: Callable[[], None]) -> None:
-        """Gives work to a rank's engine, which does one thing after the other."""
+        """Submits work to a rank's engine, which processes it in order."""
         if not self.sharing.exchanges_compute:
             self.clock.after(seconds, done)
             return
@@ -243,7 +243,7 @@ class _Run:
             self.clock.after(delay_s, partial(rank.host.wake, rank.engine))
 
     def _exchanged(self, rank: _Rank, node: int) -> None:
-        """Ends an exchange: the engine hands what follows it to the executor's threads, piece by piece."""
+        """Ends an exchange: the engine passes its successors to the executor's threads, one by one."""
         ready = self._ended(rank, node)
         rank.stacks[0].extend(ready)
         self._wake(rank, len(ready))

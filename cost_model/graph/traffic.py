@@ -1,4 +1,4 @@
-"""Computes what one communication op of a rank's program moves and holds, from its node alone.
+"""Computes the bytes that one communication op of a rank's program moves and allocates, from its node alone.
 
 Counts are those of whale_ops' counters (see whale.ir.exchanged_bytes), so a run can be compared with them exactly.
 """
@@ -21,13 +21,13 @@ class Exchange:
 
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, or point_to_point.
-        key: equal on all ranks that take part.
+        key: equal on all participating ranks.
         ranks: these, in the order of the group.
         tensor_bytes: of the whole tensor: reduced, gathered, scattered, or sent.
         logical_bytes: this rank's part of the bytes that have to move.
-        scratch_bytes: memory for packing, while it is under way.
-        staging_bytes: memory that stays with the op from step to step.
-        through: what carries it from device to device, as ``communication.backend`` names it; "": the host does.
+        scratch_bytes: memory for packing while it runs.
+        staging_bytes: memory that the op keeps from step to step.
+        through: the library that carries it between devices, as ``communication.backend`` names it; "": the host does.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Exchange:
 
     @property
     def is_packed(self) -> bool:
-        """Tells whether what is sent has to be laid out in one piece first, or what comes in several."""
+        """Tells whether data are packed into one buffer before sending, or unpacked into several tensors."""
         return bool(self.staging_bytes or self.scratch_bytes)
 
 
 def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
-    """Returns what a communication op of ``rank`` of ``size`` moves; ``inputs`` are its operands' local types."""
+    """Returns the exchange of a communication op of ``rank`` of ``size``; ``inputs`` are its operands' local types."""
     found = _moved(node, inputs, rank, size)
     return replace(found, through=node.marks.device_backend) if node.marks.device_backend else found
 

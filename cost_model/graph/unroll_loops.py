@@ -1,7 +1,7 @@
-"""Unrolls the loops of programs, to be played: a body's nodes as often as they run.
+"""Unrolls the loops of programs for simulation: a body's nodes once for each iteration.
 
-A list of tensors is what it is to TensorFlow, references: what stacks up in it lies where the bodies have made it, and
-lives until the last one reads it. So time and memory of loops follow from the same play as everything else.
+A list of tensors consists of references, as in TensorFlow: its items stay where the bodies have produced them, and
+live until their last reader. So time and memory of loops follow from the same simulation as other nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PASSED_ON = IDENTITIES | {"IdentityN"}  # of which every result is the operand 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _List:
-    """A list of tensors by its items; None where nothing was set, which reads as zeros."""
+    """The items of a list of tensors; None for items that were not set, which read as zeros."""
 
     items: tuple[Ref | None, ...]
 
@@ -38,19 +38,19 @@ _Value = Ref | _List
 
 
 class _NotFollowed(Exception):
-    """Raised with the reason why the play cannot follow a node of a loop."""
+    """Raised, with the reason, if a loop or branch cannot be unrolled."""
 
 
 @dataclass(slots=True)
 class _Graph:
-    """A graph while it is written out.
+    """A graph while it is unrolled.
 
     Attributes:
         program: whose nodes these are.
         values: of its tensors.
-        waited: node -> what waits for it waits for these.
+        waited: node -> the nodes that replace it as a control input.
         prefix: of the names of its nodes.
-        after: what nodes wait for that take nothing of this graph's own.
+        after: control inputs of nodes without operands in this graph.
     """
 
     program: Program
@@ -61,13 +61,13 @@ class _Graph:
 
 
 def unrolled(program: Program, strict: bool = True) -> Program:
-    """Returns ``program`` without loops; itself where it has none.
+    """Returns ``program`` without loops; itself if it has none.
 
     Args:
-        strict: else branches stay, and a program stays as it is where one of its loops cannot be written out.
+        strict: else branches stay, and a program stays unchanged if one of its loops cannot be unrolled.
 
     Raises:
-        PlanError: how often a loop or branch runs is not known before it does, or it is more than can be played.
+        PlanError: a trip count or branch is only known at run time, or there are too many nodes to simulate.
     """
     if not any(node.op in HAS_BODIES for node in program.nodes):
         return program
@@ -115,7 +115,7 @@ class _Unroller:
         if node.op in LOOPS:
             self._loop(graph, node, given)
         elif node.op in BRANCHES and self.strict:
-            raise _NotFollowed(f"{node.op}: data decide what runs")
+            raise _NotFollowed(f"{node.op}: its condition depends on data")
         elif node.op in LISTS:
             graph.values[Ref(node.name)] = self._list(graph, node, given)
             graph.waited.setdefault(node.name, self._made_by(graph.values[Ref(node.name)]))
@@ -131,7 +131,7 @@ class _Unroller:
             self._keep(graph, node)
 
     def _keep(self, graph: _Graph, node: Node) -> None:
-        """Keeps a node that is no different from any other."""
+        """Copies a node that needs no special treatment."""
         operands = []
         for ref in node.inputs:
             value = graph.values[ref]
@@ -143,7 +143,7 @@ class _Unroller:
             graph.values[Ref(node.name, k)] = Ref(graph.prefix + node.name, k)
 
     def _add(self, graph: _Graph, node: Node, operands: Sequence[Ref], name: str = "") -> Ref:
-        """Writes a node down, behind what it waits for."""
+        """Adds a node, with its control inputs."""
         made = graph.prefix + (name or node.name)
         controls = [name for control in node.controls for name in graph.waited[control]]
         if graph.prefix and not any(ref.node.startswith(graph.prefix) for ref in operands):
@@ -157,7 +157,7 @@ class _Unroller:
         return Ref(made)
 
     def _constant(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> None:
-        """Writes what is the same in every turn of a loop down once, as TensorFlow's optimiser folds it."""
+        """Adds a node that is equal in every iteration of a loop once, as TensorFlow's optimizer folds it."""
         key = f"{graph.program.name}/{node.name}"
         if key not in self.constants:
             alone = replace(graph, after=(), waited={})
@@ -207,7 +207,7 @@ class _Unroller:
         return (value.node,) if isinstance(value, Ref) else ()
 
     def _on_items(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> None:
-        """Writes a sum of lists, or a list of zeros, down item by item."""
+        """Unrolls a sum of lists, or a list of zeros, item by item."""
         lists = [one for one in given if isinstance(one, _List)]
         if len(lists) < len(given) or len({len(one.items) for one in lists}) != 1:
             raise _NotFollowed(f"{node.op} takes lists of unequal length")
@@ -225,7 +225,7 @@ class _Unroller:
         graph.waited.setdefault(node.name, ())
 
     def _list(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> _Value:
-        """Returns what an operation on lists gives; notes the item that popping gives besides."""
+        """Returns the result of an operation on lists; records the item that popping returns as well."""
         if node.op == "EmptyTensorList":
             return _List(())
         if node.op == "TensorListReserve":
@@ -254,7 +254,7 @@ class _Unroller:
             return self._element_shape(graph, node, items)
         if node.op == "TensorListStack" and items:
             return self._stack(graph, node, items)
-        raise _NotFollowed(f"{node.op}: not followed through a loop")
+        raise _NotFollowed(f"{node.op}: the op cannot be unrolled in a loop")
 
     def _element_shape(self, graph: _Graph, node: Node, items: Sequence[Ref | None]) -> Ref:
         shapes = (self.types[one].shape for one in items if one is not None)
@@ -277,7 +277,7 @@ class _Unroller:
         return at
 
     def _handed_on(self, graph: _Graph, node: Node, item: _Value) -> Ref:
-        """Writes down the item that a node puts into a list; it lies where it lay."""
+        """Adds the item that a node puts into a list; it shares the item's memory."""
         if isinstance(item, _List):
             raise _NotFollowed(f"{node.op}: lists in lists")
         return self._moved(graph, node, item)
@@ -289,7 +289,7 @@ class _Unroller:
         return found
 
     def _taken(self, graph: _Graph, node: Node, item: Ref | None, kind: TensorType) -> Ref:
-        """Writes down the item of a list that a node hands out."""
+        """Adds the item of a list that a node returns."""
         if item is None:
             return self._zeros(graph, node, kind, node.name)
         return self._moved(graph, node, item)

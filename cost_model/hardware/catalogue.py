@@ -27,7 +27,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class LOADER(_Base):  # type: ignore[misc]
-    """Reads numbers as JSON writes them, too: 4e-06 is one, where YAML 1.1 asks for a point."""
+    """Reads numbers as JSON writes them: 4e-06 is a number, where YAML 1.1 requires a decimal point."""
 
 
 LOADER.add_implicit_resolver(
@@ -36,18 +36,18 @@ LOADER.add_implicit_resolver(
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields that all entries of the catalogue have: a name, and by field where its figure comes from."""
+    """The common fields of catalogue entries: a name, and the source of each field's figure."""
 
     name: str
     sources: dict[str, str]
 
     def find_source(self, field: str) -> str | None:
-        """Returns where the figure of a field comes from, or None."""
+        """Returns the source of a field's figure, or None."""
         return next((text for key, text in self.sources.items() if field in key.split(",")), None)
 
 
 class Efficiency(Entry, frozen=True):
-    """The part of a device's peaks that kernels reach; compute.py has the formulas that use these."""
+    """The share of a device's peak rates that kernels reach, used by the formulas in compute.py."""
 
     matmul_fraction: Fraction
     matmul_fill_k: Annotated[float, Meta(ge=0)]
@@ -93,11 +93,11 @@ class Device(Entry, frozen=True):
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Returns the bandwidth of the device's memory, as its data sheet says."""
+        """Returns the bandwidth of the device's memory, from its data sheet."""
         return self.memory_gb_per_s * 1e9
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Returns the dense FLOP/s with operands of a dtype; ClusterError if the device has no such arithmetic."""
+        """Returns the dense FLOP/s with operands of a dtype; raises ClusterError if the device does not support it."""
         peak = self.peak_tflops.get(dtype)
         if peak is None:
             raise ClusterError(
@@ -153,7 +153,7 @@ class Network(Entry, frozen=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """Returns what large messages reach, one adapter and direction."""
+        """Returns the bandwidth of large messages, for one adapter and direction."""
         return self.gb_per_s * self.fraction * 1e9
 
 
@@ -216,12 +216,16 @@ def find_device(name: str) -> Device:
 
 
 def find_link(name: str) -> Link:
-    """Returns the link of a name inside a host; ClusterError, with the nearest known one, if there is none."""
+    """Returns the link of a name inside a host; raises ClusterError, with the most similar known one, if there is
+    none.
+    """
     return _find("link", name, load_links())
 
 
 def find_network(name: str) -> Network:
-    """Returns the network of a name between hosts; ClusterError, with the nearest known one, if there is none."""
+    """Returns the network of a name between hosts; raises ClusterError, with the most similar known one, if there is
+    none.
+    """
     return _find("network", name, load_networks())
 
 
@@ -258,7 +262,7 @@ def _are_alike(one: str, other: str) -> bool:
 
 
 def suggest_nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts of an error about an unknown name: the nearest known one, or all of them."""
+    """Returns the facts of an error about an unknown name: the most similar known one, or all of them."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     if close:
         return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}

@@ -1,1 +1,1 @@
-"""Seconds of kernels and collectives on a device, and what one operation of a program asks for: FLOPs and bytes."""
+"""Computes the seconds of kernels and collectives on a device, and the FLOPs and bytes of a program's operations."""

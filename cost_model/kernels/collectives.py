@@ -26,15 +26,15 @@ SWITCH_RANKS = 4  # at least so many for the switch to be used; fewer exchange a
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that communicate, and what they have for it.
+    """The ranks of a collective, and the bandwidths between them.
 
     Attributes:
         size: ranks in the group.
         per_host: how many of them share a host (the largest number).
-        link_bytes_per_s: what one device reaches inside its host, one direction.
+        link_bytes_per_s: bandwidth of one device inside its host, one direction.
         link_steps: step times inside a host.
-        host_bytes_per_s: what the group's ranks of one host together get of the host's adapters; with several groups on
-            the host that communicate at once, each gets a share. Infinite where no network is used.
+        host_bytes_per_s: bandwidth of the host's adapters for the group's ranks of one host together; with several
+            groups on the host that communicate at once, each gets a share. Infinite where no network is used.
         network_steps: step times between hosts.
         in_network_reduction: factor by which a switch that reduces speeds up an all-reduce inside a host.
     """
@@ -49,13 +49,14 @@ class Group:
 
     @property
     def hosts(self) -> int:
-        """Returns on how many hosts the ranks lie."""
+        """Returns the number of hosts of the ranks."""
         return -(-self.size // self.per_host)
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Returns the bus bandwidth of rings: what each rank sends and receives; a host's adapters carry the ring
-        once."""
+        """Returns the bus bandwidth of rings: the bytes each rank sends and receives; a host's adapters carry the ring
+        once.
+        """
         inside = self.link_bytes_per_s if self.per_host > 1 else math.inf
         between = self.host_bytes_per_s if self.hosts > 1 else math.inf
         return min(inside, between)
@@ -73,7 +74,7 @@ def make_group(
 ) -> Group:
     """Returns a group of `size` ranks, `per_host` on each host, where `groups_per_host` communicate at once.
 
-    `adapter_bytes_per_s`: what an adapter can take of the ranks' memory, where that is less than it can send.
+    `adapter_bytes_per_s`: the rate at which an adapter reads the ranks' memory, if that is less than it can send.
     """
     per_host = min(size, per_host)
     inside = link.bytes_per_s_among(per_host)
@@ -84,7 +85,7 @@ def make_group(
 
 
 def _compute_steps_s(group: Group, protocol: str, rounds: int) -> float:
-    """Returns the latency of `rounds` walks around the ring: so many steps between hosts, the others inside."""
+    """Returns the latency of `rounds` trips around the ring: the steps between hosts, and the others inside."""
     total = rounds * (group.size - 1)
     between = rounds * (group.hosts - 1)
     inside_us = getattr(group.link_steps, protocol)
@@ -108,9 +109,9 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds where the switch adds (NVLink SHARP), by a measured factor less than a ring's.
+    """Returns the seconds of an all-reduce in the switch (NVLink SHARP): a ring's, divided by a measured factor.
 
-    Infinite: it cannot.
+    Infinite: the switch does not support it.
     """
     if group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < SWITCH_RANKS:
         return math.inf
@@ -121,7 +122,9 @@ def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of double binary trees between hosts, chains inside: 2 (log2 hosts + per_host - 1) steps."""
+    """Returns the seconds of double binary trees between hosts with chains inside: 2 (log2 hosts + per_host - 1)
+    steps.
+    """
     if group.hosts == 1:
         return math.inf
     p = group.size
@@ -177,30 +180,34 @@ NCCL_ALGORITHMS = ("ring", "tree", "switch")
 
 
 def all_reduce_s(group: Group, tensor_bytes: float, algorithms: tuple[str, ...] = NCCL_ALGORITHMS) -> float:
-    """Returns the seconds of the fastest of the algorithms that a library has, as its own tuning would pick."""
+    """Returns the seconds of the fastest of a library's algorithms, as its own tuning would choose."""
     if group.size == 1:
         return 0.0
     return min(ALL_REDUCE[name](group, tensor_bytes) for name in algorithms)
 
 
 def all_gather_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of a ring: p-1 steps, each rank sends (p-1)/p T, where T is the gathered tensor."""
+    """Returns the seconds of a ring all-gather: p-1 steps, each rank sends (p-1)/p T, where T is the gathered
+    tensor.
+    """
     p = group.size
     return 0.0 if p == 1 else _compute_ring_s(group, (p - 1) / p * tensor_bytes, 1, group.ring_bytes_per_s)
 
 
 def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of a ring: p-1 steps, each rank sends (p-1)/p T, where T is the tensor before."""
+    """Returns the seconds of a ring reduce-scatter: p-1 steps, each rank sends (p-1)/p T, where T is the operand."""
     return all_gather_s(group, tensor_bytes)
 
 
 def broadcast_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of a pipelined ring: T over the slowest link, and one walk of latency."""
+    """Returns the seconds of a pipelined ring broadcast: T over the slowest link, and the latency of one trip."""
     return 0.0 if group.size == 1 else _compute_ring_s(group, tensor_bytes, 1, group.ring_bytes_per_s)
 
 
 def all_to_all_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds for every rank to send 1/p of its T bytes to every other, in and between hosts at once."""
+    """Returns the seconds of an all-to-all, in which each rank sends 1/p of its T bytes to each other, in and between
+    hosts.
+    """
     p = group.size
     if p == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""Computes the seconds of one kernel on one device: roofline with curves of size.
+"""Computes the seconds of one kernel on one device: a roofline with size-dependent efficiency.
 
 A matrix product is computed in tiles of its result, one per multiprocessor at a time, so the last wave of tiles may
 leave multiprocessors idle, and a tile has a start and an end outside its main loop; see NVIDIA, "Matrix Multiplication
@@ -43,7 +43,7 @@ class Rates:
 
 @lru_cache(maxsize=1024)
 def compute_slowdown(ranks: int, variation: float) -> float:
-    """Returns how much longer the slowest of so many equal devices computes than the mean one; the others wait for it.
+    """Returns how much slower the slowest of so many equal devices is than the mean one; the others wait for it.
 
     The mean of the largest of n normal values, by Blom's approximation (G. Blom, "Statistical estimates and transformed
     beta-variables", 1958).
@@ -54,7 +54,9 @@ def compute_slowdown(ranks: int, variation: float) -> float:
 
 
 def find_rates(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> Rates:
-    """Returns the rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many."""
+    """Returns the rates of a share of a device; with `ranks` > 1, of the slowest of so many devices that wait for each
+    other.
+    """
     curve: Efficiency = load_efficiencies()[device.efficiency]
     peak = device.peak_flops_per_s(dtype) / compute_slowdown(ranks, curve.variation)
     fraction = (curve.float8_fraction if dtype == "float8" else None) or curve.matmul_fraction
@@ -77,7 +79,9 @@ def matmul_flops(m: int, n: int, k: int, batch: int = 1) -> float:
 
 @lru_cache(maxsize=65536)
 def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Returns the seconds of `batch` products [m, k] x [k, n] by the fastest tiles and splits; memory is the limit."""
+    """Returns the seconds of `batch` products [m, k] x [k, n] by the fastest tiles and splits, at least the memory's
+    time.
+    """
     per_unit = on.matmul_flops_per_s / on.units
     e = on.element_bytes
     best = float("inf")

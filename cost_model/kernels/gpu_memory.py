@@ -1,6 +1,7 @@
-"""Computes the memory of a GPU that no tensor gets: what TensorFlow leaves to CUDA and its libraries, NCCL's buffers.
+"""Computes the GPU memory that is not available to tensors: TensorFlow's reserve for CUDA libraries, NCCL's buffers.
 
-tensorflow_bytes   left by TensorFlow's allocator nccl_bytes         taken by NCCL for connections between ranks
+tensorflow_bytes   reserved by TensorFlow's allocator
+nccl_bytes         allocated by NCCL for connections between ranks
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _CONNECTIONS = 3  # that a channel receives through: its ring's, and from a tree
 
 
 def tensorflow_bytes(memory_bytes: float, capability: int) -> int:
-    """Returns what TensorFlow's allocator leaves of a GPU: for CUDA's context, library workspaces, compiled kernels.
+    """Returns the bytes of a GPU that TensorFlow's allocator reserves for CUDA's context, libraries and compiled
+    kernels.
 
-    As TensorFlow's own `MinSystemMemory` has it (tensorflow/core/common_runtime/gpu/gpu_device.cc), which holds whether
+    As TensorFlow's own `MinSystemMemory` has it (tensorflow/core/common_runtime/gpu/gpu_device.cc), whether
     its memory grows or not.
 
     Args:

@@ -1,7 +1,8 @@
-"""Returns an interval around a predicted step: as wide as measured and predicted steps were apart.
+"""Returns an interval around a predicted step, as wide as the differences between measured and predicted steps.
 
-Factors are order statistics of measured / predicted, so that 90 % of measurements lie between them and as many below as
-above; `tests/cost_model/test_interval.py` finds them again in the tables. They say nothing of what no table has.
+Factors are order statistics of measured / predicted, so that 90 % of measurements are between them and as many below as
+above; `tests/cost_model/test_interval.py` computes them again from the tables. They do not cover cases outside the
+tables.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ OWN_RUNS = (0.58, 1.337)
 
 
 def compute_interval_s(step_s: float, factors: tuple[float, float]) -> tuple[float, float]:
-    """Returns the shortest and the longest step that is likely."""
+    """Returns the shortest and the longest likely step."""
     return step_s * factors[0], step_s * factors[1]
 
 
 def calibrate(ratios: Sequence[float]) -> tuple[float, float]:
-    """Returns the factors of measured / predicted between which the next one lies with a probability of `PART`."""
+    """Returns the factors of measured / predicted that contain the next measurement with a probability of `PART`."""
     ordered, count = sorted(ratios), len(ratios)
     below = (1 - PART) / 2 * (count + 1)
     low = max(0, math.floor(below) - 1)

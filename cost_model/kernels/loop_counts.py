@@ -1,6 +1,6 @@
-"""Counts how often the bodies of loops run, where that follows from the program: counters from constant to constant.
+"""Counts the iterations of loops that follow from the program: counters from constant to constant.
 
-What a condition depends on is computed turn by turn, on its own: integers and truth values, by the few ops that count.
+The operands of a condition are evaluated iteration by iteration: integers and booleans, by the few ops that count.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Values = dict[Ref, int]  # scalars that are known; truth values are 0 and 1
 
 @dataclass(frozen=True, slots=True)
 class LoopTurns:
-    """The number of times that a loop's body runs, and the body's arguments (by number) that are known constants."""
+    """The trip count of a loop, and the arguments of its body (by number) that are known constants."""
 
     count: int
     arguments: Mapping[int, int]
 
 
 def find_turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[int, int]) -> dict[str, LoopTurns]:
-    """Returns the turns of those loops of a graph whose number of turns is known.
+    """Returns the trip counts of those loops of a graph for which they are known.
 
     Args:
-        arguments: values of the graph's own inputs that are known, by number.
+        arguments: known values of the graph's own inputs, by number.
     """
     known: Values = {Ref(graph.inputs[i]): value for i, value in arguments.items()}
     found: dict[str, LoopTurns] = {}
@@ -73,13 +73,15 @@ def find_turns(graph: Program, functions: Mapping[str, Program], arguments: Mapp
 
 
 def count_executions(program: Program) -> Counter[str]:
-    """Counts how often a step runs each function of a program; a loop whose turns are not known counts as one turn."""
+    """Counts how often a step runs each function of a program; a loop with an unknown trip count counts as one
+    iteration.
+    """
     if not program.functions:
         return Counter()
     known: dict[tuple[str, tuple[tuple[int, int], ...]], Counter[str]] = {}
 
     def count_inside(name: str, arguments: Mapping[int, int]) -> Counter[str]:
-        """Counts what one run of a function runs, for the values of its arguments that are known."""
+        """Counts the functions that one call of a function runs, for the known values of its arguments."""
         key = name, tuple(sorted(arguments.items()))
         if key not in known:  # micro-batches call the same functions
             known[key] = count_within(program.functions[name], arguments)
@@ -109,14 +111,14 @@ def find_function(node: Node, key: str, functions: Mapping[str, Program]) -> Pro
 
 
 def _is_counting(node: Node) -> bool:
-    """Tells whether a node makes one integer or truth value of others."""
+    """Tells whether a node computes one integer or boolean from others."""
     if len(node.outputs) != 1 or node.outputs[0].dtype not in _COUNTING or node.outputs[0].shape != ():
         return False
     return node.op == "Const" or node.op in _OPS
 
 
 def evaluate(node: Node, known: Values) -> bool:
-    """Computes a node whose operands are known, if it is one that counts; tells whether it could."""
+    """Evaluates a node whose operands are known, if it counts; tells whether it did."""
     if not _is_counting(node) or any(ref not in known for ref in node.inputs):
         return False
     if node.op == "Const":
@@ -127,7 +129,7 @@ def evaluate(node: Node, known: Values) -> bool:
 
 
 def _is_passed_on(body: Program, argument: int) -> bool:
-    """Tells whether a loop variable keeps its value."""
+    """Tells whether a loop passes a variable on unchanged."""
     ref = body.outputs[argument]
     while body.by_name[ref.node].op in IDENTITIES:
         ref = body.by_name[ref.node].inputs[0]
@@ -135,7 +137,7 @@ def _is_passed_on(body: Program, argument: int) -> bool:
 
 
 def _count_turns(condition: Program, body: Program, start: Mapping[int, int]) -> tuple[int, dict[int, int]] | None:
-    """Counts a loop's turns; returns (turns, last values of variables that can be followed), None: not known."""
+    """Counts a loop's iterations; returns (count, last values of variables that can be followed); None: not known."""
     test, asked = _find_needed(condition, condition.outputs)
     # The loop of the gradient runs as often as another counter of this one says.
     followed = {i for i in start if _can_follow(body, {i}, start)}
@@ -158,7 +160,7 @@ def _count_turns(condition: Program, body: Program, start: Mapping[int, int]) ->
 
 
 def _can_follow(body: Program, variables: set[int], start: Mapping[int, int]) -> bool:
-    """Tells whether loop variables change by counting only, from values that are known."""
+    """Tells whether loop variables change by counting only, from known values."""
     while True:
         nodes, read = _find_needed(body, [body.outputs[i] for i in variables])
         if not read <= start.keys() or not all(map(_is_counting, nodes)):

@@ -273,12 +273,14 @@ def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
 
 
 def _program_flops(node: Node) -> float:
-    """Counts the FLOPs of a fused operation's program for each element."""
+    """Counts the FLOPs per element of a fused operation's program."""
     return float(sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"]))
 
 
 def _fused_update(node: Node, inputs: Inputs) -> Work:
-    """Counts an update of many variables: its program once for each element; variables are read and written."""
+    """Counts the work of a fused update of many variables: its program once per element; variables are read and
+    written.
+    """
     elements = sum(math.prod(shape.dims or ()) for shape in node.attrs["shapes"])
     each = count_item_bytes(str(node.attrs["T"]))
     variables = node.attrs["H"] * elements / len(node.attrs["shapes"])
@@ -288,7 +290,7 @@ def _fused_update(node: Node, inputs: Inputs) -> Work:
 
 
 def _fused_elementwise(node: Node, inputs: Inputs) -> Work:
-    """Counts fused elementwise arithmetic: its program once for each element."""
+    """Counts the work of fused elementwise arithmetic: its program once per element."""
     elements = math.prod(node.attrs["shape"].dims or ())
     read, written = (sum(float(one.bytes) for one in some) for some in (inputs, node.outputs))
     return Work(_program_flops(node) * elements, read, written, 1)
@@ -330,7 +332,9 @@ def is_covered(op: str) -> bool:
 
 
 def estimate_work(node: Node, inputs: Inputs) -> Work:
-    """Returns a node's work; an op without a formula reads its operands, writes its results, one FLOP per element."""
+    """Returns a node's work; an op without a formula reads its operands, writes its results, and does one FLOP per
+    element.
+    """
     formula = _TABLE.get(node.op)
     if formula is not None:
         return formula(node, inputs)
@@ -338,10 +342,10 @@ def estimate_work(node: Node, inputs: Inputs) -> Work:
 
 
 def iterate_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
-    """Yields every node and what it does, those of called functions as often as they run.
+    """Yields every node with its work; nodes of called functions as often as they run.
 
     Args:
-        trips: how often the bodies of loops run whose number of turns does not follow from the program.
+        trips: assumed trip count of loops for which the program does not determine it.
     """
     yield from _iterate_program_work(program, program.functions, trips, {})
 

@@ -1,4 +1,6 @@
-"""python -m cost_model.validation [--rows file.csv ...] [--out folder]"""
+"""Compares predictions with published measurements: python -m cost_model.validation [--rows file.csv ...] [--out
+folder]
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from whale.errors import WhaleError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints predicted against published seconds per row, then one line per table. Returns the exit status."""
+    """Prints predicted and published seconds per row, then one line per table. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cost_model.validation", description=__doc__)
     parser.add_argument(
         "--rows", nargs="+", type=Path, help="CSV files of published rows (default: those in the package)"

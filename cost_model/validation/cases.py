@@ -1,4 +1,4 @@
-"""Turns rows of published tables into cases: what ran, on what, and the seconds that were measured."""
+"""Turns rows of published tables into cases: the run, its machines, and the measured seconds."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Case:
     cluster: str
 
     def predict(self) -> JobPrediction:
-        """Returns what the cost model says of the run."""
+        """Predicts the run by the cost model."""
         return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster))
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One publication's table: the columns by which its files are known, and how a row becomes a case."""
+    """A publication's table: the columns that identify its files, and the function that turns a row into a case."""
 
     name: str
     columns: frozenset[str]
@@ -52,7 +52,7 @@ class Published:
 
 @cache
 def published_cluster(name: str) -> Cluster:
-    """Returns a cluster that rows were measured on, by the name of its file in clusters/."""
+    """Returns the cluster of measured rows, by the name of its file in clusters/."""
     return cluster.read(FOLDER / "clusters" / f"{name}.yaml")
 
 
@@ -115,7 +115,7 @@ def _number(text: str) -> int | None:
 
 
 def _recompute(text: str) -> Recompute:
-    """Parses a kind of recompute, "none" where blank; `Degrees` refuses what is none."""
+    """Parses a kind of recompute, "none" where blank; `Degrees` refuses invalid kinds."""
     return cast(Recompute, text.strip().lower() or "none")
 
 

@@ -1,4 +1,4 @@
-"""Completes a published row's division of work: of what is not published the best legal choice is assumed, and said."""
+"""Completes a published row's division of work: unpublished sizes get the best legal choice, which is reported."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Division:
 
 
 def completed(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, str]:
-    """Returns the division, and text that says what of it was assumed (empty: nothing).
+    """Returns the completed division, and a text with the assumptions made (empty: none).
 
     Raises:
-        PlanError: nothing that fits into memory completes the row.
+        PlanError: no division that fits into memory completes the row.
     """
     tensor, pipeline, data, chunks, rows = row.sizes
     if None not in (tensor, pipeline, rows) and row.devices is not None and data is None:
@@ -83,7 +83,7 @@ def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Degrees:
 
 
 def _legal(row: Division, model: Transformer) -> Iterator[tuple[int, ...]]:
-    """Yields all sizes that a row leaves open: those that divide its devices, the layers, the heads and the batch."""
+    """Yields all choices of the sizes that a row leaves open and that divide its devices, layers, heads and batch."""
     tensors, pipelines, datas, chunks, rows = row.sizes
 
     def choices(known: int | None, of: range | tuple[int, ...]) -> tuple[int, ...]:

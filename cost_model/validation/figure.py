@@ -13,7 +13,7 @@ STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D")
 
 
 def draw(tables: Sequence[tuple[str, Sequence[Result]]], path: Path) -> None:
-    """Writes a PNG or SVG, as the path's suffix says; the band is ten per cent."""
+    """Writes a PNG or SVG, by the path's suffix; the band is ten per cent."""
     try:
         import matplotlib
     except ImportError as error:

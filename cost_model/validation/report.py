@@ -11,7 +11,7 @@ from whale.errors import ProgramError, WhaleError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case with what was predicted for it."""
+    """A case with its prediction."""
 
     case: Case
     predicted_s: float
@@ -23,7 +23,7 @@ class Result:
 
 
 def results(cases: Sequence[Case]) -> list[Result]:
-    """Predicts all cases; the error of one that cannot be predicted says which."""
+    """Predicts all cases; raises an error that names a case that cannot be predicted."""
     found = []
     for case in cases:
         try:
@@ -65,7 +65,7 @@ def kendall_tau(found: Sequence[Result]) -> float:
 
 
 def by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
-    """Groups rows by size of the model, among which plans are ranked."""
+    """Groups rows by size of the model; plans are ranked within a group."""
     groups: dict[str, list[Result]] = {}
     for one in found:
         groups.setdefault(one.case.size, []).append(one)
@@ -79,7 +79,7 @@ def choice_loss(found: Sequence[Result]) -> float:
 
 
 def table(title: str, found: Sequence[Result]) -> str:
-    """Returns one line per row: what ran, seconds measured and predicted, error in percent."""
+    """Formats one line per row: the run, seconds measured and predicted, error in percent."""
     width = max(len(one.case.label) for one in found)
     lines = [title, f"  {'row':{width}}  measured s  predicted s  error %"]
     for one in found:
@@ -91,7 +91,9 @@ def table(title: str, found: Sequence[Result]) -> str:
 
 
 def summary(table: Published, found: Sequence[Result]) -> str:
-    """Returns one line: MAPE and maximum in percent; of plans also Kendall's tau and the choice's loss, by size."""
+    """Formats one line: MAPE and maximum error in percent; for plans also Kendall's tau and the choice's loss, by
+    size.
+    """
     text = f"{table.name}: {len(found)} rows, MAPE {100 * mape(found):.2f} %, maximum {100 * maximum(found):.2f} %"
     if table.ranked:
         groups = {size: group for size, group in by_size(found).items() if len(group) > 2}

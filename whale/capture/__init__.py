@@ -1,1 +1,1 @@
-"""Captures TensorFlow graphs and traced functions as programs, and encodes a program's nodes as protos again."""
+"""Captures TensorFlow graphs and traced functions as programs, and encodes a program's nodes as protos."""

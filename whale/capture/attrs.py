@@ -1,4 +1,4 @@
-"""Decodes the attributes of a NodeDef to plain values, when they are first read."""
+"""Decodes the attributes of a NodeDef to plain values when they are first read."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _KEPT_INTERNAL = frozenset(
 
 
 def mark_attributes(mark: str) -> dict[str, Any]:
-    """Returns the attributes by which TensorFlow's nodes get a mark: AttrValue protos, by name."""
+    """Returns the attributes that represent a mark on a TensorFlow node: AttrValue protos, by name."""
     return {key: AttrValue(b=True) for key in (MARKED, mark)}
 
 
 def read_marks(attrs: Any) -> Marks:
-    """Returns the marks of a node of TensorFlow's, by its attributes."""
+    """Returns the marks of a TensorFlow node from its attributes."""
     if MARKED not in attrs:
         return NO_MARKS
     return _make_marks(tuple([name for key, name in _MARKS.items() if key in attrs]))

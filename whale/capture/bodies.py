@@ -1,4 +1,4 @@
-"""Turns function bodies into graphs whose tensors have the shapes that the caller passes."""
+"""Converts function bodies to graphs whose tensors have the shapes that the caller passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a capture: the program, and what ties it to the user's objects."""
+"""Defines the result of a capture: the program, and its links to the user's objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CapturedVariable:
 
 @dataclass(frozen=True)
 class Traced:
-    """The ties between a program and the user's objects.
+    """The links between a program and the user's objects.
 
     Attributes:
       inputs: Placeholder nodes that take the caller's tensors, in flat order.
@@ -38,7 +38,7 @@ class Traced:
         graph), as (Placeholder node, tensor).
       variables: in the order of the program's.
       function: the traced ConcreteFunction; None for a v1 graph.
-      structured_outputs: what the user's function returned, with the trace's tensors as leaves.
+      structured_outputs: the return value of the user's function, with the trace's tensors as leaves.
       fed: of a v1 graph: names of the fed tensors that ``inputs`` take.
     """
 

@@ -1,4 +1,4 @@
-"""Tracing a Python train step into a Program."""
+"""Traces a Python train step, and converts the trace to a Program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def capture_function(
     loss_scale: LossScale | None = None,
     drawing: IteratorReads | None = None,
 ) -> Captured:
-    """``trace_function(...)``, read into a program."""
+    """Traces a function as ``trace_function`` does, and converts the trace to a program."""
     return trace_function(fn, args, kwargs, name, mark_gradients, loss_scale, drawing).read()
 
 
@@ -137,17 +137,18 @@ def _raise_own_errors() -> Iterator[None]:
 
 
 class Trace:
-    """A function as TensorFlow traced it.
+    """A function traced by TensorFlow.
 
     Attributes:
       name: of its program.
       inputs: placeholders of the caller's tensors, in flat order.
       captures: other tensors that are passed at each call, with their placeholders' names.
-      variables: all that it captures.
+      variables: all captured variables.
     """
 
     def __init__(self, concrete: Any, name: str, drawn: Sequence[tf.Tensor]):
-        """
+        """Takes a traced function.
+
         Raises:
           CaptureError: it captures a value that is only known when it is called.
         """
@@ -186,7 +187,7 @@ class Trace:
 
     @property
     def inputs_description(self) -> str:
-        """What it takes, in words."""
+        """Describes the inputs."""
         ends = [*self.inputs, *(i for i, _ in self._passed)]
         return ", ".join(f"{self._find_node_name(t)}: {TensorType(t.dtype.name, _list_dims(t.shape))}" for t in ends)
 
@@ -194,7 +195,7 @@ class Trace:
         return self._lasting.get(internal.op.name, internal.op.name)
 
     def collect_ties(self, present: Collection[str]) -> Traced:
-        """What ties it to the user's objects.
+        """Returns the links to the user's objects.
 
         Args:
           present: nodes of the variables that its program has.
@@ -208,7 +209,7 @@ class Trace:
         )
 
     def read(self) -> Captured:
-        """The program, without what nothing needs.
+        """Converts the trace to a program, without unneeded nodes.
 
         Raises:
           CaptureError: the trace is not static.
@@ -234,7 +235,7 @@ class Trace:
         return Captured(**found, program=program, read_s=time.perf_counter() - start_s)
 
     def compute_digest(self) -> bytes:
-        """Equal for traces of which equal programs are read, in this process and in others."""
+        """Returns a digest that is equal for traces with equal programs, in this process and in others."""
         graph = self._graph
         graph_def = graph.as_graph_def()
         if self._lasting:
@@ -273,14 +274,16 @@ def _list_dims(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
 
 
 def _can_be_constant(tensor: tf.Tensor) -> bool:
-    """Whether a captured tensor becomes a constant of the program."""
+    """Tells whether a captured tensor becomes a constant of the program."""
     if tensor.dtype in (tf.resource, tf.variant) or not isinstance(tensor, tf.__internal__.EagerTensor):
         return False
     return tensor.dtype == tf.string or tensor.shape.num_elements() * tensor.dtype.size <= _LARGEST_CONSTANT_BYTES
 
 
 def _find_variable_of_handle(handle: tf.Tensor) -> tf.Variable | None:
-    """A variable over ``handle`` when it is a variable's; None for tables, iterators and other resources."""
+    """Returns a variable object for ``handle`` if it is a variable's; None for tables, iterators and other
+    resources.
+    """
     if handle.dtype != tf.resource:
         return None
     data = handle_data_util.get_handle_data(handle)
@@ -307,7 +310,7 @@ def _name_variable(variable: tf.Variable, node: str) -> str:
 
 
 def _add_constants(program: Program, constants: Mapping[str, tf.Tensor]) -> Program:
-    """``program`` with captured eager tensors as Const nodes instead of inputs."""
+    """Replaces inputs of ``program`` for captured eager tensors by Const nodes."""
     if not constants:
         return program
     used = {r.node for n in program.nodes for r in n.inputs} | {r.node for r in program.outputs}

@@ -348,7 +348,7 @@ def _sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _remove_dead(program: Program) -> Program:
-    """Removes nodes that only dropped effects needed (whale.ir.program.prune would decode every attribute)."""
+    """Removes nodes that only removed effects needed (whale.ir.program.prune would decode every attribute)."""
     by_name = program.by_name
     needed: set[str] = set()
     stack = [r.node for r in program.outputs] + list(program.effects) + list(program.inputs)
@@ -371,10 +371,10 @@ def _remove_dead(program: Program) -> Program:
 # process, which every eager tensor counts on. Ranks compare programs by name, and rank 0's plan speaks of nodes by
 # name.
 class Names:
-    """Names that are in use; new ones are found in constant time, however many were called alike before.
+    """The names that are in use; new ones are found in constant time, however many equal names there were before.
 
     Args:
-      used: those that are in use at first.
+      used: the initial names.
     """
 
     def __init__(self, used: Iterable[str] = ()):
@@ -382,7 +382,7 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def make_unused(self, name: str) -> str:
-        """``name``, with the least number that makes it another one if it is in use; it is in use from now on."""
+        """Returns ``name``, with the smallest number appended that makes it unique if it is in use, and reserves it."""
         unique, n = name, self._numbers.get(name, 1)
         while unique in self._used:
             unique, n = f"{name}_{n}", n + 1
@@ -392,7 +392,7 @@ class Names:
 
 
 def name_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str]:
-    """New names for the captured tensors that have none of their own: ``scope/995`` becomes ``scope/captured``.
+    """Returns new names for captured tensors without a name of their own: ``scope/995`` becomes ``scope/captured``.
 
     Args:
       names: of the captured tensors' placeholders, in order of capture.
@@ -408,6 +408,6 @@ def name_captures(names: Sequence[str], taken: Collection[str]) -> dict[str, str
 
 
 def rename_arguments(body: Program) -> Program:
-    """``body`` with arguments that are called as TensorFlow calls them, without numbers."""
+    """Renames the arguments of ``body`` as TensorFlow names them, without numbers."""
     used = Names({n.name for n in body.nodes} - set(body.inputs))
     return rename_nodes(body, {n: used.make_unused(_NUMBER.sub("", n).strip("_/") or "argument") for n in body.inputs})

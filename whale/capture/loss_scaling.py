@@ -52,9 +52,9 @@ class LossScale:
 
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
-        """Adds the update to the graph that is being traced, if that computes gradients.
+        """Adds the update of the loss scale to the graph being traced, if that computes gradients.
 
-        The pass puts its answer in the place of ALL_FINITE.
+        The pass ``loss_scaling`` replaces the placeholder ALL_FINITE by the flag whether all gradients are finite.
         """
         if not any(UNSCALED in op.node_def.attr for op in tf.compat.v1.get_default_graph().get_operations()):
             return

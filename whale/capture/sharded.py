@@ -1,6 +1,4 @@
-"""Arguments of a step other than plain tensors: a rank's rows of a tensor that is sharded over the ranks, and
-iterators.
-"""
+"""Defines arguments of a step other than plain tensors: a rank's rows of a sharded tensor, and iterators."""
 
 from __future__ import annotations
 
@@ -55,7 +53,9 @@ class ShardedTensor:
         return self.local.dtype
 
     def _shape_tuple(self) -> tuple[Any, ...]:
-        """Returns a key that tells it from tensors and parts of other shapes, where an eager tensor gives its shape."""
+        """Returns a key that distinguishes it from tensors and parts of other shapes, in place of an eager tensor's
+        shape.
+        """
         return self._key
 
     def __repr__(self) -> str:
@@ -132,16 +132,16 @@ class IteratorReads:
         return [t for batch in self.batches for t in tf.nest.flatten(batch, expand_composites=True)]
 
     def repeat(self) -> IteratorReads:
-        """Returns a Drawing for another trace of the same step with the same batches."""
+        """Returns an IteratorReads for another trace of the same step with the same batches."""
         return IteratorReads(self._draw, self.batches)
 
     def enter(self) -> None:
-        """Notes the current graph as that of the step."""
+        """Records the current graph as that of the step."""
         self._graph = tf.compat.v1.get_default_graph()
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Sends reads of iterators in the step's graph to ``take`` while active."""
+        """Redirects reads of iterators in the step's graph to ``take`` inside the context."""
         usual = iterator_ops.OwnedIterator._next_internal
 
         def take_in_step(iterator: Any) -> Any:

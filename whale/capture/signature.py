@@ -1,5 +1,5 @@
-"""Takes a call's arguments apart into tensors, whose shapes a trace is made for, and Python values, which the trace
-bakes in.
+"""Splits a call's arguments into tensors, for whose shapes a trace is made, and Python values, which are constants of
+the trace.
 
 It also reads the keywords with which a tf.function is traced.
 """
@@ -23,7 +23,7 @@ _TENSORS = (tf.Tensor, tf.TensorSpec, np.ndarray, np.generic, ShardedTensor)
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Stands for a run of ``count`` tensors in ``arguments`` (several for one composite tensor)."""
+    """Stands for ``count`` consecutive tensors in ``arguments`` (several for one composite tensor)."""
 
     first: int
     count: int
@@ -32,7 +32,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A call's arguments taken apart.
+    """The arguments of a call, split into tensors and Python values.
 
     Attributes:
       tensors: tensors, arrays, TensorSpecs or ranks' parts of tensors, in order of parameters.
@@ -84,15 +84,15 @@ def flatten_arguments(
     signature: Sequence[Any] | None = None,
     draws: bool = False,
 ) -> Arguments:
-    """Takes apart the arguments of ``fn(*args, **kwargs)``.
+    """Splits the arguments of ``fn(*args, **kwargs)`` into tensors and Python values.
 
     tf.Tensor, NumPy arrays and scalars, TensorSpecs, ShardedTensors and the parts of composite tensors are tensors.
-    Everything else, variables included, is a value of the trace.
+    All other values, variables included, are constants of the trace.
 
     Args:
-      signature: the input_signature of a tf.function: what it covers is made tensors of its dtypes first. Its unknown
-        sizes are those of the arguments.
-      draws: an iterator is no tensor: its batches are drawn for the step.
+      signature: the input_signature of a tf.function: arguments that it covers are converted to tensors of its dtypes
+        first. Its unknown sizes are those of the arguments.
+      draws: an iterator is not a tensor: its batches are drawn for the step.
 
     Raises:
       CaptureError: a tensor's shape is not fully known, or ``fn`` does not take such arguments.
@@ -142,7 +142,7 @@ def flatten_arguments(
 
 
 def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op: str) -> None:
-    """Casts the arguments, in the order of parameters, to what ``signature`` says of each of them."""
+    """Casts the arguments, in the order of parameters, to the dtypes of ``signature``."""
     wanted = list(signature)
     for name, parameter in bound.signature.parameters.items():
         value = bound.arguments[name]
@@ -221,7 +221,7 @@ def list_named_leaves(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def make_distinct_names(labels: list[str]) -> tuple[str, ...]:
-    """Turns paths into identifiers that all differ."""
+    """Turns paths into unique identifiers."""
     seen: set[str] = set()
     result = []
     for label in labels:

@@ -1,4 +1,4 @@
-"""Captures what a session's fetches need of a v1 graph as a Program, typed for the shapes that are fed."""
+"""Captures the part of a v1 graph that a session's fetches need as a Program, typed for the fed shapes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GraphCapture:
         return [self.graph.get_operation_by_name(name) for name in needed if self._defs[name].op in types]
 
     def _make_source(self, name: str, fed: Mapping[str, Any]) -> Source | None:
-        """Returns the operation as a Source; None when it has to wait for other work, or yields what cannot be fed."""
+        """Returns the operation as a Source; None if it has to wait for other work, or its outputs cannot be fed."""
         operation = self.graph.get_operation_by_name(name)
         outputs = operation.outputs
         if not outputs or any(t.name in fed or t.dtype in (tf.resource, tf.variant) for t in outputs):
@@ -189,7 +189,7 @@ class GraphCapture:
             self._typed.clear()
 
     def _scope_gradients(self, program: Program) -> Program:
-        """Puts gradients into the scope of what they differentiate, wherever they were built."""
+        """Puts gradients into the scope of the op that they differentiate, wherever they were built."""
         nodes = []
         for node in program.nodes:
             op = self._find_operation(node.name)

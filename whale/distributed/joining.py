@@ -21,13 +21,13 @@ KEPT = 2  # committed states that are kept: ranks are at most one call apart
 
 @dataclass
 class Members:
-    """The ranks of a run, by the numbers that they were started as.
+    """The ranks of an elastic run, by their numbers: first those it started with, then those that joined.
 
     Attributes:
-      started: how many the run has begun with.
-      inside: those of them, and of those that have come since, that have been taken in.
-      changes: what has been told to all so far.
-      addresses: where those of the start listen, if they have no MPI in common.
+      started: number of ranks that the run started with.
+      inside: the ranks that take part: those that started, and those that have been admitted since.
+      changes: the losses and joins announced to all ranks so far.
+      addresses: addresses on which the first ranks listen, if they have no MPI in common.
     """
 
     started: int

@@ -1,7 +1,7 @@
-"""Names of the first Whale that double others: its scripts find them in ``whale``.
+"""Provides names of the first Whale that duplicate others, for its scripts.
 
-Each is said here by what Whale has: ``replicate`` by ``wh.stage`` or ``wh.replica``, ``auto_parallel`` by the key
-``mesh.auto_parallel`` or by ``wh.split`` around everything, ``set_default_strategy(wh.split())`` as
+Each is implemented by Whale's own interface: ``replicate`` by ``wh.stage`` or ``wh.replica``, ``auto_parallel`` by the
+key ``mesh.auto_parallel`` or by ``wh.split`` around everything, ``set_default_strategy(wh.split())`` as
 ``wh.annotate({"*": wh.split()})``, ``cluster`` by the numbers of ranks.
 """
 
@@ -61,14 +61,14 @@ def _is_a_stage(count: int | None) -> bool:
 
 
 class auto_parallel(ContextDecorator):
-    """``with wh.auto_parallel():`` (or the call alone): steps that are compiled from now on are spread by themselves.
+    """Parallelises steps compiled from now on automatically: ``with wh.auto_parallel():`` (or the call alone).
 
-    As the key ``mesh.auto_parallel``; scopes are kept as they are.
+    As the key ``mesh.auto_parallel``; scopes are kept.
 
     Args:
-      modes: None: the way that is predicted to be the fastest. ``wh.replica``: the batch is divided, as it is anyway;
-        ``wh.split``: tensors of all layers are; ``wh.pipeline`` or ``wh.stage``, or a list with one of them: as None,
-        with as many stages as ``pipeline.stages`` says.
+      modes: None: the strategy with the fastest predicted step. ``wh.replica``: the batch is divided, as by default;
+        ``wh.split``: tensors of all layers are divided; ``wh.pipeline`` or ``wh.stage``, or a list with one of them: as
+        None, with as many stages as ``pipeline.stages`` says.
 
     Raises:
       ClusterError: before ``wh.init``.
@@ -83,21 +83,21 @@ class auto_parallel(ContextDecorator):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Leaves it on to the end of the run, since steps are compiled when they are called."""
+        """Keeps the mode until the end of the run, since steps are compiled when they are called."""
 
 
 def _spread(modes: Sequence[str]) -> None:
-    """Has steps that are compiled from now on spread in these ways; none: in the fastest.
+    """Makes steps compiled from now on use these modes; without any, the fastest strategy.
 
     Raises:
-      PlanError: there is no such way.
+      PlanError: there is no such mode.
     """
     from whale.runtime.context import require_current
 
     context = require_current("wh.auto_parallel()")
     if unknown := [mode for mode in modes if mode not in ("replica", "replicate", "split", "pipeline", "stage")]:
         raise PlanError(
-            "there is no such way to spread a model",
+            "there is no such mode of auto_parallel",
             given=unknown[0],
             expected="wh.replica, wh.split, wh.pipeline, or a list of them",
             action="correct modes, or leave it out",
@@ -112,9 +112,9 @@ def _spread(modes: Sequence[str]) -> None:
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """Sets how code outside of all scopes is spread: ``wh.replica()``, as it is spread anyway, or ``wh.split()``.
+    """Sets the strategy of code outside of all scopes: ``wh.replica()``, the default, or ``wh.split()``.
 
-    It holds for what is compiled from then on.
+    It applies to steps compiled from then on.
 
     Raises:
       ClusterError: called before ``wh.init``.
@@ -143,10 +143,10 @@ _LAYOUTS = '"all", {"average": k}, {"row": n} or {"specific": [[ranks], ...]}'
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks of a run; as a context manager it is itself.
+    """The ranks of a run; as a context manager it returns itself.
 
     Attributes:
-      slices: what ``devices=cluster.slices[i]`` gives to a scope: groups of ranks.
+      slices: the values for ``devices=cluster.slices[i]`` of a scope: groups of ranks.
     """
 
     slices: tuple[Slice, ...]
@@ -155,7 +155,7 @@ class Cluster:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Does nothing: nothing ends with it."""
+        """Does nothing."""
 
 
 def cluster(
@@ -200,7 +200,7 @@ def cluster(
         return Cluster(tuple(tuple((r,) for r in range(i, size, value)) for i in range(value)))
     divides = kind in ("average", "row")
     raise ClusterError(
-        "the ranks cannot be cut into slices so",
+        "the ranks cannot be cut into slices as the layout says",
         given=f"layout={layout!r}, {size} ranks",
         expected=f"a number that divides {size}" if divides else _LAYOUTS,
         action="correct the layout, or start another number of ranks",
@@ -208,7 +208,7 @@ def cluster(
 
 
 def _size_to_be() -> int:
-    """Returns the number of ranks of a run that has not begun."""
+    """Returns the number of ranks that a run will have, before it begins."""
     from whale.runtime.context import process
 
     if process.dry is not None:

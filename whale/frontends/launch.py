@@ -63,7 +63,7 @@ def launch(
 def launch_pickled(
     call: bytes, np: int, hosts: str | None, threads: int | None, verbose: bool, max_restarts: int = 0
 ) -> list[Any]:
-    """Does what `launch` does with a call that `pickle_call` has made."""
+    """Does the same as `launch` for a call that `pickle_call` has pickled."""
     with tempfile.TemporaryDirectory(prefix="whale_launch_") as folder:
         Path(folder, _CALL).write_bytes(call)
         where = parse_hosts(hosts) if hosts is not None else ()
@@ -119,13 +119,13 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _make_code(make: Callable[..., types.CodeType], args: Sequence[Any], name: str, lines: list[str]) -> types.CodeType:
-    """Returns a function's code, whose source is found here as well: cells of notebooks have no file."""
+    """Creates a function's code object with its source attached: notebook cells have no file."""
     linecache.cache.setdefault(name, (sum(map(len, lines)), None, lines, name))
     return make(*args).replace(co_filename=name)
 
 
 def main() -> None:
-    """Runs one rank: reads the call, makes it, and leaves what it returned."""
+    """Runs one rank: reads the call, executes it, and writes its result."""
     folder = Path(sys.argv[1])
     fn, args, kwargs = pickle.loads((folder / _CALL).read_bytes())  # written by the user who started this
     result = pack(fn(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Implements ``wh.init`` as scripts call it: a run begins, and the programs of other interfaces find it."""
+"""Implements the public ``wh.init``, which also patches Keras and TensorFlow 1 for programs with those interfaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 def _wrap_with_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
-    """Wraps ``begin``, so that Keras' and TensorFlow 1's programs find the run; its arguments and docstring stay."""
+    """Wraps ``begin`` so that Keras' and TensorFlow 1's programs use the run; its arguments and docstring stay."""
 
     @functools.wraps(begin)
     def begin_and_install(*args: P.args, **kwargs: P.kwargs) -> None:

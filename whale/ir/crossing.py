@@ -1,13 +1,13 @@
 """Computes how a tensor is sent from one stage group to another, between meshes of any axes.
 
-Where both have the same mesh, a rank receives what the rank of its coordinates sends. Else every rank holds a block of
-the tensor, given by spans of its dimensions, and receives what other blocks have in common with its own. A partial sum
-is scattered before it is sent. What the receiving ranks want whole, or as a partial sum, is sent to each in part and
-gathered there, so that each byte crosses once; what is small is sent to each of them as it is.
+If both have the same mesh, a rank receives the tensor from the rank of its coordinates. Else every rank has a block of
+the tensor, given by spans of its dimensions, and receives the intersections of other blocks with its own. A partial sum
+is reduce-scattered before it is sent. A tensor that the receiving ranks want whole, or as a partial sum, is sent to
+each in parts and gathered there, so that each byte crosses once; a small one is sent to each of them whole.
 
   sent_as, received_as    a tensor's placement when it is sent, and when it has arrived
-  block_of                what one rank holds of it
-  parts                   what each receiving rank gets of which sender
+  block_of                the block of one rank
+  parts                   the parts that each receiving rank gets, with their senders
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether all of the dimension is held."""
+        """Tells whether the span covers all of the dimension."""
         return self.count == self.run
 
     @property
     def size(self) -> int:
-        """Returns the number of indices that are held."""
+        """Returns the number of indices in the span."""
         return self.blocks * self.count
 
 
@@ -69,7 +69,7 @@ def find_sent_placement(t: TensorType, made: Placement, size: int, rows: int | N
 
     Args:
       t: its type on the ranks of one coordinate of the axes before.
-      made: how it was made; size: of the axis.
+      made: its placement when produced; size: of the axis.
       rows: the dimension that micro-batches cut; None: it is sent once.
     """
     if not t.is_static:
@@ -134,7 +134,7 @@ def _restrict_span(held: Span, p: Shard, coordinate: int) -> Span:
 
 
 def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
-    """Tells whether the intersection of two blocks is a block: they see no dimension in unlike runs."""
+    """Tells whether the intersection of two blocks is a block, because they cut all dimensions into equal runs."""
     return all(
         (a.blocks, a.run) == (b.blocks, b.run) or (a.blocks == 1 and a.is_whole) or (b.blocks == 1 and b.is_whole)
         for a, b in zip(have, want)
@@ -144,10 +144,10 @@ def can_cross(have: Sequence[Span], want: Sequence[Span]) -> bool:
 def list_parts(
     makers: Sequence[tuple[Span, ...] | None], readers: Sequence[tuple[Span, ...] | None], reader: int
 ) -> list[Part]:
-    """Lists what the rank at position ``reader`` is sent, in the order of its blocks.
+    """Lists the parts that the rank at position ``reader`` receives, in the order of its blocks.
 
     Args:
-      makers, readers: what each position of the two meshes holds, or is to hold.
+      makers, readers: the blocks of each position of the two meshes.
     """
     want = readers[reader]
     if want is None:

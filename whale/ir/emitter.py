@@ -31,7 +31,7 @@ class Emitter:
     Attributes:
       rank, size: coordinate on the mesh axis and its extent.
       comm: name of the communicator that the ops look up.
-      prefix: of the names of what is added; another one where the program was lowered for another axis before.
+      prefix: of the names of added nodes; different for each axis for which the program is lowered.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Emitter:
         return Ref(name)
 
     def communicator(self) -> Ref:
-        """Returns the handle that every communication op of this graph takes first."""
+        """Returns the communicator handle, the first operand of every communication op of this graph."""
         self.communicates = True
         if COMMUNICATOR not in self.nodes:
             attrs = {"communicator": self.comm, "rank": self.rank}
@@ -82,7 +82,7 @@ class Emitter:
         outputs: Sequence[TensorType],
         marks: Marks = NO_MARKS,
     ) -> Ref:
-        """Adds an op of ``whale_ops`` between all ranks, or those that ``attrs`` names; its first output."""
+        """Adds an op of ``whale_ops`` between all ranks, or those that ``attrs`` names; returns its first output."""
         attrs = {"T": DType(t.dtype), "ranks": (), **attrs}
         return self.add(name, op, (self.communicator(), *inputs), attrs, outputs, True, marks)
 
@@ -140,7 +140,7 @@ class Emitter:
         return self.add(name, "PadV2", operands, {"T": DType(t.dtype), "Tpaddings": DType("int32")}, (t,))
 
     def reshape(self, name: str, source: Ref, dtype: str, shape: tuple[int, ...]) -> Ref:
-        """Adds a Reshape to a shape that is known whole."""
+        """Adds a Reshape to a fully known shape."""
         operands = (source, self.const(self.name_part(name, "shape"), np.array(shape, np.int32)))
         return self.add(
             name, "Reshape", operands, {"T": DType(dtype), "Tshape": DType("int32")}, (TensorType(dtype, shape),)
@@ -160,14 +160,14 @@ class Emitter:
         return self.add(name, "Reshape", (source, dims), attrs, (TensorType(dtype, shape),))
 
     def apply_after(self, node: Node, first: str, op: str, word: str, value: np.ndarray) -> None:
-        """Adds ``node`` under the name ``first``, and in its place what ``op`` makes of its result and a constant."""
+        """Adds ``node`` under the name ``first``, and in its place ``op`` applied to its result and a constant."""
         name, t = node.name, node.outputs[0]
         self.nodes[f"{name}/{first}"] = replace(node, name=f"{name}/{first}")
         both = (Ref(f"{name}/{first}"), self.const(f"{name}/{word}", value.astype(find_numpy_dtype(t.dtype))))
         self.nodes[name] = Node(name, op, both, (), {"T": DType(t.dtype)}, (t,), node.scope)
 
     def pick(self, name: str, source: Ref, dtype: str, at: int) -> Ref:
-        """Adds what gives element ``at`` of a vector."""
+        """Adds a node that returns element ``at`` of a vector."""
         bounds = [
             self.const(f"{name}/{n}", np.array([v], np.int32)) for n, v in (("from", at), ("to", at + 1), ("by", 1))
         ]
@@ -183,7 +183,7 @@ class Emitter:
         return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
 
     def all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], r: Reshard, key: str) -> Ref:
-        """Reduces tensors together, as ``r`` (or the group that it belongs to) says, and returns the first result."""
+        """Reduces tensors in one fused op, as ``r`` (or its group) says, and returns the first result."""
         assert isinstance(r.source, Partial), r
         op = r.source.op
         if r.backend == "horovod":
@@ -212,10 +212,9 @@ class Emitter:
         return self.add(name, HOROVOD_ALL_REDUCE, (first, *sources[1:]), attrs, types)
 
     def scatter(self, name: str, source: Ref | None, t: TensorType, target: Shard, key: str) -> Ref:
-        """Splits the first rank's tensor over the ranks, by an all-to-all in which only the first rank has anything to
-        send.
+        """Splits the first rank's tensor over the ranks, by an all-to-all in which only the first rank sends data.
 
-        ``source`` is None on the other ranks, which contribute a share of size zero of another dimension.
+        ``source`` is None on the other ranks, which contribute a part of size zero of another dimension.
         """
         shape = require_static_shape(t)
         work = shape + (1,) if len(shape) == 1 else shape

@@ -1,9 +1,9 @@
-"""Computes the bytes that a communication op has to move between ranks, whatever carries them.
+"""Computes the bytes that a communication op has to move between ranks, independently of its implementation.
 
 These are the logical bytes of plans, of predictions and of whale_ops' counters (its `logical_bytes`).
 
-    collective_bytes   all ranks of a collective together, from the tensor's bytes
-    rank_bytes         one rank's part, from its node
+    collective_bytes   of all ranks of a collective together, from the tensor's bytes
+    rank_bytes         of one rank, from its node
     bytes_on_wire      of a tensor that is rounded before it is sent
 """
 
@@ -32,7 +32,7 @@ def count_wire_bytes(tensor_bytes: int, dtype: str, wire_dtype: str) -> int:
 
 
 def count_operand_bytes(node: Node, inputs: Sequence[TensorType]) -> int:
-    """Returns the bytes of the tensors that a rank hands to a communication op, as they are sent.
+    """Returns the bytes of the tensors that a rank passes to a communication op, as they are sent.
 
     Args:
       inputs: the operands' types on this rank.

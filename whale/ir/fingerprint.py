@@ -1,4 +1,4 @@
-"""Fingerprints of programs: equal on ranks that run the same thing, and able to name the first node that differs."""
+"""Computes fingerprints of programs: equal on ranks with equal programs, and able to name the first differing node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KNOWN = "_fingerprint"  # beside what ``cached_property`` keeps there
 
 
 def _feed_value(value: Any) -> bytes:
-    """Encodes an attribute value as bytes that tell different values apart."""
+    """Encodes an attribute value as bytes, different for different values."""
     if isinstance(value, Tensor):
         data = value.data if isinstance(value.data, bytes) else repr(value.data).encode()
         return b"T" + value.dtype.encode() + repr(value.shape).encode() + data

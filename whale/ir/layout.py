@@ -223,7 +223,9 @@ def divide_proportionally(size: int, weights: tuple[int, ...]) -> tuple[int, ...
 
 
 def find_multiple(sizes: tuple[int, ...], rows: tuple[int, ...]) -> int:
-    """Returns the number that all of ``rows`` are multiplied by in ``sizes``; 0 where there is none, or nothing."""
+    """Returns the factor between ``sizes`` and ``rows`` if it is the same for all; 0 if there is none, or all are
+    empty.
+    """
     times = sum(sizes) // (sum(rows) or 1)
     return times if tuple(times * n for n in rows) == sizes else 0
 
@@ -320,7 +322,7 @@ def count_moved_bytes(source: Placement, target: Placement, tensor_bytes: int, s
 
 
 def format_label(placement: Placement) -> str:
-    """Returns a short text that tells the placements of one tensor apart."""
+    """Formats a short text that distinguishes the placements of one tensor."""
     return placement.label if isinstance(placement, Shard) else str(placement)
 
 

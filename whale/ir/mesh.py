@@ -1,4 +1,4 @@
-"""Meshes: ranks in a grid of named axes, and variables sharded over several axes, cut over one after the other.
+"""Defines meshes, grids of ranks with named axes, and the tiles of variables that are sharded over several axes.
 
 Axis, Mesh     the grid
 chain          the plans of all axes
@@ -93,7 +93,7 @@ def make_mesh(plan: Plan, ranks: Sequence[int]) -> Mesh:
 
 
 def count_moved_along(plan: Plan) -> list[int]:
-    """Returns the logical bytes that one step moves along each axis, in all its groups together, outermost first."""
+    """Returns the logical bytes that one step moves along each axis, summed over its groups, outermost first."""
     own = plan.own_bytes
     if plan.inner is None:
         return [own]
@@ -118,12 +118,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The parts of a variable that is sharded over some axes; without axes, one part that everybody holds.
+    """The parts of a variable that is sharded over some axes; without axes, a single part that all ranks hold.
 
     Tiles are numbered by their coordinates along the axes, those of the last one running fastest.
 
     Attributes:
-      axes: names of mesh axes, outermost first; cuts: over each of them, of what the cuts before have left at their
+      axes: names of mesh axes, outermost first; cuts: over each of them, of the part left by the cuts before at their
         first coordinates (see ``list_cuts``).
     """
 
@@ -150,7 +150,7 @@ class Tiles:
         return dict(zip(self.axes, self.cuts)).get(axis)
 
     def list_cuts(self, at: Sequence[int]) -> tuple[Shard, ...]:
-        """Returns the cuts at a tile's coordinates, where less of a dimension may be left than at the first ones."""
+        """Returns the cuts at a tile's coordinates, where a dimension may be smaller than at the first ones."""
         found: list[Shard] = []
         left: dict[int, int] = {}
         for cut, coordinate in zip(self.cuts, at):

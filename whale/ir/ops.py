@@ -1,7 +1,7 @@
-"""Named sets of op types (traits), which passes, lowering, runtime and cost model ask what an op is.
+"""Defines named sets of op types (traits), used by passes, lowering, runtime and cost model to classify ops.
 
-A fact about op types stands here once. Who means less or more than a trait holds says so where it does, with the
-reason: ``VIEWS | {"Cast"}  # because ...``. What is known of one op only (its rule, its formula, its kernel) stands
+A fact about op types is defined here once. Code that needs a smaller or larger set than a trait says so, with the
+reason: ``VIEWS | {"Cast"}  # because ...``. Facts about a single op (its rule, its formula, its kernel) are
 with the rules, the formulas, the kernels.
 """
 

@@ -1,8 +1,9 @@
-"""Pipeline schedules: pure functions from (stages, chunks, micro-batches) to the order of phases on each device.
+"""Defines pipeline schedules: pure functions from (stages, chunks, micro-batches) to the order of phases on each
+device.
 
 Chunk ``c`` of device ``s`` holds the model's part ``c * stages + s``. A phase is the forward pass (F) of one chunk for
-one micro-batch, or its backward pass (B). ZB-H1 takes the backward pass apart: B are the gradients of the chunk's
-inputs, for which the device before waits, and W those of its weights, for which nobody does.
+one micro-batch, or its backward pass (B). ZB-H1 splits the backward pass: B computes the gradients of the chunk's
+inputs, for which the previous device waits, and W those of its weights, for which no device waits.
 
     1f1b, 3 stages, 4 micro-batches
     0  F0 F1 F2 B0 F3 B1 B2 B3
@@ -24,7 +25,7 @@ NAMES = ("gpipe", "1f1b", "zb-h1")
 
 
 class PhaseKind(IntEnum):
-    """The kinds of phases, by what they compute."""
+    """The kinds of phases: forward, backward, and the weights' part of backward."""
 
     F = 0
     B = 1
@@ -119,7 +120,7 @@ def make_schedule(name: str, stages: int, chunks: int, micro_batches: int) -> Sc
     """Returns the schedule of a name: gpipe, 1f1b (interleaved when there are several chunks) or zb-h1.
 
     Raises:
-      PlanError: there is none of that name, or none for so many chunks.
+      PlanError: there is none of that name, or it does not support so many chunks.
     """
     if name not in NAMES:
         raise PlanError("there is no such schedule", given=name, expected=", ".join(NAMES))

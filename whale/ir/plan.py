@@ -1,4 +1,4 @@
-"""A Plan: every decision about how a program is spread, as plain data (printed, saved, compared, replayed)."""
+"""Defines Plan: every decision about how a program is divided, as plain data (printed, saved, compared, replayed)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class StageGroup:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A tensor that stage group number ``source`` makes and number ``target`` reads, and the bytes sent in a step."""
+    """A tensor sent from stage group number ``source`` to number ``target``, and its bytes in a step."""
 
     ref: Ref
     source: int
@@ -78,7 +78,7 @@ class Edge:
 class BatchInput:
     """An input that is divided over the mesh: its name, the rows of each coordinate, and who chose it.
 
-    ``local``: a rank is called with its own rows only; otherwise with the whole batch, which it cuts.
+    ``local``: a rank passes its own rows only; otherwise it passes the whole batch, from which it takes its rows.
     """
 
     name: str
@@ -89,36 +89,38 @@ class BatchInput:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that lowering needs beside the program.
+    """All inputs of lowering beside the program.
 
     Attributes:
       program: name of the program; fingerprint: of the program it was made for.
-      size: coordinates of the mesh axis that it is the plan of; devices: a name for each. axis: what it is called.
+      size: number of coordinates of the plan's mesh axis; devices: a name for each. axis: its name.
       strategies: graph name -> node name -> strategy. The program itself is graph "".
-      reshards: all changes of layout that the run makes.
-      returned: graph name -> placements in which the graph's outputs leave it.
+      reshards: all changes of layout in a step.
+      returned: graph name -> placements of the graph's outputs.
       routed: nodes that exchange rows of a table by their ids, with the bytes that they are expected to move.
       unruled: nodes whose op has no rule, with the logical bytes that their replication costs.
       split_flops, total_flops: matrix-product and convolution FLOPs that are divided, and all of them.
-      exceptions: what the run computes otherwise than one device, in words.
-      variables: handle nodes of variables that the axis divides between steps, with how (see ``ir.mesh.tiles_of``).
+      exceptions: describes how results differ from those of one device.
+      variables: handle nodes of variables that the axis divides between steps, with placements (see
+          ``ir.mesh.tiles_of``).
       offloaded: handle nodes of variables that are kept in the host's memory, beside an accelerator.
-      expanded: composite nodes that the plan speaks of in their decomposed form.
-      inner: on a mesh of more axes, the plan of the next one, for what this axis' first coordinate runs.
-      repeats: with an inner plan, key of a reshard -> how often it takes place: once in each group that has it whole.
-      inner_bytes: what moves along the inner axes, in all groups together.
-      memory: category -> predicted bytes of each rank at the fullest moment of a step; empty where nobody asked.
-      updates: operations by which the first rank writes variables together, and how many variables; where asked.
+      expanded: composite nodes that the plan contains in their decomposed form.
+      inner: on a mesh of more axes, the plan of the next one, for the program of this axis' first coordinate.
+      repeats: with an inner plan, key of a reshard -> number of times it happens: once in each group with the whole
+          tensor.
+      inner_bytes: bytes moved along the inner axes, in all groups together.
+      memory: category -> predicted peak bytes of each rank in a step; empty if not predicted.
+      updates: number of fused updates of the first rank, and of their variables; if requested.
       stage_groups: the groups of ranks that run the stages of a pipeline; empty: all ranks run all.
       others: plans number 1, 2, ... for stage groups with other numbers of ranks, or other rows; this one is number 0.
-      edges: what travels between stage groups; schedule: name of the order of micro-batches on them, "" with only one.
-      micro_batches: into how many parts each rank cuts its rows, to compute them one after the other.
+      edges: tensors sent between stage groups; schedule: name of the pipeline schedule, "" with one micro-batch only.
+      micro_batches: number of parts into which each rank cuts its rows, to compute them one after the other.
       microbatched: its axis is that of a rank's micro-batches. Made on each rank; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
-      strategy: what the plan carries out, with what its settings say; None where nobody wrote it down.
+      strategy: the strategy of the plan, with its settings; None if it was not recorded.
       searched: ``auto_parallel`` found the strategy, which is applied to the program before it is planned; otherwise
         its scopes and settings say how it is divided.
-      predicted: seconds and bytes of a step, where `whale plan` knew what it runs on.
+      predicted: seconds and bytes of a step, if `whale plan` knew the machine.
     """
 
     program: str
@@ -157,14 +159,14 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Returns how many ranks run the plan."""
+        """Returns the number of ranks of the plan."""
         if self.stage_groups:
             return sum(len(group.ranks) for group in self.stage_groups)
         return self.mesh_size
 
     @property
     def mesh_size(self) -> int:
-        """Returns how many ranks the axes have together; in a pipeline, those of a stage group."""
+        """Returns the number of ranks of all axes together; in a pipeline, those of a stage group."""
         return self.size if self.inner is None else self.size * self.inner.mesh_size
 
     @property
@@ -194,7 +196,7 @@ class Plan:
 
     @cached_property
     def reshard_of(self) -> dict[tuple[str, Ref, Placement], Reshard]:
-        """Maps (graph, tensor, placement) to the reshard that yields it, where one is needed."""
+        """Maps (graph, tensor, placement) to the reshard that yields it, if one is needed."""
         return {(r.graph, r.ref, r.target): r for r in self.reshards if r.source != r.target}
 
     @cached_property
@@ -216,7 +218,7 @@ class Plan:
         Path(path).write_bytes(file_text(self.record()))
 
     def record(self) -> PlanRecord:
-        """Returns what a plan file has of the plan: its strategy and prediction beside the layouts of its program."""
+        """Returns the plan's fields in a plan file: its strategy and prediction beside the layouts of its program."""
         sizes = next((b.placement.sizes for b in self.batch_inputs if isinstance(b.placement, Shard)), ())
         return PlanRecord(
             kind=KIND,
@@ -331,12 +333,12 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a plan file that plans of programs and of described models share.
 
     Attributes:
-      strategy: how a step is divided over devices; planner: who decided that: ``auto_parallel``, ``scopes`` (with the
+      strategy: how a step is divided over devices; planner: who chose it: ``auto_parallel``, ``scopes`` (with the
         settings of the script), or a search for a described model.
       batch: rows of a step; 0: it has none that are divided.
-      predicted: None: nobody predicted it.
+      predicted: the prediction of a step; None: there is none.
       script: path from the plan's folder, and arguments, of the script whose first step it is; () without one.
-      program: how every tensor of a program lies; None for a described model, which is none.
+      program: the layouts of all tensors of a program; None for a described model.
     """
 
     kind: str
@@ -353,7 +355,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the plan of a program; None for a described model.
 
         Raises:
-          ValueError: something in it is none of a plan.
+          ValueError: the layouts are not those of a plan.
         """
         if self.program is None:
             return None
@@ -368,7 +370,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def file_text(record: PlanRecord) -> bytes:
-    """Returns the text of a plan file: the same bytes for the same plan."""
+    """Serialises a plan file: the same bytes for the same plan."""
     return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
 
 
@@ -376,10 +378,10 @@ _Record = TypeVar("_Record", bound=PlanRecord)
 
 
 def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
-    """Reads the text of a plan file.
+    """Parses the text of a plan file.
 
     Raises:
-      ValueError: it is none, or of another format version.
+      ValueError: it is not a plan file, or has another format version.
     """
     try:
         head = msgspec.json.decode(data, type=_PlanHead)
@@ -395,7 +397,7 @@ def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
 
 
 def plan_from_json(data: bytes) -> Plan:
-    """Inverse of ``Plan.to_json``; raises ValueError where the data are no plan."""
+    """Inverse of ``Plan.to_json``; raises ValueError if the data are not a plan."""
     try:
         return _decoded(msgspec.json.decode(data, type=ProgramLayouts))
     except (ValueError, RecursionError) as e:
@@ -410,7 +412,7 @@ def _decoded(f: ProgramLayouts) -> Plan:
 
 
 def strategy_of(plan: Plan) -> ParallelStrategy:
-    """Returns the strategy that a program's plan carries out, as far as its layouts tell.
+    """Derives the strategy of a program's plan from its layouts.
 
     That is its stages, replicas, ranks that divide tensors, rows and micro-batches. The layers of a stage are numbers
     of stages of the program.

@@ -1,4 +1,4 @@
-"""Formats a plan as text for people: one screen."""
+"""Formats a plan as text for people, on one screen."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ Plan._repr_html_ = _format_unfolding  # type: ignore[attr-defined]
 
 
 def _format_parallelism(plan: Plan) -> str:
-    """Formats how many ranks each kind of parallelism has: ``: 2 stages x 2 replicas``; empty for one rank."""
+    """Formats the degree of each kind of parallelism: ``: 2 stages x 2 replicas``; empty for one rank."""
     groups = plan.stage_groups
     sizes = sorted({len(group.ranks) for group in groups}) or [plan.mesh_size]
     found = [f"{len(groups)} stages"] if groups else []
@@ -238,7 +238,7 @@ def _format_task_graph_ranks(plan: Plan, graph: TaskGraph) -> str:
 
 
 def _format_mesh(plan: Plan, rows: int = 4) -> list[str]:
-    """Formats the axes: which ranks communicate along each, and how much they move in a step."""
+    """Formats the axes: which ranks communicate along each, and the bytes moved in a step."""
     groups = plan.stage_groups
     plans = (plan, *plan.others)
     alike = len(plans) == 1
@@ -270,7 +270,7 @@ def _format_mesh(plan: Plan, rows: int = 4) -> list[str]:
 
 
 def format_prediction(plan: Plan, found: Prediction) -> list[str]:
-    """Formats the predicted step time of a program by rank, rows per second, what bounds it, and one line to end."""
+    """Formats the predicted step time of a program by rank, rows per second, the bottleneck, and a closing line."""
     out = format_step(found)
     sizes = [b.placement.sizes for b in plan.batch_inputs if isinstance(b.placement, Shard)]
     if sizes and plan.inner is None:
@@ -297,7 +297,7 @@ def _format_moves(plan: Plan, divided: int, moving: int) -> str:
 
 
 def format_step(found: Prediction) -> list[str]:
-    """Formats the predicted time of a step, and what each rank does in it."""
+    """Formats the predicted time of a step, and each rank's activities in it."""
     out = [f"Predicted on {found.where}: {format_seconds(found.step_s)} a step"]
     if found.likely_s is not None:
         low, high = map(format_seconds, found.likely_s)
@@ -313,7 +313,7 @@ def format_step(found: Prediction) -> list[str]:
 
 
 def _format_memory(plan: Plan) -> list[str]:
-    """Formats the memory of the rank that takes most, and of the others where they differ."""
+    """Formats the memory of the fullest rank, and of the others if they differ."""
     if not plan.memory:
         return []
     totals = [sum(row) for row in zip(*plan.memory.values())]
@@ -329,7 +329,7 @@ def _format_memory(plan: Plan) -> list[str]:
 
 
 def _format_stages(plan: Plan) -> list[str]:
-    """Formats which ranks run which stages, and what travels between them."""
+    """Formats the ranks of each stage, and the tensors sent between them."""
     ranks = sorted({len(group.ranks) for group in plan.stage_groups})
     many = " and ".join(map(str, ranks))
     out = [f"Stages over {len(plan.stage_groups)} groups of {many} rank{'s' * (ranks != [1])}"]
@@ -384,10 +384,11 @@ def _shorten(name: str, limit: int = 44) -> str:
 def find_ops(plan: Plan, pattern: str) -> list[str]:
     """Finds the plan's nodes whose names match a pattern (`*` and `?` as in file names), or else contain it.
 
-    A pattern is of the whole name, or of what follows a scope's name: `dense*MatMul` is `model/dense_1/MatMul` as well.
+    A pattern matches the whole name, or the part behind a scope's name: `dense*MatMul` matches `model/dense_1/MatMul`
+    too.
 
     Raises:
-        PlanError: none does.
+        PlanError: there is none.
     """
     names = list(plan.strategies.get("", {}))
     matching = [n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*/{pattern}")]
@@ -423,7 +424,7 @@ def list_op_rows(plan: Plan, width: int = 120) -> list[str]:
 
 
 def explain_operations(plan: Plan, pattern: str) -> list[str]:
-    """Describes what a saved plan decides for the operations that a pattern names.
+    """Describes the layouts in a saved plan of the operations that a pattern matches.
 
     Raises:
         PlanError: there is none.
@@ -464,7 +465,7 @@ def _format_move(r: Reshard, plan: Plan) -> str:
 
 
 def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
-    """Lists how the batch, stages, layouts and communication of two programs' plans differ; []: they do not."""
+    """Lists how the batch, stages, layouts and communication of two programs' plans differ; []: they are equal."""
     lines = []
     if one.program == other.program and one.fingerprint != other.fingerprint:
         lines.append("  the programs of that name are not equal")
@@ -490,7 +491,7 @@ def list_changed_layouts(one: Plan, other: Plan) -> list[str]:
 
 
 def _list_groups(plan: Plan) -> str:
-    """Says which ranks are together: in groups of an inner axis, or in stages."""
+    """Describes which ranks are together: in groups of an inner axis, or in stages."""
     if plan.stage_groups:
         return ", ".join(f"{p.name} on {list(p.ranks)}" for p in plan.stage_groups)
     return f"{plan.size} groups of {plan.inner.size}" if plan.inner is not None else "none"

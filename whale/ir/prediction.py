@@ -1,7 +1,7 @@
-"""Predictions of one training step under a strategy, whichever evaluator made them.
+"""Defines predictions of one training step under a strategy, in the same form for all evaluators.
 
-A described model is evaluated by formulas and a schedule (`cost_model.analytic.evaluate`), a program by simulating what
-its ranks would run (`cost_model.graph.predict`); both come to this.
+A described model is evaluated by formulas and a schedule (`cost_model.analytic.evaluate`), a program by simulating
+the ranks' programs (`cost_model.graph.predict`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A captured program: nodes with global shapes, variables, inputs, fetches, functions (bodies of While and If)."""
+"""Defines a captured program: nodes with global shapes, variables, inputs, fetches, functions (bodies of While and
+If).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PRODUCT = "whale_product"  # behind the name of a node: a product of matrices th
 
 
 class Ref(NamedTuple):
-    """Output ``index`` of node ``rename_node``."""
+    """Output ``index`` of node ``node``."""
 
     node: str
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, of which a pair has no need
@@ -45,11 +47,11 @@ class Node:
     marks: Marks = NO_MARKS
 
     def marked(self, **marks: Any) -> Node:
-        """The node with some marks more, or others (see ``whale.ir.marks``)."""
+        """Returns the node with added or changed marks (see ``whale.ir.marks``)."""
         return replace(self, marks=self.marks.replace_marks(**marks))
 
     def list_refs(self) -> tuple[Ref, ...]:
-        """Its outputs, as references."""
+        """Returns its outputs, as references."""
         if len(self.outputs) == 1:  # of nearly all nodes
             return (Ref(self.name, 0),)
         return tuple([Ref(self.name, i) for i in range(len(self.outputs))])
@@ -58,7 +60,7 @@ class Node:
 def make_const(
     name: str, value: np.ndarray | Tensor, dtype: str | None = None, controls: tuple[str, ...] = (), scope: str = ""
 ) -> Node:
-    """A Const. ``dtype``: for arrays whose NumPy dtype does not tell it, as bfloat16's."""
+    """Creates a Const node. ``dtype``: for arrays whose NumPy dtype is ambiguous, such as bfloat16's."""
     tensor = value if isinstance(value, Tensor) else Tensor.from_numpy(value, dtype)
     attrs = {"dtype": DType(tensor.dtype), "value": tensor}
     return Node(name, "Const", (), controls, attrs, (TensorType(tensor.dtype, tensor.shape),), scope)
@@ -66,7 +68,7 @@ def make_const(
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of the program: the node that yields its resource handle, and what it holds."""
+    """A variable of the program: the node that yields its resource handle, and the type of its value."""
 
     node: str
     name: str
@@ -78,9 +80,9 @@ class Variable:
 class Program:
     """A static graph for one device.
 
-    ``nodes`` are in sort_nodes order. ``inputs`` are names of Placeholder nodes, in call order; ``outputs`` are what
-    the caller fetches; ``effects`` are nodes that run for what they do (updates, prints). In a body of ``functions``
-    the inputs are its arguments.
+    ``nodes`` are in topological order. ``inputs`` are names of Placeholder nodes, in call order; ``outputs`` are the
+    tensors that the caller fetches; ``effects`` are nodes that run for their side effects (updates, prints). In a body
+    of ``functions`` the inputs are its arguments.
     """
 
     name: str
@@ -93,12 +95,12 @@ class Program:
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
-        """Node name -> node, of this graph without the bodies of its functions."""
+        """Maps node names to nodes, of this graph without the bodies of its functions."""
         return {n.name: n for n in self.nodes}
 
     @cached_property
     def consumers(self) -> dict[Ref, list[tuple[Node, int]]]:
-        """For each tensor the nodes (and operand numbers) that read it."""
+        """Maps each tensor to the nodes (and operand numbers) that read it."""
         table: dict[Ref, list[tuple[Node, int]]] = {}
         for node in self.nodes:
             for i, ref in enumerate(node.inputs):
@@ -107,11 +109,11 @@ class Program:
 
     @cached_property
     def variable_of(self) -> dict[str, Variable]:
-        """Handle node name -> variable."""
+        """Maps handle node names to variables."""
         return {v.node: v for v in self.variables}
 
     def find_type(self, ref: Ref) -> TensorType:
-        """Element type and shape of an output of a node.
+        """Returns element type and shape of an output of a node.
 
         Raises:
           KeyError: this graph has no such node.
@@ -119,7 +121,7 @@ class Program:
         return self.by_name[ref.node].outputs[ref.index]
 
     def const(self, ref: Ref) -> Any | None:
-        """The value of ``rename_ref`` as a NumPy array when it is a constant, looking through Identity; else None."""
+        """Returns the value of ``ref`` as a NumPy array if it is a constant, looking through Identity; else None."""
         node = self.by_name.get(ref.node)
         while node is not None and node.op in IDENTITIES and node.inputs:
             node = self.by_name.get(node.inputs[0].node)
@@ -129,12 +131,12 @@ class Program:
         return value.numpy() if isinstance(value, Tensor) else None
 
     def replace_nodes(self, nodes: tuple[Node, ...], **changes: Any) -> Program:
-        """The program with other nodes, in topological order, and with other fields where ``changes`` names them."""
+        """Returns the program with other nodes, in topological order, and with other fields named in ``changes``."""
         return replace(self, nodes=nodes, **changes)
 
 
 def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
-    """Attributes of ``rename_node`` that name functions, as (attribute, Func); branches of a Case come one by one."""
+    """Yields the attributes of a node that name functions, as (attribute, Func); branches of a Case come one by one."""
     for key, value in node.attrs.items():
         if isinstance(value, Func):
             yield key, value
@@ -144,7 +146,7 @@ def iterate_function_refs(node: Node) -> Iterator[tuple[str, Func]]:
 
 
 def find_called_functions(nodes: Iterable[Node], functions: Mapping[str, Program]) -> dict[str, Program]:
-    """Those of ``functions`` that nodes call, directly or in functions that these call, by name."""
+    """Returns those of ``functions`` that nodes call, directly or in functions that these call, by name."""
     found: dict[str, Program] = {}
     # Attributes are decoded when they are read, which is worth it only where there is a function to find.
     waiting = [func.name for node in nodes for _, func in iterate_function_refs(node)] if functions else []
@@ -158,7 +160,7 @@ def find_called_functions(nodes: Iterable[Node], functions: Mapping[str, Program
 
 
 def rename_nodes(program: Program, names: Mapping[str, str]) -> Program:
-    """``program`` in which the nodes of ``names`` are called otherwise; its functions are left as they are."""
+    """Renames the nodes of ``program`` in ``names``; its functions are unchanged."""
     if not names:
         return program
     refs: dict[Ref, Ref] = {}
@@ -189,7 +191,7 @@ def rename_nodes(program: Program, names: Mapping[str, str]) -> Program:
 
 
 def sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """``nodes`` sorted so that each comes after what it reads; the mapping's own order when that is one.
+    """Sorts ``nodes`` so that each comes after its operands; keeps the mapping's own order if that is valid.
 
     Raises:
       PlanError: the nodes form a cycle.
@@ -205,7 +207,8 @@ def sort_nodes(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
 
 
 def _sort_topologically(nodes: Mapping[str, Node]) -> tuple[Node, ...]:
-    """In the order of ``graphlib``, in a third of its time: what waits for nothing, then what waited for that alone.
+    """Sorts in the order of ``graphlib``, in a third of its time: nodes without predecessors, then those that are
+    ready, ...
 
     Dictionaries keep order where sets do not: all processes have to sort alike.
     """
@@ -249,9 +252,9 @@ def _refuse_cycle(before: Mapping[str, Iterable[str]]) -> None:
 
 
 def rewire(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]) -> Program:
-    """``program`` of other nodes, sorted, in which what reads a tensor of ``moved`` reads the one in its place.
+    """Replaces the nodes of ``program``, sorted; readers of a tensor in ``moved`` read its replacement.
 
-    What waits for a node that is not there any more waits for the one that makes what stands for its first tensor.
+    Nodes that wait for a removed node wait for the one that makes the replacement of its first tensor.
     """
     names = {old.node: new.node for old, new in moved.items() if old.index == 0 and old.node not in nodes}
 
@@ -276,7 +279,7 @@ def rewire(program: Program, nodes: Mapping[str, Node], moved: Mapping[Ref, Ref]
 
 
 def remove_unread(program: Program, names: Collection[str]) -> Program:
-    """``program`` remove_work those of its nodes with ``names`` that nothing reads, waits for or returns."""
+    """Removes those nodes of ``program`` with ``names`` that no node reads or waits for, and that are not returned."""
     needed = {*(r.node for r in program.outputs), *program.effects}
     kept: list[Node] = []
     for node in reversed(program.nodes):
@@ -289,7 +292,7 @@ def remove_unread(program: Program, names: Collection[str]) -> Program:
 
 
 def find_waited_for(program: Program, names: Iterable[str]) -> set[str]:
-    """The nodes of these names, and all that they wait for."""
+    """Returns the nodes of these names, and all their predecessors."""
     found: set[str] = set()
     stack = list(names)
     by_name = program.by_name
@@ -305,10 +308,10 @@ def find_waited_for(program: Program, names: Iterable[str]) -> set[str]:
 
 
 def remove_work(program: Program, done: Collection[str], and_before: bool = False) -> Program:
-    """``program`` without what the nodes of these names do; they stay.
+    """Removes the work of the nodes of these names from ``program``; the nodes stay.
 
     Args:
-      and_before: nor what runs before them, if nothing else needs it.
+      and_before: also remove their predecessors, if no other node needs them.
     """
     if not done:
         return program
@@ -323,7 +326,9 @@ def remove_work(program: Program, done: Collection[str], and_before: bool = Fals
 
 
 def prune(program: Program) -> Program:
-    """Only the nodes that the outputs and effects need (program inputs stay), and the functions these call."""
+    """Removes the nodes that no output or effect needs (program inputs stay), and the functions that only these
+    call.
+    """
     needed = find_waited_for(program, [*(r.node for r in program.outputs), *program.effects])
     needed.update(program.inputs)
     nodes = tuple(n for n in program.nodes if n.name in needed)

@@ -1,13 +1,13 @@
-"""A ParallelStrategy: how one training step is divided over devices, whoever found it and whatever it is a step of.
+"""Defines ParallelStrategy: how one training step is divided over devices, for any kind of model and planner.
 
-The planner decides it, for a model that is described by its hyper-parameters as for a captured program; a plan file has
-it, reports show it, the cost model evaluates it, and compilation carries it out.
+The planner chooses it, for models described by hyper-parameters and for captured programs; plan files contain
+it, reports show it, the cost model evaluates it, and compilation implements it.
 
-    Recompute, Offload   the words for what is computed again, and for what lies in the hosts' memory
+    Recompute, Offload   what is recomputed, and what is offloaded to the hosts' memory
     DeviceGroup          equal devices of a stage: replicas, and the ranks that divide tensors in each
     Stage                consecutive layers on some devices
     ParallelStrategy     stages, micro-batches, ZeRO, recompute, offload: the whole decision
-    ChosenStrategy       one that a program runs under, with what it was predicted to take
+    ChosenStrategy       the strategy of a program, with the prediction made when it was chosen
     Degrees              a strategy with equal stages, as a job file says it
 
 Layers are those of a described model, or the weights of a program in the order of its forward pass (`chain` of
@@ -70,9 +70,9 @@ class Stage(msgspec.Struct, frozen=True):
     """Consecutive layers (several ranges when the schedule interleaves chunks) on some devices.
 
     Attributes:
-        layers: [low, high) by chunk; (): all of a program, whatever it is made of.
-        recompute: what this stage computes again for its backward passes; None: as the strategy says.
-        bound_ranks: the ranks that run it, those next to each other divide tensors; (): devices are not bound yet.
+        layers: [low, high) by chunk; (): all layers of a program.
+        recompute: this stage's kind of recompute; None: the strategy's.
+        bound_ranks: the stage's ranks, of which neighbours divide tensors; (): devices are not bound yet.
     """
 
     layers: tuple[tuple[int, int], ...] = ()
@@ -107,11 +107,11 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     Experts, where a model has them, are divided over the replicas of their stage.
 
     Attributes:
-        micro_batches: of a step; 0: of a program, as its settings say, which also say the schedule then.
+        micro_batches: of a step; 0: for a program, as its settings say, which then also set the schedule.
         split: names of the weights of a program from whose product on tensors are divided; (): all are, where a stage's
             devices divide tensors.
-        replicated: every rank computes everything, and nothing is sent.
-        shares: rows of a step for each rank, where the ranks of a program have others than equal ones.
+        replicated: every rank computes everything, without communication.
+        shares: rows of a step for each rank, if the ranks of a program have unequal ones.
         name: what a search calls it in its report.
     """
 
@@ -128,16 +128,16 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     name: str = ""
 
     def find_recompute(self, stage: Stage) -> Recompute:
-        """Returns what a stage computes again."""
+        """Returns a stage's kind of recompute."""
         return stage.recompute or self.recompute
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Returns what each stage computes again."""
+        """Returns the kind of recompute of each stage."""
         return tuple(self.find_recompute(stage) for stage in self.stages)
 
     def replace_recompute(self, each: Sequence[Recompute]) -> ParallelStrategy:
-        """Returns this strategy with each stage's recompute; stages like the first one say nothing of their own."""
+        """Returns this strategy with each stage's recompute; stages equal to the first one inherit the strategy's."""
         stages = tuple(
             msgspec.structs.replace(stage, recompute=None if how == each[0] else how)
             for stage, how in zip(self.stages, each)
@@ -161,7 +161,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     @property
     def tensor(self) -> int:
-        """Returns over how many ranks tensors are divided where that is most."""
+        """Returns the largest tensor-parallel degree of all stages."""
         return max(part.tensor for stage in self.stages for part in stage.parts)
 
     @property
@@ -175,7 +175,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         return self.micro_batches * self.stages[0].rows
 
     def find_problem(self) -> str:
-        """Says what no strategy has, whatever it is of, such as a file may; empty: nothing."""
+        """Describes an error that makes the strategy invalid for any model, as in an edited file; empty: none."""
         if not self.stages or not all(stage.parts for stage in self.stages):
             return "there are no stages, or some without devices"
         parts = [part for stage in self.stages for part in stage.parts]
@@ -214,7 +214,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         return text + _OFFLOADED[self.offload]
 
     def _list_recompute(self) -> list[tuple[str, str]]:
-        """Returns what is computed again, and in which stages, if not in all."""
+        """Returns the kinds of recompute, each with its stages if not all have it."""
         each = self.recomputes
         if len(set(each)) == 1:
             return [(each[0], "")] if each[0] != "none" else []
@@ -301,9 +301,10 @@ def count_expert_ranks(experts: int, replicas: int) -> int:
 
 
 def divide_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Returns each stage's ranges of layers, [low, high) by chunk, as equal as can be; earlier chunks get what is left.
+    """Returns each stage's ranges of layers, [low, high) by chunk, as equal as possible; earlier chunks get the
+    remainder.
 
-    Chunk c of stage s is part c * stages + s of the model, as interleaved schedules want it.
+    Chunk c of stage s is part c * stages + s of the model, as interleaved schedules require.
 
     Raises:
         PlanError: there are more chunks than layers.
@@ -317,11 +318,11 @@ def divide_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int
 
 
 def count_live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
-    """Returns the most forward passes of chunks whose activations a stage holds, as `live_micro_batches` does.
+    """Returns the most forward passes of chunks whose activations a stage keeps, as `live_micro_batches` does.
 
-    1F1B holds as many micro-batches as there are stages from this one on; interleaved as Narayanan et al. (SC 2021)
+    1F1B keeps as many micro-batches as there are stages from this one on; interleaved as Narayanan et al. (SC 2021)
     order it, whose first passes are 2 (stages - 1 - stage) + (chunks - 1) stages before the first backward pass; GPipe
-    holds all.
+    keeps all.
     """
     if schedule == "gpipe":
         return micro_batches

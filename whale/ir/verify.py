@@ -44,7 +44,7 @@ _STAY = UPDATES | _WITH_KEYS  # they run for what they do, so that something has
 
 
 class _BrokenProgramError(Exception):
-    """What is wrong with a node: what is, and what is expected."""
+    """An error in a node: the actual and the expected state."""
 
     def __init__(self, given: object, expected: object) -> None:
         super().__init__(f"{given}; expected {expected}")
@@ -58,7 +58,7 @@ def verify(program: Program, after: str = "") -> None:
       after: the pass that made the program, for the error.
 
     Raises:
-      ProgramError: it is broken; names the pass, the op, and what is wrong with it.
+      ProgramError: it is malformed; names the pass, the op, and the error.
     """
     keys: dict[tuple[str, str], tuple[str, str]] = {}
     for graph, body in (("", program), *program.functions.items()):
@@ -147,7 +147,7 @@ def _verify_ends(body: Program, types: Mapping[str, Sequence[TensorType]], where
 
 
 def _make_missing_error(body: Program, name: str, does: str) -> _BrokenProgramError:
-    """Returns what is wrong with a node that refers to one that does not stand before it."""
+    """Creates the error for a node that refers to a node that does not precede it."""
     if name not in body.by_name:
         return _BrokenProgramError(f"{does}, which is no node", "the name of a node")
     try:
@@ -172,7 +172,7 @@ def _verify_same_dtype(node: Node, types: Sequence[TensorType]) -> None:
 
 
 def _is_compatible(one: TensorType, other: TensorType) -> bool:
-    """Tells whether two types may be those of one tensor; sizes may be unknown."""
+    """Tells whether two types, with possibly unknown sizes, may belong to one tensor."""
     if one.dtype != other.dtype:
         return False
     if one is other or one.shape is None or other.shape is None or one.shape == other.shape:
@@ -276,7 +276,7 @@ def _verify_assign(program: Program, body: Program, node: Node, operands: list[T
 
 
 def _verify_each_reduced(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    """A sum over ranks has the types of what is summed; its first operand is the communicator."""
+    """Checks that a sum over ranks has the types of its operands; its first operand is the communicator."""
     given = operands[1:]
     if len(given) != len(node.outputs):
         raise _BrokenProgramError(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
@@ -286,7 +286,7 @@ def _verify_each_reduced(program: Program, body: Program, node: Node, operands: 
 
 
 def _verify_exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
-    """What ranks exchange is of one type; the first operand is the communicator."""
+    """Checks that exchanged tensors have one type; the first operand is the communicator."""
     _verify_same_dtype(node, [*operands[1:], *node.outputs])
     if node.op == "WhaleAllGather" and node.attrs.get("sizes") and len(operands) == 2:
         axis, whole = int(node.attrs.get("axis", 0)), _require_one_result(node, operands, 2).shape
@@ -310,7 +310,7 @@ def _find_callee(program: Program, func: Func) -> Program:
 
 
 def _verify_arguments(function: Program, given: Sequence[TensorType], returned: Sequence[TensorType]) -> None:
-    """Checks that a function takes what it is given, and returns what is made of it."""
+    """Checks that a function's arguments and results match those at its call."""
     takes = [function.find_type(Ref(name)) for name in function.inputs]
     for what, ours, theirs in (
         ("takes", takes, given),

@@ -1,4 +1,4 @@
-"""Replaces kernels of TensorFlow that are slow on processors by Whale's own, in what one rank runs."""
+"""Replaces TensorFlow's ops that are slow on CPUs by Whale's own, in a rank's program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _replace_in_graph(program: Program) -> Program:
 
 
 def _replace_node(program: Program, node: Node) -> Node:
-    """Returns what computes the same as ``node``: the node itself, where there is nothing better."""
+    """Returns an equivalent, faster node; ``node`` itself if there is none."""
     if node.attrs.get(COMPILED) or node.marks.on_host:
         return node
     if node.op == "SparseSoftmaxCrossEntropyWithLogits":
@@ -31,9 +31,9 @@ def _replace_node(program: Program, node: Node) -> Node:
 
 
 def _replace_cross_entropy(program: Program, node: Node) -> Node:
-    """Replaces the cross entropy of float32; in float64 TensorFlow's kernel is as good.
+    """Replaces the cross entropy of float32; for float64 TensorFlow's kernel is as good.
 
-    Ours goes over each row three times, where TensorFlow's goes over all rows five times.
+    Ours passes over each row three times, where TensorFlow's passes over all rows five times.
     """
     if program.find_type(node.inputs[0]).dtype != "float32":
         return node

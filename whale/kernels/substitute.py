@@ -1,8 +1,8 @@
-"""Rewrites ranks' programs: faster operations in place of others, and what only a run needs.
+"""Rewrites ranks' programs: replaces operations by faster ones, and adds the parts that only a run needs.
 
 REWRITE              the passes over the program of each rank, behind PARTITION
-substitute_kernels   runs those that decide what is computed, and held: for runs and for predictions
-ready_for_run        runs the others: keys that are unique in the run, what XLA compiles, exchanges by devices
+substitute_kernels   runs those that change computation or memory: for runs and for predictions
+ready_for_run        runs the others: keys that are unique in the run, XLA compilation, exchanges by devices
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from whale.passes.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True)
 class RewriteContext:
-    """What the passes of REWRITE are told beside the programs.
+    """The inputs that all passes of REWRITE share, beside the programs.
 
     Attributes:
-      elastic: ranks may go on without others.
-      ranks: whose programs they are; comm: name of the communicator that they talk through; "": they do not.
+      elastic: ranks may continue without others.
+      ranks: of the programs; comm: name of their communicator; "": they have none.
       number: of the program in its run; None: it has none.
     """
 
@@ -49,7 +49,7 @@ _RewritePass = Pass[Programs, RewriteContext]
 
 
 def _apply_to_each(change: Callable[[Program], Program]) -> Callable[[Programs, RewriteContext], Programs]:
-    """Makes a pass over all ranks of one over the program of each."""
+    """Returns a pass that applies ``change`` to each rank's program."""
     return lambda programs, context: tuple([change(program) for program in programs])
 
 
@@ -153,10 +153,10 @@ REWRITE: Table[Programs, RewriteContext] = Table(
 
 
 def substitute_kernels(programs: Sequence[Program], settings: PlanSettings, elastic: bool = False) -> list[Program]:
-    """Puts faster operations in place of others in ranks' programs, as far as the settings say so.
+    """Replaces operations by faster ones in ranks' programs, as the settings allow.
 
     Args:
-      elastic: ranks may go on without others, so that no variable is changed before all exchanges have ended.
+      elastic: ranks may continue without others, so that no variable is changed before all exchanges have ended.
     """
     context = RewriteContext(settings, elastic)
     ranks: Programs = run_passes(REWRITE, tuple(programs), context, settings.observer, KERNELS)
@@ -170,12 +170,12 @@ def prepare_for_run(
     comm: str = "",
     number: int | None = None,
 ) -> Programs:
-    """Makes of ranks' programs what TensorFlow is given.
+    """Prepares ranks' programs for TensorFlow.
 
     Args:
-      ranks: whose programs they are.
-      comm: name of the communicator that they talk through; "": they do not.
-      number: of the program in its run, equal on all ranks; None: it exchanges nothing.
+      ranks: of the programs.
+      comm: name of their communicator; "": they have none.
+      number: of the program in its run, equal on all ranks; None: it has no exchanges.
     """
     context = RewriteContext(settings, False, ranks, comm, number)
     return run_passes(REWRITE, tuple(programs), context, settings.observer, FOR_RUN)

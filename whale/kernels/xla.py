@@ -1,6 +1,6 @@
-"""Leaves to XLA what only it can run on the CPU: such nodes become calls of functions compiled with local shapes.
+"""Compiles nodes by XLA that have no CPU kernel: they become calls of functions compiled with local shapes.
 
-Passes over the other graphs of a program leave the functions that XLA compiles as they are.
+Passes over the other graphs of a program leave the functions that XLA compiles unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def compile_marked(program: Program) -> Program:
 
 
 def change_other_graphs(program: Program, change: Callable[[Program], Program]) -> Program:
-    """Changes ``program`` and its functions each; those that XLA compiles, which knows no kernel of ours, are left."""
+    """Applies ``change`` to ``program`` and its functions, except for those that XLA compiles, which knows no kernel of
+    ours.
+    """
     if not program.functions:
         return change(program)
     compiled = _find_compiled(program)
@@ -31,7 +33,7 @@ def change_other_graphs(program: Program, change: Callable[[Program], Program]) 
 
 
 def _find_compiled(program: Program) -> set[str]:
-    """Returns the functions that XLA compiles, with those that they call."""
+    """Returns the functions that XLA compiles, and those called from them."""
     graphs = (program, *program.functions.values())
     compiled = (node for graph in graphs for node in graph.nodes if node.attrs.get(COMPILED))
     return set(find_called_functions(compiled, program.functions))
@@ -55,7 +57,9 @@ def _is_marked(node: Node) -> bool:
 
 
 def _make_call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
-    """Returns the call in place of ``node``, and the function; constants go along, since XLA has to know shapes."""
+    """Returns the call that replaces ``node``, and its function; constants move into it, since XLA has to know
+    shapes.
+    """
     nodes: dict[str, Node] = {}
     passed: dict[Ref, Ref] = {}
     operands = []

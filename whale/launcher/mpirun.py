@@ -189,14 +189,14 @@ def check_options(options: Options) -> None:
         )
     if options.max_restarts < 0:
         raise ClusterError(
-            "a number of restarts is not negative",
+            "the number of restarts is negative",
             given=f"--max-restarts {options.max_restarts}",
             expected="0 or more",
             action="give --max-restarts 0",
         )
     if not 1 <= options.min_ranks <= options.ranks:
         raise ClusterError(
-            "the least number of ranks is not one of this run",
+            "the minimum number of ranks is out of range",
             given=f"--min-ranks {options.min_ranks} with -np {options.ranks}",
             expected=f"1 to {options.ranks}",
             action="lower --min-ranks",

@@ -1,1 +1,3 @@
-"""Partitions a program: from a normalised program and its plan to what each rank runs, over meshes, stages and time."""
+"""Partitions a program: turns a normalised program and its plan into the ranks' programs, over meshes, stages and
+time.
+"""

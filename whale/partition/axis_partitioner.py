@@ -39,8 +39,8 @@ def make_prefix(level: int) -> str:
 class AxisPartitioner:
     """Partitions a program over the axes of a mesh, one after the other.
 
-    It gives the program of the ranks with equal first coordinates, and the plan of the axis after these. Coordinates
-    (``at``) are a tuple with one number for each axis that the program is lowered for already.
+    It returns the program of the ranks with equal first coordinates, and the plan of the axis after these. Coordinates
+    (``at``) are a tuple with one number for each axis that the program is already lowered for.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AxisPartitioner:
         Args:
           rows: the batch inputs with the rows of every rank; or of every group of ranks along the last axes, which
             have the same rows.
-          models: the plan of each axis for the first coordinates; (): they are to be made.
+          models: the plan of each axis for the first coordinates; (): they are made when needed.
         """
         self.settings, self.axes, self.rows = settings, tuple(axes), tuple(rows)
         self.models = list(models)
@@ -74,7 +74,9 @@ class AxisPartitioner:
 
     @property
     def row_axes(self) -> int:
-        """Returns how many axes, from the first on, divide the batch's rows; along later ones ranks have the same."""
+        """Returns how many axes, from the first on, divide the batch's rows; along later ones all ranks have the same
+        rows.
+        """
         return count_axes_with_rows(self.sizes, prod(self.sizes) // self.shared)
 
     def make_plan(self) -> Plan:
@@ -123,9 +125,10 @@ class AxisPartitioner:
         return join_sums(lowered, self._find_joined_sums(outer), axis)
 
     def _find_joined_sums(self, at: tuple[int, ...]) -> dict[str, tuple[Reshard, Node]]:
-        """Finds the sums along earlier axes that become one with those along the next axis (see ``sums_to_join``).
+        """Finds the sums along earlier axes that are merged with those along the next axis (see ``sums_to_join``).
 
-        The answer is that of the first coordinates wherever ranks run the same but for values, so that all agree.
+        If all ranks run the same program but for values, the result for the first coordinates is used, so that all
+        agree.
         """
         at = at if self.is_like_first(at) else (0,) * len(at)
         if at not in self._sums:
@@ -134,9 +137,9 @@ class AxisPartitioner:
         return self._sums[at]
 
     def is_computing_everywhere(self) -> bool:
-        """Tells whether every rank computes: no scopes on some ranks only, and no groups without rows.
+        """Tells whether every rank computes: no scope is on some ranks only, and no group is without rows.
 
-        Ranks that compute nothing have constants in the place of results.
+        Ranks without work have constants instead of results.
         """
         depth = len(self.axes) - (self.settings.time.micro_batches == 1)  # how much smaller than all ranks groups are
         counts = [max(1, prod(self.sizes[level:]) // self.shared) for level in range(1, depth + 1)]
@@ -146,19 +149,19 @@ class AxisPartitioner:
         return all(rows) and not named_ranks(self._programs[()])
 
     def _is_adding_everywhere(self, level: int) -> bool:
-        """Tells whether each coordinate of the axes before ``level`` has a non-empty share of all sums along them."""
+        """Tells whether each coordinate of the axes before ``level`` contributes to all sums along them."""
         outer = (self.plan((0,) * before).strategies[""].values() for before in range(level))
         adds = (s.inputs for one in outer for s in one if any(isinstance(p, Partial) for p in s.outputs))
         return all(all(p.sizes) for inputs in adds for p in inputs if isinstance(p, Shard))
 
     def expand_program(self, at: tuple[int, ...]) -> Program:
-        """Returns ``program(at)`` with the composite ops expanded that the next axis's plan needs expanded."""
+        """Returns ``program(at)`` with the composite ops expanded for the next axis's plan."""
         if at not in self._expanded:
             self._expanded[at] = expand(self.program(at), self.plan(at).expanded, self.settings_at(at))
         return self._expanded[at]
 
     def plan(self, at: tuple[int, ...]) -> Plan:
-        """Returns the plan of the axis after these coordinates, making it at the first call."""
+        """Returns the plan of the axis after these coordinates, which is made at the first call."""
         if at not in self._plans:
             level, settings = len(at), self.settings_at(at)
             if any(at):
@@ -175,7 +178,7 @@ class AxisPartitioner:
         return self._plans[at]
 
     def view_program(self, program: Program, level: int) -> Program:
-        """Returns the program as the axis number ``level`` sees it."""
+        """Returns the program as seen along axis number ``level``."""
         return seen_along(program, self.axes[level].name, self.axes)
 
     def position(self, at: tuple[int, ...]) -> int:
@@ -206,10 +209,10 @@ class AxisPartitioner:
         return found
 
     def _refuse_unlike(self, name: str, mine: Strategy, first: Strategy, at: tuple[int, ...]) -> None:
-        """Raises PlanError where groups of ranks would exchange a tensor of which they hold unlike parts."""
+        """Raises PlanError where groups of ranks would exchange a tensor of which they hold different parts."""
         if not same_kind(mine, first):
             raise PlanError(
-                "groups of ranks would exchange a tensor of which they hold unlike parts",
+                "groups of ranks would exchange a tensor of which they hold different parts",
                 op=name,
                 given=f"{mine} in the group at {at}, {first} in the first one",
                 expected="the same parts in every group",
@@ -219,7 +222,7 @@ class AxisPartitioner:
     def settings_at(self, at: tuple[int, ...]) -> PlanSettings:
         """Returns the settings for planning the axis after these coordinates.
 
-        Within a group of ranks, statistics and random numbers are those of the group.
+        Statistics and random numbers are then those of a group of ranks.
         """
         level, sizes = len(at), self.sizes
         last = level == len(sizes) - 1
@@ -268,7 +271,7 @@ class AxisPartitioner:
         ]
 
     def is_like_first(self, at: tuple[int, ...]) -> bool:
-        """Tells whether the ranks with these coordinates run the same as the first ones, but for values."""
+        """Tells whether the ranks with these coordinates run the same program as the first ones, but for values."""
         if at not in self._alike:
             self._alike[at] = not any(at) or (self.has_rows_of_first(at) and self._is_running_as_first(at))
         return self._alike[at]
@@ -281,7 +284,7 @@ class AxisPartitioner:
         return surely or is_alike(self.program(at), self.program(first))
 
     def cut_own_rows(self, lowered: Program, program: Program, at: tuple[int, ...]) -> Program:
-        """Makes ``lower_program``, the program of the rank at ``at``, take whole batches and cut its group's rows of
+        """Makes ``lower_program``, the program of the rank at ``at``, take whole batches and cut its group's rows from
         them.
 
         The last axis that divides rows cuts a coordinate's rows by itself.
@@ -306,7 +309,7 @@ class AxisPartitioner:
         """Groups the coordinates of the axis after ``at`` into the first one, and the others by their rows.
 
         Returns:
-          (a coordinate, how many coordinates are like it) for each class.
+          (a coordinate, number of coordinates like it) for each class.
         """
         found: dict[tuple, list[int]] = {}
         for c, group in enumerate(self._list_groups(at)):
@@ -327,14 +330,16 @@ class AxisPartitioner:
         return own + sum(n * self._count_bytes((*at, c)) for c, n in self._group_coordinates(at))
 
     def _find_counted_elsewhere(self, at: tuple[int, ...]) -> set[str]:
-        """Returns the keys of sums joined with those along earlier axes, which are counted in their first group."""
+        """Returns the keys of sums that were merged with those along earlier axes, and are counted in their first
+        group.
+        """
         here = {a.name for a, c in zip(self.axes, at) if c}
         return {
             r.key for r, node in self._find_joined_sums((0,) * len(at)).values() if here.intersection(axes_of_sum(node))
         }
 
     def _count_repeats(self, at: tuple[int, ...], plan: Plan) -> dict[str, int]:
-        """Counts how often each reshard takes place, by its key: once in each group that has the whole tensor."""
+        """Counts the occurrences of each reshard, by its key: once in each group that has the whole tensor."""
         found: dict[str, int] = dict.fromkeys((r.key for r in plan.reshards if r.bytes), 1)
         below = at
         for level in range(len(at) + 1, len(self.axes)):
@@ -359,7 +364,7 @@ class AxisPartitioner:
 
 
 def make_partitioner(program: Program, plan: Plan, settings: PlanSettings) -> AxisPartitioner:
-    """Returns the partitioner of a normalised program under a plan of one axis or several."""
+    """Creates the partitioner of a normalised program under a plan of one or several axes."""
     axes = [Axis(p.axis or f"axis_{i}", p.size) for i, p in enumerate(iterate_levels(plan))]
     handles = [v.node for v in program.variables]
     models = []
@@ -389,12 +394,14 @@ def sum_sizes(b: BatchInput, group: int) -> Shard:
 
 
 def count_axes_with_rows(sizes: Sequence[int], groups: int) -> int:
-    """Counts the first axes that together have ``groups`` coordinates: each coordinate of them has rows of its own."""
+    """Counts the first axes that together have ``groups`` coordinates, each with its own rows."""
     return next(n for n in range(len(sizes) + 1) if prod(sizes[:n]) >= groups)
 
 
 def _shrink_variables(model: Plan, program: Program) -> Plan:
-    """Returns ``model`` with variables cut to their sizes in ``program``, which may be smaller than the first ones."""
+    """Returns ``model`` with variables cut to their sizes in ``program``, which may be smaller than those at the first
+    coordinates.
+    """
     cuts: dict[str, Placement] = {}
     for name, p in model.variables.items():
         shape = program.variable_of[name].type.shape if name in program.variable_of else None
@@ -413,9 +420,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _restore_scopes(lowered: Program, known: Mapping[str, str]) -> Program:
-    """Gives the nodes of ``lower_program`` the scopes that they had; a node that lowering added gets that of its
-    operand.
-    """
+    """Restores the scopes of the nodes of ``lower_program``; nodes added by lowering get their operand's scope."""
     scope: dict[str, str] = {}
     for node in lowered.nodes:
         found = [scope[r.node] for r in node.inputs if scope[r.node]]

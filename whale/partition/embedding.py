@@ -1,7 +1,7 @@
-"""Exchanges rows of embedding tables by their ids (``whale.sharding_rules.embedding``); tables travel together.
+"""Exchanges rows of embedding tables by their ids (``whale.sharding_rules.embedding``); exchanges of tables are fused.
 
 All lookups that do not depend on each other share their exchanges: one for the ids of all of them, one for the rows
-that come back, one for what is added to rows.
+that are returned, one for the updates of rows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _Ids = tuple[Ref, Placement, tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class _JointExchange:
-    """One exchange in the making, with what each table puts into it.
+    """A fused exchange under construction, with the contributions of each table.
 
     Attributes:
       name: of the node; op: its type.
       key: equal on all ranks.
-      tables: per table its operands, its results, and the bytes that it is expected to send.
-      starts: of routes, the first rows of each table.
+      tables: for each table its operands, its results, and the bytes that it is expected to send.
+      starts: for ids, the first rows of each table.
     """
 
     name: str
@@ -50,7 +50,7 @@ class _JointExchange:
 
 
 class RowExchanges:
-    """Collects one graph's exchanges of rows; ids that were sent to their owners are not sent again."""
+    """Emits one graph's exchanges of rows; ids that were already sent to their owners are not sent again."""
 
     def __init__(
         self, emitter: Emitter, program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str
@@ -68,7 +68,7 @@ class RowExchanges:
 
         Args:
           node: of the program; local: on this rank, with whole ids.
-          get: gives a tensor in a placement on this rank.
+          get: returns a tensor in a placement on this rank.
           moved: bytes that all ranks together are expected to send.
         """
         e, ids = self.emitter, self.program.find_type(node.inputs[route.ids])
@@ -99,7 +99,7 @@ class RowExchanges:
             e.nodes[node.name] = replace(local, inputs=(local.inputs[0], asked, sums))
 
     def _read(self, node: Node, route: Route, local: Node, asked: Ref, some: TensorType, ids: str) -> Ref:
-        """Emits the read of this rank's rows that were asked for, of a variable or of a tensor."""
+        """Emits the read of the requested rows on this rank, from a variable or a tensor."""
         e, name = self.emitter, f"{node.name}/{self.emitter.prefix}"
         if node.op == "ResourceGather":
             read = replace(local, name=f"{name}_read", inputs=(local.inputs[0], asked), outputs=(some,))
@@ -123,7 +123,9 @@ class RowExchanges:
         return e.add(f"{name}_read", "GatherV2", (table, asked, first), kinds, (some,))
 
     def _add_up(self, node: Node, route: Route, local: Node, asked: Ref, sums: Ref, ids: str) -> None:
-        """Emits this rank's rows of a resulting table: the sums of what came for each row, zeros where nothing came."""
+        """Emits this rank's rows of a table as result: the sums of the received values for each row, zeros for other
+        rows.
+        """
         e, found = self.emitter, local.outputs[0]
         name, row = f"{node.name}/{e.prefix}", (node.outputs[0].shape or ())[max(1, len(route.strides)) :]
         kinds = {"T": DType(found.dtype), "Tindices": DType(ids), "Tnumsegments": DType("int32")}
@@ -142,7 +144,7 @@ class RowExchanges:
             self._transpose(node.name, table, TensorType(found.dtype, tuple(shape)), 0, route.dim)
 
     def _emit_size(self, name: str, node: Node, local: Node, at: int) -> Ref:
-        """Emits one size, as an int32, of the shape that is a scatter's last operand."""
+        """Emits one size, as an int32, of the shape that is the last operand of a scatter."""
         e, t = self.emitter, self.program.find_type(node.inputs[-1])
         one = e.pick(name, local.inputs[-1], t.dtype, at)
         if t.dtype == "int32":
@@ -151,10 +153,10 @@ class RowExchanges:
         return e.add(f"{name}_int32", "Cast", (one,), kinds, (TensorType("int32", ()),))
 
     def _convert_numbers(self, name: str, numbers: Ref, route: Route, size: Ref, dtype: str) -> tuple[Ref, Ref]:
-        """Converts row numbers to the strides that hold when one size, known only in the step, is ``size``.
+        """Converts row numbers to the strides that apply when one size, known only in the step, is ``size``.
 
         Returns:
-          (the numbers of this rank's rows, how many rows it has).
+          (the numbers of this rank's rows, its number of rows).
         """
         e, inner, kind = self.emitter, route.strides[route.unknown or 0], {"T": DType(dtype)}
         outer = min(n for n in route.strides if n > inner)
@@ -188,7 +190,7 @@ class RowExchanges:
         return self.emitter.add(name, "Transpose", (source, perm), kinds, (TensorType(t.dtype, shape),))
 
     def finish(self) -> None:
-        """Emits the exchanges, once it is known which tables travel together."""
+        """Emits the exchanges, once it is known which tables share them."""
         e = self.emitter
         for (_, _, dtype), one in self.together.items():
             # Operand by operand, and result by result, all tables.
@@ -208,7 +210,7 @@ class RowExchanges:
         return (*self._find_origin(node.inputs[route.ids], strategy.inputs[route.ids]), route.starts, route.strides)
 
     def _reserve_place(self, node: Node) -> None:
-        """Reserves a place for the node's ids among those that travel together, unless they have one."""
+        """Reserves a place for the node's ids in the fused exchange, unless they have one."""
         key = self._make_key(node)
         if key not in self.places:
             one = self._find_exchange("ids", "WhaleRouteIds", node, self.program.find_type(key[0]).dtype)
@@ -217,7 +219,7 @@ class RowExchanges:
             one.starts += key[2]
 
     def _send_ids(self, key: _Ids, together: _JointExchange, place: int, get: Get, expected: int) -> int:
-        """Adds the ids to what travels, at their first use, and returns how many there are on this rank."""
+        """Adds the ids to the fused exchange, at their first use, and returns their count on this rank."""
         ref, placement, _, strides = key
         e, t = self.emitter, self.program.find_type(ref)
         assert isinstance(placement, Shard), placement
@@ -259,7 +261,7 @@ class RowExchanges:
         results: tuple[TensorType, ...],
         sent: int,
     ) -> Ref:
-        """Adds a table to an exchange and returns the table's result."""
+        """Adds a table to a fused exchange and returns the table's result."""
         one = self._find_exchange(word, op, node, dtype)
         one.tables.append((operands, results, sent))
         return Ref(one.name, len(one.tables) - 1)
@@ -281,7 +283,7 @@ class RowExchanges:
 
 
 def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of_rows: TensorType) -> Ref:
-    """Emits ``WhaleSumsById`` on a rank: node ``name`` has each id once; returns the sums of the rows of each id.
+    """Emits ``WhaleSumsById`` on a rank: node ``name`` has the unique ids; returns the sums of the rows of each id.
 
     Args:
       ids, rows: the rank's own, of these types.
@@ -297,14 +299,14 @@ def emit_sums(e: Emitter, name: str, ids: Ref, rows: Ref, of_ids: TensorType, of
 
 
 def find_sums(e: Emitter, name: str) -> str:
-    """Returns the name of the node that has the sums of ``WhaleSumsById`` on a rank."""
+    """Returns the name of the node with the sums of ``WhaleSumsById`` on a rank."""
     return f"{name}/{e.prefix}_sums"
 
 
 def _find_levels(program: Program, strategies: Mapping[str, Strategy], plan: Plan, graph: str) -> dict[str, int]:
-    """Returns, for each node that exchanges rows, how many such nodes it has to wait for, one behind the other.
+    """Returns, for each node that exchanges rows, the number of such nodes on the longest path to it.
 
-    Nodes of one level do not wait for each other, nor for sums that travel together with what another one waits for.
+    Nodes of one level do not wait for each other, nor for sums that are fused with a predecessor's.
     """
     routed = [n for n in program.nodes if _is_routed(program, n, strategies[n.name], plan.size)]
     if not routed:
@@ -312,7 +314,7 @@ def _find_levels(program: Program, strategies: Mapping[str, Strategy], plan: Pla
     names, found = {n.name for n in routed}, dict[str, int]()
 
     def list_predecessors(name: str) -> list[str]:
-        """Returns the nodes, and groups of sums that travel together, that a node or such a group waits for."""
+        """Returns the nodes, and fused groups of sums, that a node or such a group waits for."""
         if name.startswith(_GROUP):
             return [m.ref.node for m in plan.groups[int(name[len(_GROUP) :])]]
         node = program.by_name[name]
@@ -347,5 +349,5 @@ def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> 
 
 
 def remove_owner_mark(node: Node) -> Node:
-    """Returns the node without the mark that lets its rows lie with owners along this axis."""
+    """Returns the node without the mark that allows its rows to be on their owners along this axis."""
     return node.marked(owned_rows=False) if node.marks.owned_rows else node

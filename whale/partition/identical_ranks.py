@@ -12,8 +12,8 @@ from whale.sharding_rules.nn.attention import RINGS
 def is_surely_identical(program: Program, plan: Plan) -> bool:
     """Tells, from the plan alone, whether ``partition_for_rank`` gives every coordinate the same nodes and types.
 
-    That is so where each has as much of every tensor as the others, and none does something for all. Where the plan
-    does not settle it, comparing the lowered programs does (``is_alike``).
+    That is the case if all have equally large parts of every tensor, and none has nodes of its own. Where the plan
+    does not settle it, the lowered programs are compared (``is_alike``).
 
     Args:
       program: the expanded one that ``plan`` is of.

@@ -1,10 +1,10 @@
-"""Plans a program and lowers it to what each rank runs: one way for runs, dry runs and predictions.
+"""Plans a program and lowers it to the ranks' programs: the same for runs, dry runs and predictions.
 
 make_any_plan   plans a normalised program: over one group of ranks, groups of them, or stages
-PARTITION       the passes that make of a program, under a plan, what each rank runs
+PARTITION       the passes that turn a program and its plan into the ranks' programs
 decompose_for   runs the first of them, and lower_ranks the others
-planned_ranks   plans and lowers a program that is only asked about; first_ranks: one as it was captured
-shown_ranks     gives the ranks' programs that reports speak of; with_memory: the plan with their bytes
+planned_ranks   plans and lowers a program for a prediction; first_ranks: one as it was captured
+shown_ranks     lowers the ranks that reports show; with_memory: adds their bytes to the plan
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _MOST_RANKS_SHOWN = 8
 
 
 def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> Plan:
-    """Plans a normalised program, in stages where it has some.
+    """Plans a normalised program, in stages if it has any.
 
     Args:
-      first: of other plans of the program without stages, which may have other split scopes.
+      first: cached layouts from other plans of the program without stages, which may have other split scopes.
 
     Raises:
       PlanError: see ``plan_program`` and ``plan_stage_groups``.
@@ -68,11 +68,11 @@ def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts 
 
 @dataclass(frozen=True, slots=True)
 class RankPrograms:
-    """What is made of a program under a plan.
+    """The programs derived from a program and its plan.
 
     Attributes:
-      expanded: the program as the plan speaks of it.
-      ranks: what each of the ranks runs; (): they are not made yet.
+      expanded: the program with composite ops expanded for the plan.
+      ranks: the program of each rank; (): not made yet.
     """
 
     expanded: Program
@@ -80,20 +80,20 @@ class RankPrograms:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Returns what is newest: the ranks' programs, or the one of all of them."""
+        """Returns the latest form: the ranks' programs, or the expanded program of all ranks."""
         return self.ranks or (self.expanded,)
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionContext:
-    """What the passes of PARTITION are told beside the programs.
+    """The inputs that all passes of PARTITION share, beside the programs.
 
     Attributes:
       program: normalised, as it was planned.
       settings: with as many micro-batches as the plan has.
-      ranks: those that are asked about.
-      comm: name of the communicator that they talk through.
-      what: the program, for errors of its exchanges.
+      ranks: the ranks whose programs are wanted.
+      comm: name of their communicator.
+      what: the program's description, for errors of its exchanges.
     """
 
     program: Program
@@ -110,7 +110,7 @@ _PartitionPass = Pass[RankPrograms, PartitionContext]
 def _apply_to_each(
     change: Callable[[Program, PartitionContext], Program],
 ) -> Callable[[RankPrograms, PartitionContext], RankPrograms]:
-    """Makes a pass over all ranks of one over the program of each."""
+    """Returns a pass that applies ``change`` to each rank's program."""
 
     def run(made: RankPrograms, context: PartitionContext) -> RankPrograms:
         return replace(made, ranks=tuple([change(program, context) for program in made.ranks]))
@@ -243,7 +243,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
 
 
 def decompose(program: Program, plan: Plan, settings: PlanSettings) -> Program:
-    """Returns a normalised program as its plan speaks of it: by the first pass of ``PARTITION``."""
+    """Returns a normalised program with composite ops expanded for its plan, by the first pass of ``PARTITION``."""
     context = PartitionContext(program, plan, settings)
     return run_passes(PARTITION, RankPrograms(program), context, settings.observer, DECOMPOSE).expanded
 
@@ -257,13 +257,13 @@ def lower_ranks(
     what: str = "",
     expanded: Program | None = None,
 ) -> list[Program]:
-    """Makes the programs that ``ranks`` run under a plan: local shapes, exchanges, micro-batches where there are any.
+    """Lowers a program under a plan to the programs of ``ranks``: local shapes, exchanges, and micro-batches if any.
 
     Args:
       program: normalised.
-      comm: name of the communicator that they talk through.
-      what: the program, for errors of its exchanges; "": its name.
-      expanded: the program as the plan speaks of it, where it was made already (``decompose``).
+      comm: name of the ranks' communicator.
+      what: the program's description, for errors of its exchanges; "": its name.
+      expanded: the program with composite ops expanded, if made already (``decompose``).
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard, or a value of all micro-batches is needed before the last one.
@@ -279,7 +279,7 @@ def lower_ranks(
 
 
 def _list_axis_groups(plan: Plan, rank: int) -> list[tuple[int, ...]]:
-    """Lists the groups of ranks with which one communicates along axes of its mesh; those along most axes first."""
+    """Lists the groups of ranks that communicate with ``rank`` along axes of the mesh; those along most axes first."""
     group = next((group for group in plan.stage_groups if rank in group.ranks), None)
     mesh = (
         make_mesh(plan.find_group_plan(group), group.ranks)
@@ -293,19 +293,19 @@ def _list_axis_groups(plan: Plan, rank: int) -> list[tuple[int, ...]]:
 
 
 def lower_planned_ranks(program: Program, settings: PlanSettings, ranks: Sequence[int]) -> list[Program]:
-    """Plans a normalised program in this process alone and returns what ``ranks`` would run.
+    """Plans a normalised program in this process alone and returns the programs of ``ranks``.
 
     Raises:
-      PlanError: it cannot be spread so.
+      PlanError: it cannot be divided that way.
     """
     return lower_ranks(program, make_any_plan(program, settings), settings, ranks)
 
 
 def lower_first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Program]:
-    """Plans a program as it was captured and returns what its first ranks would run, by rank.
+    """Plans a program as it was captured and returns the programs of its first ranks, by rank.
 
     Raises:
-      PlanError: it cannot be spread so.
+      PlanError: it cannot be divided that way.
     """
     ranks = _list_shown(settings)
     return dict(
@@ -314,16 +314,16 @@ def lower_first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Pr
 
 
 def lower_shown_ranks(program: Program, plan: Plan, settings: PlanSettings) -> list[Program]:
-    """Lowers the ranks that reports speak of: all of them, or the first ones where there are many."""
+    """Lowers the ranks that reports show: all of them, or the first ones if there are many."""
     with suspend_garbage_collection():
         return substitute_kernels(lower_ranks(program, plan, settings, _list_shown(settings)), settings)
 
 
 def add_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> Plan:
-    """Adds to ``plan`` the bytes that its ranks will hold, and how many of the first one's writes are done together.
+    """Adds to ``plan`` the predicted bytes of its ranks, and how many of the first one's writes are fused.
 
     Args:
-      ranks: what they run (``lower_shown_ranks``).
+      ranks: their programs (``lower_shown_ranks``).
     """
     each = [step_bytes(one, rank, settings.size) for rank, one in enumerate(ranks)]
     memory = {name: tuple(f[name] for f in each) for name in CATEGORIES}
@@ -339,9 +339,9 @@ def _list_shown(settings: PlanSettings) -> range:
 # Horovod connects all ranks, so sums over some of them stay with Whale. Plans of one axis decide by themselves who
 # carries out what (``whale.passes.resharding``).
 def give_to_horovod(program: Program, rank: int, size: int, comm: str) -> Program:
-    """Lets Horovod carry out a rank program's sums over all ranks.
+    """Replaces a rank program's sums over all ranks by Horovod's op, where that is possible.
 
-    It gets the gradients: what they wait for is the same on all ranks, and little waits for them. Sums in loops,
+    Horovod gets the gradients: they wait for the same nodes on all ranks, and few nodes wait for them. Sums in loops,
     branches and micro-batches stay with Whale.
     """
     emitter = Emitter(rank, size, comm)

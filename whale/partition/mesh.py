@@ -37,7 +37,7 @@ def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts |
     """Plans a normalised program over the axes that make a difference to it.
 
     Args:
-      first: of other plans of the program over one axis, which may have other split scopes.
+      first: cached layouts from other plans of the program over one axis, which may have other split scopes.
 
     Raises:
       PlanError: see ``make_plan`` and ``axes_of``.
@@ -66,7 +66,7 @@ def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: 
 def lower_mesh(
     program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
 ) -> list[Program]:
-    """Lowers a program under a plan of several axes to what each of ``ranks`` runs."""
+    """Lowers a program under a plan of several axes to the program of each of ``ranks``."""
     levels, mesh = make_partitioner(program, plan, settings), make_mesh(plan, range(plan.mesh_size))
     found = []
     for rank in ranks:
@@ -91,10 +91,10 @@ def _find_row_axes(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
 
 
 def _remove_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
-    """Returns settings by which the only axis divides no rows, where it divides every input as a sequence.
+    """Returns settings without division of rows, if the only axis divides every input along a sequence.
 
-    A batch of long sequences may have one row only. Where micro-batches, which are cut from rows, or unequal shares of
-    rows are asked for, the settings stay as they are.
+    A batch of long sequences may have one row only. If the user asks for micro-batches, which are cut from rows, or for
+    unequal shares of rows, the settings stay unchanged.
 
     Args:
       seen: the program as that axis sees it.
@@ -108,7 +108,9 @@ def _remove_rows(seen: Program, settings: PlanSettings) -> PlanSettings:
 
 
 def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
-    """Tells whether ranks need rows of others in each micro-batch: for scopes on some ranks, or on an axis of rows."""
+    """Tells whether ranks need rows of others in each micro-batch: scopes are on some ranks, or divide along an axis of
+    rows.
+    """
     axes = axes_of(program, settings)
     of_rows = [axis.name for axis in _find_row_axes(program, axes) if axis.size > 1]
     return bool(of_rows and named_ranks(program)) or any(
@@ -117,7 +119,7 @@ def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
 
 
 def make_micro_batches_even(program: Program, settings: PlanSettings) -> PlanSettings:
-    """Returns settings by which all micro-batches have equally many rows: as many micro-batches as asked, or more.
+    """Returns settings with equally many rows in all micro-batches: as many micro-batches as asked, or more.
 
     Each rank then has as many rows of every micro-batch, and exchanges them in the same way for all of them.
     """
@@ -148,7 +150,9 @@ def _share_rows_in_micro_batches(program: Program, settings: PlanSettings, axes:
 
 
 def _make_micro_batch_input(b: BatchInput, count: int, sizes: Sequence[int], shared: bool) -> BatchInput:
-    """Returns ``b`` with the rows that each rank has of one of ``count`` micro-batches, in ``count`` runs."""
+    """Returns ``b`` with the rows that each rank has of one of ``count`` micro-batches, interleaved in ``count``
+    runs.
+    """
     assert isinstance(b.placement, Shard)
     rows = sum(list_sizes(b)) // count
     of_ranks = _share_at_least_one(rows, list_sizes(b)) if shared else _divide_nested(rows, sizes)
@@ -156,9 +160,9 @@ def _make_micro_batch_input(b: BatchInput, count: int, sizes: Sequence[int], sha
 
 
 def _share_at_least_one(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Divides ``rows`` in proportion to the shares, in whole rows, at least one for each rank that has a share.
+    """Divides ``rows`` in proportion to the shares, in whole rows, at least one for each rank with a non-zero share.
 
-    Where there are fewer rows than shares, some ranks have none.
+    If there are fewer rows than shares, some ranks get none.
     """
     some = [min(share, 1) for share in shares]
     if rows < sum(some):
@@ -171,7 +175,7 @@ def _share_at_least_one(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def _share_rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) -> tuple[BatchInput, ...]:
-    """Returns the batch inputs with the rows of all ranks: as the user shares them, or evenly over each axis in turn.
+    """Returns the batch inputs with the rows of all ranks: by the user's shares, or evenly over each axis in turn.
 
     Args:
       sizes: of the axes that divide rows; ranks along the others have the same.
@@ -191,7 +195,7 @@ def _share_rows(program: Program, settings: PlanSettings, sizes: Sequence[int]) 
 
 
 def _divide_nested(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Divides rows over the ranks: as evenly as can be over the first axis, then each part over the next one."""
+    """Divides rows over the ranks: as evenly as possible over the first axis, then each part over the next one."""
     if not sizes:
         return (rows,)
     return tuple(n for part in divide_evenly(rows, sizes[0]) for n in _divide_nested(part, sizes[1:]))

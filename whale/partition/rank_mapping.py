@@ -23,7 +23,7 @@ def _change_all_graphs(program: Program, change: Callable[[Node], Node]) -> Prog
 
 
 def mark_axis(program: Program, axis: str) -> Program:
-    """Marks the exchanges of ``program`` that no axis is marked on yet as being along ``axis``."""
+    """Marks the exchanges of ``program`` that have no axis yet as being along ``axis``."""
 
     def mark_node(node: Node) -> Node:
         if node.op not in EXCHANGES or node.marks.axis:
@@ -55,7 +55,7 @@ def map_to_ranks(program: Program, mesh: Mesh, rank: int, comm: str) -> Program:
 
 
 def add_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> Program:
-    """Makes a rank's program first compare with the other ranks what they are about to run."""
+    """Adds a check to a rank's program that all ranks are about to run the same program."""
     attrs = {"communicator": comm, "rank": rank}
     handle = lowered.by_name.get(COMMUNICATOR)
     nodes = list(lowered.nodes)
@@ -67,10 +67,10 @@ def add_check(lowered: Program, rank: int, comm: str, mark: str, what: str) -> P
 
 
 def cut_rows(program: Program, whole: Program, b: BatchInput, groups: Shard, group: int) -> Program:
-    """Makes ``program`` take the whole batch input ``b`` and cut the rows of its group.
+    """Makes ``program`` take the whole batch input ``b`` and cut its group's rows.
 
     Args:
-      groups: how the rows lie over all groups; ``group``: which one it is.
+      groups: the placement of the rows over all groups; ``group``: the number of this one.
     """
     node = program.by_name[b.name]
     t = whole.by_name[b.name].outputs[0]

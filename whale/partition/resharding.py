@@ -1,4 +1,4 @@
-"""Emits the nodes that change the layout of a tensor on one rank, from the form that it has to the one wanted."""
+"""Emits the nodes that change the layout of a tensor on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from whale.ir.values import DType, Shape, TensorType, find_numpy_dtype, require_
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The move of a tensor's parts to other sizes or halos along a dimension; its nodes' names begin with ``name``."""
+    """A change of a tensor's part sizes or halos along a dimension; its nodes' names begin with ``name``."""
 
     name: str
     source: Ref
@@ -40,7 +40,7 @@ class Move:
     want: Shard
 
     def find_common(self, owner: int, to: int) -> tuple[int, int]:
-        """Returns the positions that rank ``owner`` has and rank ``to`` wants: the first, and one past the last."""
+        """Returns the positions that ``owner`` has and ``to`` wants: the first, and one past the last."""
         mine, theirs = self.have.find_span(owner), self.want.find_span(to)
         return max(mine[0], theirs[0]), min(mine[1], theirs[1])
 
@@ -50,14 +50,14 @@ class Move:
 
 
 def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
-    """Emits one reshard on one rank; returns the tensor in its new form, None where this rank does not have it.
+    """Emits one reshard on one rank; returns the tensor in its new form, None if this rank does not have it.
 
     Args:
       t: global type of the tensor.
-      source: gives the tensor in its old form (None on ranks that lack an ``O`` tensor).
+      source: returns the tensor in its old form (None on ranks that lack an ``O`` tensor).
 
     Raises:
-      LayoutError: no form of this change exists.
+      LayoutError: no implementation of this change exists.
     """
     if e.size == 1:
         return source()  # the first rank is all ranks
@@ -110,7 +110,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
             name, "WhaleReduceScatter", (local,), t, attrs, (TensorType(t.dtype, local_shape(t.shape, want, e.rank)),)
         )
     raise LayoutError(
-        "no single reshard does this change",
+        "no single reshard implements this change",
         op=str(r.ref),
         given=f"{have} -> {want}",
         expected="a change by way of B",
@@ -119,7 +119,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
 
 
 def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want: Shard, r: Reshard) -> Ref:
-    """Emits a reduce-scatter in 16 bits: parts are rounded, sent to their rank, and added there."""
+    """Emits a reduce-scatter in 16 bits: parts are rounded, sent to their rank, and summed there."""
     shape, wire = require_static_shape(t), r.wire_dtype
     to_wire = {"SrcT": DType(t.dtype), "DstT": DType(wire), "Truncate": False}
     rounded = e.add(
@@ -145,7 +145,7 @@ def _emit_rounded_scatter(e: Emitter, name: str, local: Ref, t: TensorType, want
 
 
 def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Callable[[], Ref | None]) -> Ref | None:
-    """Emits a change from or to a split with several runs: the same change of the tensor seen as (runs, run)."""
+    """Emits a change from or to a split with several runs: the same change after a reshape to (runs, run)."""
     have, want = r.source, r.target
     if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
         whole = emit_reshard(e, replace(r, target=B), t, source)
@@ -198,7 +198,7 @@ def _emit_from_first(e: Emitter, name: str, local: Ref | None, r: Reshard, t: Te
 def emit_fused(
     e: Emitter, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]
 ) -> None:
-    """Emits the changes of several tensors that travel together; ``find_fused_result`` says where each is then."""
+    """Emits the reshards of several tensors as one fused exchange; ``find_fused_result`` returns each result."""
     if isinstance(members[0].source, Partial):
         e.all_reduce(name, sources, types, members[0], name)
         return
@@ -214,9 +214,9 @@ def emit_fused(
 
 
 def move_shares(e: Emitter, name: str, key: str, moves: Sequence[Move]) -> list[Ref]:
-    """Changes the sizes or halos of shares along one dimension: each rank gets what it lacks.
+    """Changes the sizes or halos of parts along one dimension: each rank receives the elements it lacks.
 
-    What a rank sends to another one of all tensors, which are of one type, is one message.
+    All data from one rank to another, of tensors of one type, are one message.
     """
     for peer in range(e.size):
         sent = [(m, m.find_common(e.rank, peer)) for m in moves if peer != e.rank]
@@ -253,7 +253,7 @@ def _slice(e: Emitter, name: str, m: Move, low: int, high: int) -> Ref:
 
 
 def _pack(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Ref:
-    """Packs tensors one behind the other into one vector."""
+    """Concatenates tensors, flattened, into one vector."""
     flat = [e.reshape(f"{name}/flat_{i}", p, t.dtype, (t.elements,)) for i, (p, t) in enumerate(pieces)]
     operands = (*flat, e.const(e.name_part(name, "axis"), np.array(0, np.int32)))
     dtype = pieces[0][1].dtype
@@ -262,7 +262,7 @@ def _pack(e: Emitter, name: str, pieces: Sequence[tuple[Ref, TensorType]]) -> Re
 
 
 def _unpack(e: Emitter, names: Sequence[str], vector: Ref, t: TensorType, shapes: Sequence[TensorType]) -> list[Ref]:
-    """Splits a vector of ``_pack`` into its tensors again."""
+    """Splits a vector of ``_pack`` into its tensors."""
     found, first = [], 0
     for name, shape in zip(names, shapes):
         flat = e.rows(f"{name}/flat", vector, t, 0, first, shape.elements)
@@ -284,13 +284,13 @@ def _join_pieces(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
 
 
 def find_fused_result(prefix: str, r: Reshard, place: int) -> Ref:
-    """Returns the tensor of ``r`` in its new form, where it travels as number ``place`` of a fused group."""
+    """Returns the result of ``r``, number ``place`` of a fused group."""
     whole = isinstance(r.source, Partial)
     return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(make_reshard_name(prefix, r.ref, r.target))
 
 
 def make_reshard_name(prefix: str, ref: Ref, target: Placement) -> str:
-    """Returns the name of the node that has ``ref`` as ``target``."""
+    """Returns the name of the node that reshards ``ref`` to ``target``."""
     text = f"{ref.node}_{ref.index}_to_{format_label(target)}"
     return f"{prefix}/" + "".join(c if c.isalnum() or c in "._/-" else "_" for c in text)
 

@@ -1,13 +1,14 @@
-"""Emits attention in blocks: of queries, and of keys where parts of a sequence go round the ranks (ring attention).
+"""Emits attention in blocks: of queries, and of keys where parts of a sequence are sent around the ranks (ring
+attention).
 
-Rank r holds block r. At step j it has keys and values of block r + j (mod p), which it hands on to rank r - 1. Forward,
-the softmax is summed up as blocks come (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Liu,
-Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023): with m the largest score so far, l the sum of
-exp(score - m) and O that of exp(score - m) v, a block with a larger score first scales l and O by exp(m - m'). Backward
-the scores are computed again, and shares = exp(score - (m + log l)); what a block's keys and values get as gradients
-travels with the block, and is home one step after its last. Within a rank queries go block by block, as Dao et al. do
-("FlashAttention", 2022). A block is begun when the one before is done, so a rank holds the scores of one block of
-queries, the block of keys at hand and the next one.
+Rank r starts with block r. At step j it has keys and values of block r + j (mod p), which it sends on to rank r - 1.
+Forward, the softmax is accumulated as blocks come (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018; Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023): with m the largest score so far, l
+the sum of exp(score - m) and O that of exp(score - m) v, a block with a larger score first scales l and O by exp(m -
+m'). Backward the scores are computed again, and shares = exp(score - (m + log l)); the gradients of a block's keys and
+values are sent along with the block, and arrive at its rank one step after its last. Within a rank queries are
+processed block by block, as Dao et al. do ("FlashAttention", 2022). A block is begun when the one before is done, so a
+rank stores the scores of one block of queries, the present block of keys and the next one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from whale.sharding_rules.nn.attention import ATTENTION, RINGS, count_leading_op
 def emit_attention(
     e: Emitter, node: Node, body: Program, strategy: Strategy, operands: Sequence[Ref], types: Sequence[TensorType]
 ) -> dict[int, Ref]:
-    """Emits an attention, or its gradient, on one rank; returns where each of its results is.
+    """Emits an attention, or its gradient, on one rank; returns its results by number.
 
     Args:
-      body: what the node stands for.
+      body: the function that the node replaces.
       operands: its operands on this rank, of these ``types``.
     """
     cut = strategy.inputs[0]
@@ -44,7 +45,7 @@ def emit_attention(
 
 
 def divide_attention_in_blocks(program: Program) -> Program:
-    """Rewrites each attention that is one operation of a rank's program to go block by block of queries."""
+    """Rewrites each attention op of a rank's program to process queries block by block."""
     rings = [node for node in program.nodes if node.op in RINGS]
     if not rings:
         return program
@@ -68,7 +69,7 @@ _Tensor = tuple[Ref, TensorType]
 
 
 class _Blocks:
-    """The nodes of one attention, or of its gradient, in blocks.
+    """Emits the nodes of one attention, or of its gradient, in blocks.
 
     Attributes:
       sizes: of the blocks of keys, one for each rank.
@@ -191,7 +192,7 @@ class _Blocks:
         return self.add("ConcatV2", (*parts, axis), shape, Tidx=DType("int32"), N=len(parts))[0]
 
     def hand_on(self, what: str, step: int, tensor: _Tensor, dim: int, coming: int) -> _Tensor:
-        """Sends ``tensor`` to the rank before this one, and receives block ``coming`` from the rank behind."""
+        """Sends ``tensor`` to the previous rank of the ring, and receives block ``coming`` from the next one."""
         e, p, t = self.e, len(self.sizes), tensor[1]
         key = f"{self.node.name}/{what}_{step}"  # what stands before the last "/" is the plan's name for all of them
         shape = tuple(self.sizes[coming] if i == dim else n for i, n in enumerate(require_static_shape(t)))
@@ -207,7 +208,7 @@ class _Blocks:
         return ref, out
 
     def emit_next_block(self, step: int, key: _Tensor, value: _Tensor) -> tuple[_Tensor, _Tensor]:
-        """Hands keys and values on and returns those of the next step; at the last step, returns these."""
+        """Sends keys and values on and returns those of the next step; at the last step, returns the present ones."""
         if step + 1 == len(self.sizes):
             return key, value
         coming = self.find_block(step + 1)
@@ -217,7 +218,7 @@ class _Blocks:
         )
 
     def slice_side(self, i: int, block: int, span: tuple[int, int]) -> _Tensor:
-        """Returns the part of operand ``i`` that scales or masks the scores of a block of keys and one of queries."""
+        """Slices operand ``i``, which scales or masks scores, to a block of keys and a block of queries."""
         attrs: Any = self.node.attrs
         spans = {}
         tensor = self.operands[count_leading_operands(self.node) + i]
@@ -229,7 +230,7 @@ class _Blocks:
         return self.slice_part(tensor, spans)
 
     def emit_body(self, known: Mapping[Ref, _Tensor], until: str = "") -> dict[Ref, _Tensor]:
-        """Emits the nodes of the body that are not known yet, for one block, up to the one called ``until``."""
+        """Emits the nodes of the body for one block, up to the node ``until``, except those already known."""
         found = dict(known)
         for node in self.body.nodes:
             if node.name == until:
@@ -254,7 +255,7 @@ class _Blocks:
     # -- the two directions
 
     def emit_local(self) -> dict[int, Ref]:
-        """Emits the results where the rank has all keys: those of the body for each block of queries."""
+        """Emits the results if the rank has all keys: those of the body for each block of queries."""
         key, value = self.operands[1:3]
         forward = self.node.op == ATTENTION
         names = [str(self.node.attrs["mixed"])] if forward else self.node.attrs["gradients"]
@@ -357,7 +358,7 @@ class _Blocks:
     def emit_gradients(
         self, key: _Tensor, value: _Tensor, block: int, span: tuple[int, int], pull: _Tensor
     ) -> tuple[_Tensor, _Tensor, _Tensor]:
-        """Emits the gradients that a block of queries and a block of keys and values get from each other."""
+        """Emits the contributions of a block of queries and a block of keys and values to each other's gradients."""
         attrs = self.node.attrs
         names = [Ref(str(n)) for n in attrs["gradients"]]
         within = [Ref(str(n)) for n in (*attrs["within"], attrs["scores"])]  # what the sums over keys stand for
@@ -374,7 +375,7 @@ class _Blocks:
 
 
 def _divide_queries(queries: int, wanted: int) -> list[tuple[int, int]]:
-    """Returns (first, number) of each block: as equal as possible, and not so many that products become small."""
+    """Returns (first, number) of each block: as equal as possible, and few enough that products stay large."""
     count = max(1, min(wanted, MOST_BLOCKS, queries // LEAST_QUERIES))
     ends = [queries * i // count for i in range(count + 1)]
     return [(first, end - first) for first, end in pairwise(ends)]
@@ -387,7 +388,7 @@ def _emit_attention(blocks: _Blocks) -> dict[int, Ref]:
 
 
 def remove_examples(program: Program) -> Program:
-    """Removes the operands by which a rank program's receives are given a placement; a rank needs none at run time."""
+    """Removes the operands that only give a rank program's receives a placement in planning."""
 
     def remove_example(node: Node) -> Node:
         return replace(node, inputs=node.inputs[:1]) if node.op == "WhaleRecv" and len(node.inputs) > 1 else node

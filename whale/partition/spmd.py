@@ -39,13 +39,13 @@ _TIME_STREAM = 1566083941  # odd, so that it has an inverse (L'Ecuyer, "Tables o
 def partition_for_rank(
     program: Program, plan: Plan, rank: int, comm: str, what: str | None, prefix: str = "whale"
 ) -> Program:
-    """Makes the program that ``rank`` runs: local shapes and constants, communication where a layout changes.
+    """Creates the program of ``rank``: local shapes and constants, communication where a layout changes.
 
     Args:
       program: the expanded program that ``plan`` was made for.
       comm: name of the communicator (see whale_ops).
-      what: how a person would call this run; used when ranks turn out to run different things. None: they do not check.
-      prefix: of the names of what is added.
+      what: description of this run for people, used if ranks turn out to run different programs. None: no check.
+      prefix: of the names of added nodes.
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard.
@@ -127,7 +127,7 @@ class _RankPartitioner:
     def _scatter_in_time(self) -> None:
         """Makes weights that are gathered at use wait for gradients to be scattered, as for products (passes.uses).
 
-        Otherwise whole gradients pile up where products are faster than communication. An edge goes forward in the
+        Otherwise whole gradients accumulate where products are faster than communication. An edge goes forward in the
         order of the program, which is the same on all ranks.
         """
         position = {node.name: i for i, node in enumerate(self.program.nodes)}
@@ -146,14 +146,16 @@ class _RankPartitioner:
                 self.emitter.nodes[node.name] = replace(lowered, controls=(*lowered.controls, *before))
 
     def _take_part(self) -> None:
-        """Emits the collectives whose results only other ranks read: an empty share here, a reader that runs once."""
+        """Emits the collectives whose results only other ranks read: this rank's part is empty, or their reader runs
+        once.
+        """
         for r in self.plan.reshards:
             if r.graph == self.graph and r.group < 0 and (r.ref, r.target) not in self.local and is_joint(r):
                 if self.program.find_type(r.ref).dtype not in UNMOVABLE:
                     self.get(r.ref, r.target)
 
     def _list_unread(self, outputs: tuple[Ref, ...], effects: Sequence[str]) -> list[str]:
-        """Lists the communication that nothing which surely runs depends on; it has to run all the same."""
+        """Lists the communication on which no executed node depends; it has to run nevertheless."""
         # Results of a body may not be read by its caller, so they keep nothing alive there.
         read = [r.node for r in outputs if self.graph == ""]
         return list_unread_communication(self.emitter.nodes, read, effects, self._has_communication)
@@ -167,7 +169,7 @@ class _RankPartitioner:
     # -- tensors
 
     def get(self, ref: Ref, wanted: Placement) -> Ref | None:
-        """Returns ``ref`` as ``wanted`` on this rank, resharded where needed; None when this rank does not have it."""
+        """Returns ``ref`` as ``wanted`` on this rank, resharded if needed; None if this rank does not have it."""
         if type(wanted) is Replicate and ref in self.whole:
             return ref
         key = (ref, wanted)
@@ -195,10 +197,10 @@ class _RankPartitioner:
         return found
 
     def _recreate(self, producer: Node, ref: Ref, wanted: Placement) -> Ref:
-        """Emits an empty TensorList anew, for elements of another placement."""
+        """Emits a new empty TensorList for elements of another placement."""
         if not is_recreatable(self.program, ref):
             raise PlanError(
-                "a tensor that cannot be sent would have to be",
+                "a tensor would have to be sent whose type cannot be sent",
                 op=str(ref),
                 given=f"{producer.op}, wanted as {wanted}",
                 expected="a placement that it has",
@@ -261,7 +263,7 @@ class _RankPartitioner:
             self._emit(node, strategy, node.name)
 
     def _go_round(self, node: Node, strategy: Strategy) -> None:
-        """Emits what stands in the place of an attention whose keys and values go round the ranks."""
+        """Emits the nodes for an attention whose keys and values are sent around the ring of ranks."""
         operands = [self.get(ref, placement) for ref, placement in zip(node.inputs, strategy.inputs)]
         types = [self._find_local_type(self.program.find_type(r), p) for r, p in zip(node.inputs, strategy.inputs)]
         body = self.program.functions[node.attrs["body"].name]
@@ -362,7 +364,7 @@ class _RankPartitioner:
         return self.rank != 0 and self.strategies[name].once
 
     def _emit_constants(self, node: Node, strategy: Strategy, values: Sequence[np.ndarray]) -> None:
-        """Replaces a node whose share is empty on this rank by constants, so that no kernel sees zero rows."""
+        """Replaces a node whose part is empty on this rank by constants, so that no kernel gets zero rows."""
         for i, (ref, value) in enumerate(zip(node.list_refs(), values)):
             name = node.name if i == 0 else f"{node.name}/whale_output_{i}"
             const = self.emitter.const(name, value)
@@ -391,7 +393,7 @@ class _RankPartitioner:
 
 
 def _is_plain(strategy: Strategy) -> bool:
-    """Tells whether all operands and results are whole on all ranks."""
+    """Tells whether all operands and results are replicated."""
     return not strategy.once and _WHOLE.issuperset(map(type, strategy.inputs + strategy.outputs))
 
 
@@ -402,7 +404,7 @@ def _find_variable_part(variable: Variable, strategy: Strategy, rank: int) -> Va
 
 
 def _replace_per_rank(strategy: Strategy) -> Strategy:
-    """Replaces placements that give each rank a value of its own by whole ones, as which a single rank sees them."""
+    """Replaces per-rank placements by replicated ones, as which a single rank sees its own values."""
     inputs, outputs = map(replace_per_rank, strategy.inputs), map(replace_per_rank, strategy.outputs)
     return replace(strategy, inputs=tuple(inputs), outputs=tuple(outputs))
 
@@ -413,11 +415,11 @@ def list_unread_communication(
     effects: Sequence[str] = (),
     talks: Callable[[Node], bool] = lambda node: False,
 ) -> list[str]:
-    """Lists communication that nothing of ``read`` or ``effects`` depends on: other ranks read what it brings or gives.
+    """Lists communication on which no node of ``read`` or ``effects`` depends: other ranks need this rank to take part.
 
     Args:
-      talks: whether a node is a loop or branch with communication inside. Such nodes belong to the result unless they
-        are effects: TensorFlow runs what a branch does beside its results only if somebody waits for the whole branch.
+      talks: tells whether a node is a loop or branch with communication inside. Such nodes are listed unless they
+        are effects: TensorFlow runs a branch's effects only if some node waits for the whole branch.
     """
     live: set[str] = set()
 
@@ -442,30 +444,30 @@ def list_unread_communication(
 
 
 def emit_check(e: Emitter, fingerprint: str, what: str) -> str:
-    """Emits the node by which ranks find out that they run different things."""
+    """Emits the node with which ranks detect that they run different programs."""
     attrs = {"key": "whale/check", "fingerprint": fingerprint, "what": what, "ranks": ()}
     return e.add("whale/check", "WhaleCheck", (e.communicator(),), attrs, (), stateful=True).node
 
 
 def compute_moved_seed(seed: int, by: int, microbatched: bool) -> int:
-    """A seed of 31 bits for a rank's stream; never 0, which is none. Those of micro-batches are others."""
+    """Returns a 31-bit seed for a rank's stream; never 0, which means none. Micro-batches have other streams."""
     return (seed + by * (_TIME_STREAM if microbatched else 1)) & 0x7FFFFFFF or 1
 
 
 def compute_rank_seed(value: np.ndarray, microbatched: bool) -> np.ndarray:
-    """Returns what is added to a seed for a rank's stream; micro-batches have other streams."""
+    """Returns the number to add to a seed for a rank's stream; micro-batches have other streams."""
     with np.errstate(over="ignore"):
         return value * np.array(_TIME_STREAM, value.dtype) if microbatched else value
 
 
 def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
-    """Replaces the indices in ``inputs`` by the rank's own, and zeroes the operand that is masked.
+    """Replaces the indices in ``inputs`` by the rank's own, and zeroes the masked operand.
 
     Args:
       types: of the operands on this rank.
 
     Returns:
-      For each index whether it falls into the rank's part.
+      For each index whether it is in the rank's part.
     """
     source, t = inputs[window.indices], types[window.indices]
     if window.column is not None:
@@ -492,8 +494,8 @@ def emit_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types:
 def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref], types: Sequence[TensorType]) -> Ref:
     """Does the same for indices of several columns.
 
-    Operands with rows of their own lose those that fall elsewhere. Where there are elements alone, whose flags have
-    their shape, those that fall elsewhere keep the old value.
+    Operands with rows of their own lose those whose index is elsewhere. Operands with single elements, whose flags have
+    their shape, keep the old value for indices elsewhere.
     """
     source, t = inputs[window.indices], types[window.indices]
     shape = require_static_shape(t)
@@ -544,7 +546,7 @@ def _emit_column_window(e: Emitter, name: str, window: Window, inputs: list[Ref]
 def emit_zeroed(
     e: Emitter, name: str, window: Window, values: Ref, t: TensorType, inside: Ref, indices: TensorType
 ) -> Ref:
-    """Emits ``values``, of type ``t``, with zeros where the index falls elsewhere."""
+    """Emits ``values``, of type ``t``, with zeros where the index is on another rank."""
     flags = require_static_shape(indices)
     shape = (1,) * window.at + flags + (1,) * (len(require_static_shape(t)) - window.at - len(flags))
     flag = inside if shape == flags else e.reshape(f"{name}/whale_inside", inside, "bool", shape)

@@ -1,4 +1,4 @@
-"""Finds out what a program under a plan does with its variables: which ranks use, write and hold parts of each."""
+"""Finds how a program under a plan uses its variables: which ranks use, write and hold parts of each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from whale.partition.pipeline.stage_programs import cut
 class VariableUse:
     """The ranks that use one variable, and whether the program writes it.
 
-    ``place`` are the ranks in the order of the one stage that has it, or of the axes of the mesh over which it lies
-    split: groups of those that have the parts between them, in order of the parts. Empty: all ranks in their own order.
-    ``tiles`` says how it lies split; None: it does not.
+    ``place`` lists the ranks in the order of the variable's stage, or of the mesh axes over which it is split:
+    groups that hold all parts, in order of the parts. Empty: all ranks in their own order.
+    ``tiles`` is the variable's split; None: it is not split.
     """
 
     ranks: frozenset[int]
@@ -27,7 +27,7 @@ class VariableUse:
 
 
 def find_variable_uses(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
-    """Returns the use of each variable that not all ranks hold alike, by handle node."""
+    """Returns the use of each variable that differs between ranks, by handle node."""
     written = {r.node for n in expanded.nodes if n.op not in READS for r in n.inputs if r.node in expanded.variable_of}
     uses = {}
     if not plan.stage_groups:
@@ -50,7 +50,8 @@ def find_variable_uses(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
 
 def _find_divided_variables(plan: Plan, ranks: tuple[int, ...]) -> dict[str, tuple[Tiles, tuple[int, ...]]]:
     """Returns the tiles of the variables that a plan's own axes divide over ranks, by handle node, each with the ranks
-    in an order in which those that have the variable's tiles between them are next to each other."""
+    ordered so that those with all of the variable's tiles are adjacent.
+    """
     mesh, found = make_mesh(plan, ranks), find_tiles(replace(plan, others=()))
     orders = {axes: mesh.order_with_last(*axes) for axes in dict.fromkeys(tiles.axes for tiles in found.values())}
     return {name: (tiles, orders[tiles.axes]) for name, tiles in found.items()}

@@ -1,6 +1,6 @@
-"""Verifies that a plan is legal for its program and can be carried out, from these and the rules alone.
+"""Verifies that a saved plan is legal for its program and can be executed, from these and the rules alone.
 
-What comes out of a file is proved before any of it is lowered for use: its sizes, the layout of every operation, the
+A plan from a file is verified completely before it is lowered for use: its sizes, the layout of every operation, the
 messages and collectives of all ranks' programs, and that no ranks wait for each other.
 """
 
@@ -34,7 +34,7 @@ def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path
     """Verifies a plan that was read from a file and returns the programs of all ranks under it.
 
     Raises:
-      PlanError: the plan is not legal for the program, or cannot be carried out; says all that was found.
+      PlanError: the plan is not legal for the program, or cannot be executed; lists all problems.
     """
     programs: list[Program] = []
     try:
@@ -59,18 +59,18 @@ def verify_saved_plan(program: Program, plan: Plan, settings: PlanSettings, path
 
 
 def list_illegal(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
-    """Lists what is not legal in a plan for a program, as far as its own text says."""
+    """Lists the illegal parts of a plan for a program, without lowering it."""
     found = check_sizes(program, plan) + check_stage_groups(plan)
     return found or check_layouts(program, plan, settings)
 
 
 def format_in_a_line(error: WhaleError) -> str:
-    """Returns an error's problem in one line, without what to do about it."""
+    """Returns an error's message in one line, without its action."""
     return "; ".join([error.message, *(f"{name}: {value}" for name, value in error.facts.items() if name != "action")])
 
 
 def check_sizes(program: Program, plan: Plan) -> list[str]:
-    """Checks that a plan divides into no more parts than there is to divide; lists what is wrong."""
+    """Checks that a plan divides no dimension into more parts than it has elements; lists the problems."""
     shapes = [program.by_name[name].outputs[0].shape or () for name in program.inputs]
     rows = max((size or 1 for shape in shapes for size in shape), default=1)
     found = []
@@ -90,9 +90,9 @@ def _list_levels(plan: Plan) -> list[Plan]:
 
 
 def check_stage_groups(plan: Plan) -> list[str]:
-    """Checks the stage groups of a plan; lists what is wrong.
+    """Checks the stage groups of a plan; lists the problems.
 
-    Their ranks have to be those from 0 on, each once, with a plan for so many; what travels has to go between two of
+    Their ranks have to be those from 0 on, each once, with a plan for so many; transfers have to be between two of
     them.
     """
     found, count = [], len(plan.stage_groups)
@@ -113,12 +113,12 @@ def check_stage_groups(plan: Plan) -> list[str]:
 
 
 def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[str]:
-    """Checks that every operation's layout is one that its rule allows; lists what is wrong.
+    """Checks that every operation's layout is one that its rule allows; lists the problems.
 
-    Layouts are checked for each number of ranks that the plan speaks of.
+    Layouts are checked for each number of ranks in the plan.
 
-    Where a variable lies depends on the stage or axis that holds it, and the rows of a first axis on the second; there
-    what is passed in is taken to lie as the plan says.
+    A variable's layout depends on the stage or axis that holds it, and the rows of a first axis on the second; there
+    arguments are assumed to have the plan's layout.
     """
     found = []
     expanded = expand(program, plan.expanded, settings)
@@ -139,7 +139,7 @@ def check_layouts(program: Program, plan: Plan, settings: PlanSettings) -> list[
 
 
 def check_exchanges(programs: Sequence[Program]) -> list[str]:
-    """Checks that messages sent are received, and that ranks take part alike in collectives; lists what is wrong."""
+    """Checks that messages sent are received, and that all ranks take part alike in collectives; lists the problems."""
     sent: Counter[tuple[str, int, int, str]] = Counter()
     received: Counter[tuple[str, int, int, str]] = Counter()
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
@@ -176,12 +176,12 @@ def check_exchanges(programs: Sequence[Program]) -> list[str]:
 
 
 def check_waits(programs: Sequence[Program]) -> list[str]:
-    """Checks that no ranks wait for each other in a circle; lists what is wrong.
+    """Checks that no ranks wait for each other in a cycle; lists the problems.
 
-    In a circle each rank waits for an exchange that another one begins only after its own.
+    In a cycle each rank waits for an exchange that another one begins only after its own.
 
-    No exchange ends before all that take part have begun it, a send neither: what is large is read out of the sender's
-    memory. A rank begins one when what it reads, and what it is to wait for, is there.
+    An exchange, even a send, ends only after all participants have begun it: large tensors are read from the sender's
+    memory. A rank begins an exchange when its operands and control inputs are ready.
     """
     meetings: dict[tuple[object, ...], list[_Moment]] = {}
     met: dict[_Moment, tuple[object, ...]] = {}

@@ -1,1 +1,1 @@
-"""Passes from a captured program to a plan, in one visible order."""
+"""Passes that turn a captured program into a plan, in one visible order."""

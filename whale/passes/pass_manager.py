@@ -59,13 +59,15 @@ def _gathers_weights(s: PlanSettings) -> bool:
 
 
 def _fewest_bytes(s: PlanSettings) -> int:
-    """Of the weights that are read in front of loops and branches: none of those in the host's memory stays in one."""
+    """Returns the least bytes of weights whose reads are hoisted out of loops and branches; 0 with offloaded
+    weights.
+    """
     return 0 if s.memory.offload == "parameters" else s.zero.min_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """What the passes of a plan are told beside the draft.
+    """The inputs that all passes of a plan share, beside the draft.
 
     Attributes:
       first: see ``build_plan_draft``.
@@ -81,7 +83,7 @@ _DraftPass = Pass[PlanDraft, PlanContext]
 def _on_every_graph(
     step: Callable[[Program, GraphLayout, int], GraphLayout],
 ) -> Callable[[PlanDraft, PlanContext], PlanDraft]:
-    """What makes new layouts of those of the program and of each of its functions."""
+    """Returns a pass that applies ``step`` to the layouts of the program and of each of its functions."""
 
     def run(draft: PlanDraft, context: PlanContext) -> PlanDraft:
         size = context.settings.size
@@ -254,7 +256,7 @@ CHECKS: tuple[Callable[[Program, Plan], None], ...] = (check, refuse_hidden_upda
 
 
 def normalise(program: Program, settings: PlanSettings) -> Program:
-    """What ``NORMALIZE`` makes of a captured program.
+    """Runs the passes of ``NORMALIZE`` on a captured program.
 
     Raises:
       ProgramError: the program averages its gradients through Horovod itself.
@@ -269,10 +271,10 @@ def normalise(program: Program, settings: PlanSettings) -> Program:
 
 
 def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: FirstLayouts | None = None) -> Plan:
-    """The plan of a normalised program (see ``expand`` for the program that the plan speaks of).
+    """Plans a normalised program; the plan refers to the program that ``expand`` returns.
 
     Args:
-      mark: the fingerprint that it gets; "": that of ``program``.
+      mark: the fingerprint to store in the plan; "": that of ``program``.
       first: see ``build_plan_draft``.
 
     Raises:
@@ -292,12 +294,12 @@ def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: F
 def complete_plan(
     program: Program, settings: PlanSettings, model: Plan, fixed: Mapping[str, Strategy] = NOTHING
 ) -> Plan:
-    """The plan of a program that is ``model``'s but for what belongs to the coordinate of another mesh axis.
+    """Plans a program that equals another one, whose plan is ``model``, but for nodes that depend on another mesh axis.
 
-    Nodes that both programs have lie as in ``model``, but for sizes; the rest follows by propagation.
+    Nodes of both programs have the layouts of ``model``, but for sizes; the others follow by propagation.
 
     Args:
-      settings: with the batch inputs, whose rows may be others than the model's.
+      settings: with the batch inputs, whose rows may differ from the model's.
       fixed: strategies of nodes that the model does not have.
 
     Raises:
@@ -319,10 +321,10 @@ def complete_plan(
 
 
 def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mapping[str, Strategy]) -> Plan:
-    """The plan of one stage group's part of an expanded program, of which ``model`` is the plan.
+    """Plans the part of an expanded program that one stage group runs, by the plan ``model`` of the program.
 
     Args:
-      ends: how tensors come in and go out.
+      ends: the placements of tensors that enter and leave the part.
     """
     with suspend_garbage_collection():
         known = ReferencePlan(model.strategies)
@@ -339,7 +341,9 @@ def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mappi
 
 
 def _as_in(model: Plan, program: Program, layouts: Mapping[str, GraphLayout], settings: PlanSettings) -> PlanDraft:
-    """The draft with these layouts, whose sums travel together as the model's do."""
+    """Returns a draft with ``layouts`` whose all-reduces are fused into the same groups as those of the plan
+    ``model``.
+    """
     draft = PlanDraft(program, frozenset(model.expanded), settings.batch.inputs or (), model.variables, layouts)
     # What is planned like another plan is not watched: each rank of a mesh asks for it.
     draft = run_passes(PLAN, draft, PlanContext(settings), PassObserver(), EXCHANGES)
@@ -355,7 +359,7 @@ def _sizes(b: BatchInput) -> tuple[int, ...]:
 
 
 def _draft_changes(before: PlanDraft, after: PlanDraft) -> str:
-    """Says how many layouts and reshards of a draft a pass has changed."""
+    """Describes how many layouts and reshards of a draft a pass has changed."""
     strategies = sum(
         layout.strategies[name] != (known.strategies.get(name) if (known := before.layouts.get(graph)) else None)
         for graph, layout in after.layouts.items()
@@ -368,11 +372,11 @@ def _draft_changes(before: PlanDraft, after: PlanDraft) -> str:
 
 
 def _as_plan(program: Program, draft: PlanDraft, settings: PlanSettings, mark: str = "") -> Plan:
-    """The plan that the draft has become.
+    """Creates the plan from a finished draft.
 
     Args:
       program: before its composite ops were expanded.
-      mark: the fingerprint that it has; "": that of ``program``.
+      mark: the fingerprint to store in the plan; "": that of ``program``.
     """
     expanded, layouts = draft.program, draft.layouts
     divided, total = split_and_total_flops(expanded, layouts)

@@ -1,7 +1,8 @@
-"""Lays out a normalised program: its batch, its composite ops, its split scopes, and state that is split.
+"""Chooses layouts for a normalised program: its batch, its composite ops, its split scopes, and split optimizer state.
 
-These decide together. Which composite ops have to be taken apart depends on what the batch divides, what a split scope
-divides depends on how tensors arrive there, and a loss is taken apart for its classes only if a scope divides them.
+These choices depend on each other. Which composite ops have to be expanded depends on which tensors the batch divides,
+the division of a split scope depends on the placements of tensors that enter it, and a loss is expanded along its
+classes only if a scope divides them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from whale.passes.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True)
 class PlanDraft:
-    """A plan in the making.
+    """A plan under construction.
 
     Attributes:
-      program: normalised, those composite ops expanded that the plan needs in simple ones.
+      program: normalised, with those composite ops expanded that the plan needs as simple ops.
       expanded: the names of these ops.
       batch: the inputs that carry the batch.
       variables: placements of the variables that are split between steps, by handle node.
@@ -55,10 +56,10 @@ class PlanDraft:
 
 
 class FirstLayouts:
-    """The layouts of a program before a scope divides anything, found once for all plans that it is asked for.
+    """The layouts of a program without split scopes, cached for all plans that are made of the program.
 
-    These may be of programs that differ in their split scopes: along an axis that divides rows propagation heeds no
-    scope but those that name ranks.
+    The programs of these plans may differ in their split scopes: along an axis that divides rows, propagation ignores
+    all scopes that do not name ranks.
     """
 
     def __init__(self) -> None:
@@ -78,10 +79,10 @@ class FirstLayouts:
 
 
 def build_plan_draft(program: Program, settings: PlanSettings, first: FirstLayouts | None = None) -> PlanDraft:
-    """Returns the layouts of a normalised program as the user asks for them.
+    """Chooses layouts for a normalised program according to the user's settings.
 
     Args:
-      first: of other plans of the program, which may have other split scopes.
+      first: cached layouts from other plans of the program, which may have other split scopes.
 
     Raises:
       PlanError: the batch cannot be split as asked, or nothing under a split scope can be divided.
@@ -143,7 +144,7 @@ def layouts_of(
 
 
 def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
-    """Replaces the named composite ops of ``program`` by simple ones, and attentions by one op; the rest stays."""
+    """Replaces the named composite ops of ``program`` by simple ones, and the chosen attentions by one op each."""
     if not composites:
         return program
     rings = in_rings(program, composites, settings.memory.scores_bytes)
@@ -151,9 +152,9 @@ def expand(program: Program, composites: Collection[str], settings: PlanSettings
 
 
 def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
-    """Returns the batch inputs as the user asks; none where nothing would be divided, whatever the sizes of the inputs.
+    """Returns the batch inputs as configured; none if no node could be divided, whatever the sizes of the inputs.
 
-    A run that loads a variable, or starts an iterator over what it is fed, has inputs but no batch.
+    A call that loads a variable, or starts an iterator over its arguments, has inputs but no batch.
     """
     try:
         return batch_of(program, settings)
@@ -170,7 +171,7 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
 def _of_divided_batches(
     program: Program, batch: tuple[BatchInput, ...], settings: PlanSettings, first: FirstLayouts
 ) -> frozenset[str]:
-    """Returns the batch normalisations of divided batches that need the statistics of the whole batch."""
+    """Returns the batch normalisations over a divided batch that need statistics of the whole batch."""
     if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
         return frozenset()
     layout = first.of(program, (), batch, settings)[""]
@@ -195,7 +196,7 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 
 
 def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strategy]) -> bool:
-    """Tells whether the classes of an expanded softmax, or of the search for an extremum, are split."""
+    """Tells whether an expanded softmax, its loss, or an arg max has its classes split."""
     strategy = strategies.get(f"{loss}/whale_max")
     axes = program.const(program.by_name[f"{loss}/whale_max"].inputs[1])
     cut = strategy.inputs[0] if strategy is not None else None
@@ -203,6 +204,6 @@ def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strateg
 
 
 def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Shard]:
-    """Returns the optimizers' state that is to be split, outside of split scopes."""
+    """Returns the placements of optimizer state outside of split scopes that is to be split, by handle node."""
     zero, known, weights = settings.zero, settings.split.known, settings.zero.level >= 3
     return state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)

@@ -1,6 +1,6 @@
-"""Runs the passes of a table in their order, and watches them: times, counts, dumps and verifies what each makes.
+"""Runs the passes of a table in order: times, counts, dumps and verifies the result of each.
 
-Four tables take a captured program to what each rank runs. NORMALIZE and PLAN are in ``whale.passes.pass_manager``,
+Four tables turn a captured program into the ranks' programs. NORMALIZE and PLAN are in ``whale.passes.pass_manager``,
 PARTITION in ``whale.partition.lower``, REWRITE in ``whale.kernels.substitute`` (decision 0139).
 """
 
@@ -28,7 +28,7 @@ class When(Generic[C]):
 
     Attributes:
       text: the configuration key, or the property of the program or plan, that turns the pass on.
-      holds: whether it does.
+      holds: tells whether the condition is true.
     """
 
     text: str
@@ -40,10 +40,10 @@ class Pass(Generic[V, C]):
     """A pass: a row of a table.
 
     Attributes:
-      name: what it is called in dumps, reports and errors.
-      what: what it does, in a line.
-      run: makes the next value of the last one; it changes neither value nor context.
-      when: None: it always runs.
+      name: its name in dumps, reports and errors.
+      what: a line that says what it does.
+      run: returns the new value (a program or plan) from the previous one; it changes neither value nor context.
+      when: its condition; None: it always runs.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Table(Generic[V, C]):
     Attributes:
       programs: the programs of a value, which are verified.
       text: a value as it is dumped.
-      changes: what a pass has changed, in a few words, by what was before and what is behind it.
+      changes: describes in a few words what a pass has changed, from the values before and after it.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Table(Generic[V, C]):
 
 @dataclass(frozen=True, slots=True)
 class PassRun:
-    """What is known of one run of a pass."""
+    """The record of one run of a pass."""
 
     table: str
     name: str
@@ -85,12 +85,12 @@ class PassRun:
 
 @dataclass
 class PassLog:
-    """The passes that have run, in their order."""
+    """The passes that have run, in order."""
 
     runs: list[PassRun] = field(default_factory=list)
 
     def lines(self, tables: Iterable[Table]) -> list[str]:
-        """Formats the passes of tables: the seconds of each, and what it changed; or what would turn it on."""
+        """Formats the passes of tables: the seconds and changes of each, or the condition that would turn it on."""
         rows: list[tuple[str, str, str]] = []
         for table in tables:
             mine = [run for run in self.runs if run.table == table.name]
@@ -111,11 +111,11 @@ class PassLog:
 
 @dataclass(frozen=True, slots=True)
 class PassObserver:
-    """What watches passes.
+    """Observes passes: where they are dumped and logged.
 
     Attributes:
-      dump: the directory that the program goes to after each pass (key ``debug.dump``); "": nowhere.
-      log: gets each pass's seconds, and what it changed; None: nobody asks.
+      dump: the directory to which the program is written after each pass (key ``debug.dump``); "": none.
+      log: gets each pass's seconds and changes; None: they are not recorded.
     """
 
     dump: str = ""
@@ -123,12 +123,12 @@ class PassObserver:
 
     @property
     def is_on(self) -> bool:
-        """Tells whether anybody looks at passes, so that they have to run here."""
+        """Tells whether passes are dumped or logged, so that they must not be skipped by a cached result."""
         return bool(self.dump) or self.log is not None
 
     @property
     def verifies(self) -> bool:
-        """Tells whether each program that a pass makes is verified: under a dump, and in tests."""
+        """Tells whether the result of each pass is verified: with ``debug.dump``, and in tests."""
         return bool(self.dump or os.environ.get(VERIFY_VARIABLE))
 
 
@@ -139,7 +139,7 @@ def run_passes(
     observer: PassObserver,
     passes: Sequence[Pass[V, C]] | None = None,
 ) -> V:
-    """Makes of ``value`` what the passes of a table make of it, those whose condition holds, one after the other.
+    """Applies the passes of a table to ``value``, one after the other; skips those whose condition is false.
 
     Args:
       passes: some of the table's; None: all.
@@ -173,7 +173,7 @@ def _observed(table: Table[V, C], one: Pass[V, C], value: V, context: C, observe
 def dump(directory: str, name: str, program: str, text: str) -> None:
     """Writes a text to ``<directory>/<program>/<number>-<name>.txt``.
 
-    Numbers go on where earlier texts of the program ended. Nothing is written where ``directory`` is empty.
+    Numbers continue from earlier texts of the program. Nothing is written if ``directory`` is empty.
     """
     if not directory:
         return
@@ -184,7 +184,7 @@ def dump(directory: str, name: str, program: str, text: str) -> None:
 
 
 def program_changes(before: Program, after: Program) -> str:
-    """Says how many nodes of a program, and of its functions, a pass has added, removed and changed."""
+    """Describes how many nodes of a program, and of its functions, a pass has added, removed and changed."""
     if before is after:
         return "nothing"
     was, now = _nodes(before), _nodes(after)

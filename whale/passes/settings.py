@@ -14,14 +14,14 @@ from whale.passes.run_passes import PassObserver
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """The settings of the batch: its inputs, each rank's rows, and what statistics and randomness of rows mean.
+    """The settings of the batch: its inputs, each rank's rows, and the meaning of batch statistics and random rows.
 
-    ``local_statistics`` and ``local_streams`` give up the equality with one device.
+    With ``local_statistics`` or ``local_streams`` results differ from those of one device.
 
     Attributes:
       shares: rows of each rank, of the usual batch; (): as equal as possible.
       marked: names of the inputs that the user says carry the batch; (): they are found.
-      local: inputs of which a rank is given its own rows only -> the rows of every rank.
+      local: inputs of which a rank gets its own rows only -> the rows of every rank.
       inputs: the batch inputs where they are known already; None: to be found.
       local_statistics: batch statistics are of each rank's rows, not of the whole batch.
       local_streams: random tensors with the batch's rows are drawn by each rank.
@@ -41,11 +41,11 @@ class SplitSettings:
 
     Attributes:
       scopes: whether tensors are divided under ``wh.split``; else rows are, as elsewhere.
-      tiles: how the run's variables are split already, over all axes, by handle node.
+      tiles: the tiles of the run's variables that are already split, over all axes, by handle node.
       known: their placements over the axis that is planned.
-      tables: whether tables may be whole on one rank; not where another axis follows, which does not cut what goes
-        to them.
-      state_only: whether of variables not known yet only optimizers' state may be split between steps.
+      tables: whether tables may be whole on one rank; false if another axis follows, which could not split their
+        exchanges.
+      state_only: whether, of variables without a fixed layout, only optimizer state may be split between steps.
     """
 
     scopes: bool = True
@@ -57,7 +57,7 @@ class SplitSettings:
 
 @dataclass(frozen=True, slots=True)
 class ZeroSettings:
-    """The settings of ZeRO: what of data parallel training is split between steps.
+    """The settings of ZeRO: which variables of data parallel training are split between steps.
 
     Attributes:
       level: 0 nothing; from 1 on the state of optimizers; from 3 on weights as well.
@@ -91,15 +91,15 @@ class TimeSettings:
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
-    """The settings of memory: what is not held on a device during a step, and how much may be.
+    """The settings of memory: which tensors are not kept on a device during a step, and its memory limit.
 
     Attributes:
-      recompute: which activations are held, the others being computed again (see ``whale.passes.memory.recompute``);
+      recompute: which activations are kept while the others are recomputed (see ``whale.passes.memory.recompute``);
         "": all.
       offload: which variables are in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
         "": none.
-      limit_bytes: memory that each rank has for a step, in bytes; 0: it is not said.
-      scores_bytes: attentions with more of scores are computed in blocks; 0: none are.
+      limit_bytes: memory that each rank has for a step, in bytes; 0: unknown.
+      scores_bytes: attentions with larger scores are computed in blocks; 0: none are.
     """
 
     recompute: str = ""
@@ -125,8 +125,8 @@ class ExchangeSettings:
 
     Attributes:
       group_bytes: all-reduces are fused up to that many bytes; 0: none are.
-      backend: what carries out sums (``communication.backend``).
-      wire_dtype: what gradients are rounded to before they are sent; "": they are sent as they are.
+      backend: the library that runs all-reduces (``communication.backend``).
+      wire_dtype: the type that gradients are rounded to before they are sent; "": they are not rounded.
     """
 
     group_bytes: int = 4 << 20
@@ -136,16 +136,16 @@ class ExchangeSettings:
 
 @dataclass(frozen=True, slots=True)
 class FuseSettings:
-    """The settings of kernels: what each rank computes by other operations than the program's.
+    """The settings of kernels: which operations each rank replaces by others.
 
     Attributes:
-      updates: those of many variables, by one operation (see ``whale.kernels.updates``).
-      elementwise: other arithmetic on elements, likewise (see ``whale.kernels.elementwise``).
-      convolutions: small ones, as products of matrices (see ``whale.kernels.matmuls.convolutions``).
-      products: batches of matrix products, as one (see ``whale.kernels.matmuls.batches``).
+      updates: updates of many variables, by one operation (see ``whale.kernels.updates``).
+      elementwise: other elementwise arithmetic, likewise (see ``whale.kernels.elementwise``).
+      convolutions: small ones, by products of matrices (see ``whale.kernels.matmuls.convolutions``).
+      products: batches of matrix products, by one (see ``whale.kernels.matmuls.batches``).
       einsums: batches of other products, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
-      padding: matrix products, as wider ones (see ``whale.kernels.matmuls.padding``).
-      nn: ops at which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
+      padding: matrix products, by wider ones (see ``whale.kernels.matmuls.padding``).
+      nn: ops for which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
     """
 
     updates: bool = False
@@ -164,15 +164,15 @@ class FuseSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """All that planning needs beside the program.
+    """The inputs of planning beside the program.
 
     Attributes:
       size: number of ranks.
       devices: their names, as plans print them; (): "rank 0" and so on.
-      observer: what watches the passes: their dump, and who asks for their times.
-      fuse: which operations are replaced by others where they run.
-      mesh: axes that the user has given sizes, outermost first; (): none.
-      stage_meshes: the axes of stages that have others than ``mesh`` says, by their ranks.
+      observer: observes the passes: dumps and times them.
+      fuse: the operations that are replaced by others in the ranks' programs.
+      mesh: axes whose sizes the user has fixed, outermost first; (): none.
+      stage_meshes: the axes of stages whose mesh differs from ``mesh``, by their ranks.
     """
 
     size: int

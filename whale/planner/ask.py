@@ -1,4 +1,4 @@
-"""Plans from what a person writes (`gpt:layers=96,hidden=12288,...`, a profile, a cluster)."""
+"""Plans from a user's text (`gpt:layers=96,hidden=12288,...`), a profile, and a cluster."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
         name = SHORT.get(name.strip(), name.strip())
         if name in _STRATEGY:
             raise PlanError(
-                "how a model is spread is no part of its description",
+                "a model's description cannot say how the model is divided",
                 given=part,
                 action="leave it out; the search chooses (`whale simulate` predicts a strategy that a job file names)",
             )
@@ -80,12 +80,14 @@ def describe(text: str) -> tuple[Transformer, int | None]:
             raise PlanError("a description cannot be read", given=part, expected=f"{name}=<a whole number>")
         if len(number.strip()) > MOST_DIGITS or not int(number) <= MOST.get(name, MOST_OTHERWISE):
             most = MOST.get(name, MOST_OTHERWISE)
-            raise PlanError("a model of that size is not planned", given=part, expected=f"{name} of at most {most:,}")
+            raise PlanError(
+                "a model of that size cannot be planned", given=part, expected=f"{name} of at most {most:,}"
+            )
         values[name] = int(number)
     batch = values.pop("batch", None)
     needed = ("layers", "hidden", "heads") + (("experts",) if family == "moe" else ())
     if missing := [n for n in needed if n not in values]:
-        raise PlanError("a description lacks something", given=text, expected=", ".join(missing))
+        raise PlanError("a model's description is incomplete", given=text, expected=", ".join(missing))
     return Transformer(**values), batch
 
 
@@ -98,10 +100,10 @@ def plan(
     limits: Constraints | None = None,
     planner: str = "whale",
 ) -> PlanFile:
-    """Finds the best plan for a model by description or by measured tables.
+    """Finds the best plan for a model given by description or by measured tables.
 
     Raises:
-        PlanError: nothing fits (and what would), or a description cannot be followed.
+        PlanError: no strategy fits (the message proposes changes), or a description cannot be followed.
     """
     machines = Machines(cluster)
     model: Model
@@ -113,7 +115,7 @@ def plan(
         raise PlanError("there is nothing to plan", expected="a description or a profile")
     if limits is not None and (reason := _infeasible(model, machines, batch, limits)):
         raise PlanError(
-            "what was fixed cannot be", reason=f"infeasible: {reason}", action="fix something else, or less"
+            "the fixed choices cannot be combined", reason=f"infeasible: {reason}", action="fix something else, or less"
         )
     if planner == "whale22":
         found = plan22(model, machines, batch)
@@ -125,7 +127,9 @@ def plan(
 
 
 def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
-    """Parses what `--set name=value` fixes; `attention/*.split=8` is the tensor degree, which all of a layer has."""
+    """Parses choices fixed by `--set name=value`; `attention/*.split=8` is the tensor-parallel degree, equal for all
+    layers.
+    """
     if budget_s <= 0:
         raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
     values: dict[str, int | str] = {}
@@ -139,7 +143,7 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
         if name not in FIXED:
             near = find_similar(name, FIXED)
             raise PlanError(
-                "this cannot be fixed",
+                "this choice cannot be fixed",
                 given=one,
                 expected=", ".join([*(f"{n}=..." for n in sorted(FIXED)), "OPERATION.split=..."]),
                 action=f"write {near}={value}, if that is meant" if near else None,
@@ -157,7 +161,7 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
 
 
 def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraints) -> str:
-    """Explains why what was fixed cannot be, whatever else is chosen; empty: it may be."""
+    """Explains why the user's constraints are infeasible whatever else is chosen; empty: they are feasible."""
     tensor = limits.tensor or 1
     t = model.transformer if isinstance(model, TransformerModel) else None
     for name, count in (("heads", t.heads), ("columns of a layer's output", t.hidden)) if t is not None else ():
@@ -220,7 +224,7 @@ def _not_interleaved(layers: int, batch: int, limits: Constraints) -> str:
 def advise(
     cluster: Cluster, batch: int, transformer: Transformer, software: str = "megatron-2022", budget_s: float = 1.0
 ) -> list[str]:
-    """Compares nearby models with the one asked for by how fast each parameter is trained; best first, a line each."""
+    """Compares similar models by training speed per parameter; returns one line each, best first."""
     t = transformer
     changes: list[tuple[str, int]] = []
     padded = padded_vocabulary(t.vocabulary)
@@ -243,7 +247,7 @@ def advise(
 
 
 def _work_per_s(cluster: Cluster, batch: int, transformer: Transformer, software: str, budget_s: float) -> float:
-    """Returns parameters x rows per second, to compare models of slightly different size; 0: nothing fits."""
+    """Returns parameters x rows per second, to compare models of slightly different size; 0: no strategy fits."""
     try:
         found = plan(cluster, batch, transformer, software=software, limits=Constraints(budget_s=budget_s))
     except PlanError:

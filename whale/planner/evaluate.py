@@ -1,8 +1,8 @@
-"""Evaluates a strategy: one question, and an answer in one form, whatever a step is of.
+"""Evaluates strategies of described models and of captured programs through one interface.
 
 Evaluator          evaluate(strategy) -> Prediction
-ModelEvaluator     of a described or measured model: formulas, and its schedule played
-ProgramEvaluator   of a captured program: planned, partitioned, and what its ranks would run simulated
+ModelEvaluator     of a described or measured model: by formulas and a simulated schedule
+ProgramEvaluator   of a captured program: plans and partitions it, and simulates the ranks' programs
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from whale.planner.graph_search.predict import apply, recompute_of
 
 
 class Evaluator(Protocol):
-    """Says what a step takes under a strategy."""
+    """Predicts a step under a strategy."""
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
         """Predicts a step.
 
         Raises:
-            WhaleError: it cannot run so.
+          WhaleError: the strategy cannot run.
         """
 
 
@@ -44,7 +44,7 @@ class ModelEvaluator:
     machines: Machines
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
-        """Predicts a step; PlanError where its schedule is none for such a model."""
+        """Predicts a step; raises PlanError if the strategy's schedule is not valid for the model."""
         return prediction_of(evaluate(self.model, self.machines, strategy), strategy, self.machines)
 
 
@@ -62,7 +62,7 @@ class ProgramEvaluator:
     on: MachineProfile | Cluster
 
     def applied(self, strategy: ParallelStrategy) -> tuple[Program, PlanSettings]:
-        """Returns the program as it is planned under a strategy, and the settings for that."""
+        """Applies a strategy: returns the program to plan, and the settings for that."""
         settings = self.settings
         if how := recompute_of(strategy):
             settings = settings.but(memory__recompute=how)
@@ -72,11 +72,11 @@ class ProgramEvaluator:
         """Plans the program under a strategy.
 
         Raises:
-            PlanError: it cannot be spread so.
+          PlanError: the program cannot be distributed that way.
         """
         program, settings = self.applied(strategy)
         return Planned(program, make_any_plan(program, settings), settings)
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
-        """Predicts a step; PlanError where the program cannot be spread so."""
+        """Predicts a step; raises PlanError if the program cannot be distributed that way."""
         return predicted_on(self.planned(strategy), self.on)

@@ -35,7 +35,7 @@ SECONDS_PER_HOUR = 3600
 
 
 class Offer(msgspec.Struct, forbid_unknown_fields=True):
-    """Devices that can be had: a cluster file (or the cluster itself) and what it costs; 0: nothing."""
+    """An offer of devices: a cluster file (or the cluster itself) and its price per hour; 0: free of charge."""
 
     name: str
     cluster: str | dict[str, Any]
@@ -43,7 +43,7 @@ class Offer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """A model by its description, with its batch, and how many rows it is to be trained on."""
+    """A model by its description, with its batch, and the number of rows to train on."""
 
     name: str
     describe: str
@@ -68,7 +68,7 @@ class Answer:
 
     @property
     def cost_per_million_rows(self) -> float:
-        """Returns the cost in the currency of the offer's price."""
+        """Returns the cost of a million rows in the currency of the offer's price."""
         assert self.plan is not None
         return self.offer.price_per_hour / SECONDS_PER_HOUR * self.plan.step_s / self.plan.batch * 1e6
 
@@ -77,12 +77,12 @@ def read_offers(path: str) -> list[tuple[Offer, Cluster]]:
     """Reads the offers of a file with their clusters.
 
     Raises:
-        PlanError: the file cannot be read, or is none of offers.
+        PlanError: the file cannot be read, or does not list offers.
         ClusterError: a cluster cannot be read.
     """
     offers = _decoded(path, _Offers, EXAMPLE).offers
     if not offers:
-        raise PlanError("a file of offers has none", given=path, expected=EXAMPLE)
+        raise PlanError("a file of offers lists no offers", given=path, expected=EXAMPLE)
     found = []
     for offer in offers:
         if isinstance(offer.cluster, str):
@@ -96,7 +96,7 @@ def read_jobs(path: str) -> list[Job]:
     """Reads the jobs of a file.
 
     Raises:
-        PlanError: the file cannot be read, or is none of jobs.
+        PlanError: the file cannot be read, or does not list jobs.
     """
     jobs = _decoded(path, _Jobs, "jobs: [{name: ..., describe: gpt:layers=..., rows: ...}]").jobs
     if not jobs or len({job.name for job in jobs}) < len(jobs):
@@ -119,7 +119,7 @@ def rank(
     software: str,
     limits: Constraints,
 ) -> list[Answer]:
-    """Plans each offer and returns them fastest first; those on which nothing fits come last."""
+    """Plans each offer and returns them fastest first; offers on which no strategy fits come last."""
     found = []
     for offer, cluster in offers:
         try:
@@ -130,7 +130,7 @@ def rank(
 
 
 def ranking(answers: Sequence[Answer]) -> list[str]:
-    """Returns a row of text for each offer, and says which is the fastest and which the cheapest."""
+    """Formats a row for each offer, and a line with the fastest and the cheapest one."""
     fitting = [a for a in answers if a.plan is not None]
     priced = [a for a in fitting if a.offer.price_per_hour]
     cheapest = min(priced, key=lambda a: a.cost_per_million_rows, default=None)
@@ -155,7 +155,7 @@ def ranking(answers: Sequence[Answer]) -> list[str]:
 
 @dataclass(frozen=True)
 class Packed:
-    """A job with the number of hosts of each kind that it gets, and its plan on these."""
+    """A job with its number of hosts of each kind, and its plan on these."""
 
     job: Job
     hosts: tuple[int, ...]
@@ -163,12 +163,12 @@ class Packed:
 
     @property
     def hours(self) -> float:
-        """Returns the hours of the whole job, all its rows."""
+        """Returns the hours of the whole job, for all its rows."""
         return self.job.rows / self.plan.batch * self.plan.step_s / SECONDS_PER_HOUR
 
 
 class _Packer:
-    """Gives hosts to jobs, one by one, each to the job that would end last."""
+    """Assigns hosts one by one, each to the job that would end last."""
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float) -> None:
         self.jobs, self.cluster, self.software = jobs, cluster, software
@@ -182,7 +182,7 @@ class _Packer:
             self.described.append((transformer, batch))
 
     def plan(self, number: int, hosts: tuple[int, ...]) -> PlanFile | None:
-        """Returns the job's plan on so many hosts of each kind; None: nothing fits."""
+        """Returns a job's plan on `hosts` of each kind; None: no strategy fits."""
         key = number, hosts
         if key not in self.known:
             chosen = [msgspec.structs.replace(h, count=n) for h, n in zip(self.cluster.hosts, hosts) if n]
@@ -197,12 +197,12 @@ class _Packer:
         return self.known[key]
 
     def hours(self, number: int, hosts: tuple[int, ...]) -> float:
-        """Returns the hours of a job on so many hosts of each kind; infinite: nothing fits."""
+        """Returns a job's hours on `hosts` of each kind; infinite: no strategy fits."""
         plan = self.plan(number, hosts)
         return float("inf") if plan is None else Packed(self.jobs[number], hosts, plan).hours
 
     def run(self) -> list[Packed]:
-        """Returns the jobs with their hosts; PlanError: one has none that it fits on."""
+        """Returns the jobs with their hosts; raises PlanError if a job has none on which it fits."""
         free = [host.count for host in self.cluster.hosts]
         given = [(0,) * len(free) for _ in self.jobs]
         done: set[int] = set()  # jobs that no further host makes faster
@@ -251,7 +251,7 @@ def pack(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float =
 
 
 def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
-    """Returns a row of text for each job: its hosts, step and hours."""
+    """Formats a row for each job: its hosts, step time and hours."""
     rows = [f"{'job':20} {'hosts':32} {'step':>10} {'hours':>10}  plan"]
     for one in packed:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)

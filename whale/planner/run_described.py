@@ -1,11 +1,11 @@
 """Binds the strategy of a described or measured model to a captured program that has the same layers, and to ranks.
 
-    bound        the strategy bound; refuses a program with other layers, and what of the plan cannot run
-    repeated     where a chain of shapes repeats itself: the layers of a model
-    ranks_of     which ranks have which part of each stage
+    bound        the strategy bound; refuses a program with other layers, and parts of the plan that cannot run
+    repeated     finds repetitions in a chain of shapes: the layers of a model
+    ranks_of     assigns ranks to each part of each stage
 
-A described model is a row of equal layers. In a program these are what repeats itself in the chain of its weights
-(`chain` of `graph_search/pipelines.py`); what comes before belongs to the first layer, what comes after to the last.
+A described model is a row of equal layers. In a program these are the repetitions in the chain of its weights
+(`chain` of `graph_search/pipelines.py`); weights before belong to the first layer, weights after to the last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whale.planner.report.planfile import PlanFile
 
 
 class Blocks(NamedTuple):
-    """`number` equal blocks of `period` weights each, from weight `first` of the chain on."""
+    """A repetition in a chain of weights: `number` equal blocks of `period` weights each, from weight `first` on."""
 
     first: int
     period: int
@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
-    """Finds the longest part of a chain that repeats itself, in the shortest blocks; one block if all are unlike."""
+    """Finds the longest repetition in a chain, with the shortest blocks; one block if all shapes differ."""
     best = Blocks(0, max(1, len(shapes)), 1)
     longest = 0
     for period in range(1, len(shapes) // 2 + 1):
@@ -53,13 +53,13 @@ def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
 
 
 def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, beside_host: bool) -> ParallelStrategy:
-    """Returns the strategy of a described model's plan for a normalised program: its weights as layers, and ranks.
+    """Binds the strategy of a described model's plan to a normalised program: its weights as layers, and ranks.
 
     Args:
         beside_host: ranks compute on a device with a memory of its own.
 
     Raises:
-        PlanError: the program has other layers or rows, or the plan has what no program can run under.
+        PlanError: the program has other layers or rows, or the plan needs a feature that programs do not support.
     """
     strategy = plan.strategy
     if found := "; ".join(plan.problems()):
@@ -80,7 +80,7 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
 
 
 def _shares(strategy: ParallelStrategy, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns each rank's rows of a step, as even within its group as can be; (): all stages have equal replicas."""
+    """Returns each rank's rows of a step, as even within its group as possible; (): all stages have equal replicas."""
     by_rank: dict[int, int] = {}
     for stage, ranks in zip(strategy.stages, stages):
         rows = (n for p in stage.parts for _ in range(p.replicas) for n in divide_evenly(p.rows, p.tensor))
@@ -91,7 +91,7 @@ def _shares(strategy: ParallelStrategy, stages: Sequence[Sequence[int]]) -> tupl
 
 
 def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str, str]]:
-    """Yields what of a strategy cannot run, and what to do instead."""
+    """Yields the features of a strategy that cannot run, each with an alternative."""
     for number, stage in enumerate(strategy.stages):
         if len(tensors := sorted({part.tensor for part in stage.parts})) > 1:
             yield (
@@ -103,7 +103,7 @@ def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str
 
 
 def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
-    """Returns the number of the first weight, along the program's chain, of every layer of the plan's model."""
+    """Returns the position of the first weight, along the program's chain, of every layer of the plan's model."""
     weights = [program.variable_of[handle] for handle in chain(program)]
     blocks = repeated([tuple(v.type.shape or ()) for v in weights])
     before, count, after = _layers(plan.transformer, plan.table)
@@ -161,7 +161,7 @@ def _other_model(program: Program, path: str, given: str, expected: str) -> Plan
 
 
 def ranks_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each stage: neighbours divide tensors. They are numbered as the devices in the cluster file.
+    """Returns the ranks of each stage, numbered as the devices in the cluster file; neighbours divide tensors.
 
     Devices that the plan leaves idle have no rank.
     """
@@ -180,7 +180,7 @@ def ranks_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[int,
 
 
 def _take(hosts: list[list[int]], part: DeviceGroup) -> list[tuple[int, int, int]]:
-    """Takes the devices of a part from those that are free: (pool, host, number on it) of each."""
+    """Takes the devices of a part from the free ones: (pool, host, number on it) of each."""
     found: list[tuple[int, int, int]] = []
     for host, left in enumerate(hosts):
         while len(left) >= part.tensor and len(found) < part.ranks:
@@ -189,7 +189,7 @@ def _take(hosts: list[list[int]], part: DeviceGroup) -> list[tuple[int, int, int
 
 
 def _place(machines: Machines, device: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """Returns where a device stands in the cluster file: its host entry, the host, its device entry, its number."""
+    """Returns a device's position in the cluster file: its host entry, the host, its device entry, its number."""
     number, host, own = device
     pool = machines.pools[number]
     return machines.cluster.hosts.index(pool.host), host, number, own

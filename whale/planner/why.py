@@ -1,6 +1,7 @@
-"""Answers questions to a plan: where something lies and why, why not something else, what if something were otherwise.
+"""Answers questions about a plan: where a layer is and why, why not elsewhere, and the effect of other hardware or
+batches.
 
-Each is answered by the search with that fixed, or on what would be there, and by the difference in the step's parts.
+Each answer comes from a search with the change, and from the difference in the step's parts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ FORMS = (
 
 
 def explained(plan: PlanFile, what: str, budget_s: float) -> str:
-    """Explains an operation of a program, or a layer of a described model; or answers a question to the latter's plan.
+    """Explains an operation of a program, or a layer of a described model; or answers a question about the latter's
+    plan.
 
     Raises:
         PlanError: there is no such operation or layer, or the plan has no answer.
@@ -41,7 +43,7 @@ def answer(plan: PlanFile, question: str, budget_s: float) -> str:
     """Answers `tensor=4`, `stage=2`, `device=t4`, `batch=512`, a host's name and number, or a network's and kind.
 
     Raises:
-        PlanError: that is none of these.
+        PlanError: the question has none of these forms.
     """
     name, equals, value = question.partition("=")
     hosts = {host.name for host in plan.machines.cluster.hosts}
@@ -80,7 +82,7 @@ def _again(
     batch: int | None = None,
     cluster: Cluster | None = None,
 ) -> PlanFile:
-    """Plans the same model with something fixed, another batch, or other devices."""
+    """Plans the same model with a fixed choice, another batch, or other devices."""
     limits = ask.limits(fixed or [], budget_s)
     where, rows = cluster or plan.machines.cluster, batch or plan.batch
     return ask.plan(where, rows, plan.transformer, plan.table, plan.software, limits)
@@ -110,7 +112,7 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile], beats: str 
 
 
 def _stage(plan: PlanFile, question: str, value: str) -> str:
-    """Says what a stage takes, beside the slowest one, and what its layers and ranks are."""
+    """Describes a stage: its seconds beside the slowest stage's, its layers and ranks."""
     _, machines, found = plan.evaluate()
     stages = plan.strategy.stages
     if not value.isdigit() or int(value) >= len(stages):
@@ -137,7 +139,7 @@ def _stage(plan: PlanFile, question: str, value: str) -> str:
 
 
 def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
-    """Says how many devices of a kind the plan uses, and what it costs to have none of them, or nothing else."""
+    """Describes how many devices of a kind the plan uses, and the cost of using none of them, or only them."""
     pools = plan.machines.pools
     own = [pool for pool in pools if kind in (pool.device.name, pool.entry.type, pool.host.name, pool.name)]
     if not own:

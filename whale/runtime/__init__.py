@@ -1,3 +1,3 @@
-"""Runs programs in a rank's process: holds a run's context, compiles captured programs, and calls functions and
+"""Runs programs in a rank's process: holds the run's context, compiles captured programs, and executes functions and
 sessions.
 """

@@ -1,4 +1,4 @@
-"""Puts layers and variables into scopes by their names, without a change of the model's code: ``wh.annotate``."""
+"""Puts layers and variables into scopes by name, without changes to the model's code: ``wh.annotate``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Scopes(msgspec.Struct, forbid_unknown_fields=True):
-    """The scopes that a file gives to a pattern."""
+    """The scopes that a JSON file assigns to a pattern."""
 
     replica: _Arguments | None = None
     split: _Arguments | None = None
@@ -77,7 +77,7 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
     number.
 
     Raises:
-      ConfigError: the file cannot be read, or says something else.
+      ConfigError: the file cannot be read, or has another form.
     """
     try:
         found = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=dict[str, _Scopes])
@@ -92,7 +92,7 @@ def read_annotations(path: str) -> dict[str, list[NamedScope]]:
 
 
 def put_in_default_scope(program: Program, context: Context) -> Program:
-    """Returns ``program`` with all that is in no scope inside of ``wh.split``, where the run has that for a default."""
+    """Puts all nodes of ``program`` without a scope into ``wh.split``, if that is the run's default."""
     if not context.scoping.split_everything:
         return program
     return program.replace_nodes(tuple(n if n.scope else replace(n, scope=_EVERYTHING) for n in program.nodes))
@@ -102,7 +102,7 @@ def put_in_named_scopes(captured: Captured, context: Context) -> Captured:
     """Returns ``captured`` with the scopes of this run's annotations.
 
     Raises:
-      PlanError: the program trains, and nothing in it, and in those before, matches a pattern.
+      PlanError: the program trains, and a pattern matches no name of it or of earlier programs.
     """
     if not context.scoping.annotations:
         return captured
@@ -127,7 +127,7 @@ def _refuse_unmatched(named: Named, context: Context) -> None:
 
 
 def describe_unmatched(context: Context) -> str:
-    """Returns a sentence, for the end of a run, about annotations that matched nothing; "" if there are none."""
+    """Returns a sentence about annotations that matched nothing, for the end of a run; "" if there are none."""
     missing = list(
         dict.fromkeys(repr(p.text) for p in context.scoping.annotations if p.text not in context.scoping.annotated)
     )
@@ -135,7 +135,9 @@ def describe_unmatched(context: Context) -> str:
 
 
 def find_variable_names(captured: Sequence[CapturedVariable]) -> dict[str, str]:
-    """Maps handle nodes to the variable's name with its layers': Keras 3 keeps that in an object of its own."""
+    """Maps handle nodes to variable names including their layers' names, which Keras 3 keeps in its own variable
+    objects.
+    """
     variables = [c.variable for c in captured if c.variable is not None]
     paths: dict[int, str] = {}
     for referrer in gc.get_referrers(*variables) if variables else ():

@@ -1,4 +1,4 @@
-"""Holds the one context of a process: what a run of Whale knows, from ``wh.init`` to ``wh.shutdown``."""
+"""Defines the one context of a process: the state of a run, from ``wh.init`` to ``wh.shutdown``."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _REPLICAS = re.compile(r"replica_\d+(/replica_\d+)*")  # paths of wh.replica wit
 class DryRun:
     """A run that only plans: every program is planned for ``size`` ranks and runs on one.
 
-    ``seen`` gets the plan, the normalised program, how it was planned, and what the first ranks run. ``saved``: file of
-    the plan to be under. ``cluster``: the devices that ``auto_parallel`` plans for; None: ranks as fast as this one.
-    ``passes``: gets what passes took and changed.
+    ``seen`` is called with the plan, the normalised program, the settings, and the programs of the first ranks.
+    ``saved``: plan file to use. ``cluster``: the devices that ``auto_parallel`` plans for; None: ranks as fast as this
+    one. ``passes``: records the seconds and changes of passes.
     """
 
     size: int
@@ -56,14 +56,14 @@ class DryRun:
 
 @dataclass
 class OwnPrograms:
-    """The state of a run whose ranks run a program each, which says itself what is exchanged, as scripts for Horovod
+    """The state of a run in which each rank runs a program of its own with explicit exchanges, as scripts for Horovod
     do.
 
-    Nothing is spread then: batches are a rank's own, and so are random states.
+    Whale then divides nothing: batches are a rank's own, and so are random states.
 
     Attributes:
       local_ranks: of every rank, its number among those on its host.
-      exchanges: how many exchanges the script has asked for on this rank, or built into its graphs.
+      exchanges: number of exchanges that the script has made on this rank, or built into its graphs.
     """
 
     local_ranks: tuple[int, ...]
@@ -86,10 +86,10 @@ class RunMachines:
 
 
 class Meter(Protocol):
-    """Looks at the steps of a run."""
+    """Measures the steps of a run."""
 
     def note_plan(self, program: Program, plan: Plan, settings: PlanSettings) -> None:
-        """Takes note that a normalised program is about to run under a plan."""
+        """Records that a normalised program is about to run under a plan."""
 
     def measure_steps(self, call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         """Returns the same callable, measured."""
@@ -97,20 +97,20 @@ class Meter(Protocol):
 
 
 class ElasticHooks(Protocol):
-    """Has this rank go on when others are gone; see ``whale.runtime.elastic.elastic_run``."""
+    """Interface that lets this rank continue when others are gone; see ``whale.runtime.elastic.elastic_run``."""
 
     @property
     def number(self) -> int:
-        """Returns how often ranks are gone or have come so far."""
+        """Returns how many changes of the set of ranks (lost or joined) there have been so far."""
         ...
 
     @property
     def divisions(self) -> int:
-        """Returns how often rows were divided anew, or ranks taken in."""
+        """Returns how often rows were divided again, or ranks were admitted."""
         ...
 
     def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
-        """Returns what counts the steps of a program of this rank under a plan."""
+        """Returns a counter of the steps of this rank's program under a plan; None: they are not counted."""
 
     def take_step(
         self,
@@ -120,10 +120,10 @@ class ElasticHooks(Protocol):
         watched: WatchedSteps | None,
         assigned: Mapping[int, Any],
     ) -> Any:
-        """Takes a step."""
+        """Takes a step, so that it can be repeated after a loss of ranks."""
 
     def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
-        """Makes a call that exchanges something, as often as it takes."""
+        """Makes a call that communicates, and repeats it after a loss of ranks until it succeeds."""
         ...
 
     drawn: Callable[[Callable[[], Any]], Any]  # a batch that a step reads itself
@@ -131,18 +131,22 @@ class ElasticHooks(Protocol):
 
     @property
     def is_keeping_commits(self) -> bool:
-        """Tells whether other processes may come to take up what the script commits."""
+        """Tells whether other processes may join later and continue from the script's commits."""
         ...
 
     def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
-        """Records that another process can take up the script here with what ``state`` gives, now or later."""
+        """Commits the script's state here (returned by ``state``), from which joining processes can continue, now or
+        later.
+        """
 
     def come_in(self) -> bytes | None:
-        """Returns, in a process that joins, what the script has committed in the others, once they take this one in."""
+        """Returns, in a process that joins, the state that the script has committed in the other ranks, once it is
+        admitted.
+        """
         ...
 
     def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
-        """Checks a program that is about to divide variables so."""
+        """Checks that elastic training supports a program before it divides its variables."""
 
 
 @dataclass
@@ -290,7 +294,7 @@ class Context(Ranks):
     def watch_calls(
         self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]
     ) -> Callable[..., _T]:
-        """Wraps a program's callable so that its calls are counted, traced and measured where that is asked for."""
+        """Wraps a program's callable so that its calls are counted, traced and measured, as configured."""
         if self.watch is not None and self.watch.progress is not None:
             call = self.watch.progress.count_steps(call, name)
         if self.trace is not None:
@@ -299,38 +303,36 @@ class Context(Ranks):
 
     @property
     def is_elastic(self) -> bool:
-        """Tells whether this rank goes on when others are gone."""
+        """Tells whether this rank continues when others are gone."""
         return self.elastic is not None
 
     def retry_after_loss(self, call: Callable[[], _T]) -> _T:
-        """Calls something that exchanges and returns its result; calls it again where this rank goes on without
+        """Returns the result of a call that communicates; repeats the call if this rank continues after a loss of
         others.
         """
         return call() if self.elastic is None else self.elastic.retry(lambda *_: call())
 
     @property
     def lost_count(self) -> int:
-        """Returns how many ranks are gone without which this run goes on."""
+        """Returns how many ranks were lost without ending this run."""
         return 0 if self.elastic is None else self.elastic.number
 
     @property
     def division(self) -> tuple[int, ...]:
-        """Returns what steps are compiled for: how often variables moved, ranks were gone, and rows were divided
-        anew.
+        """Returns the version for which steps are compiled: counts of moved variables, lost ranks, and changed row
+        shares.
         """
         gone = (0, 0) if self.elastic is None else (self.elastic.number, self.elastic.divisions)
         return (self.variables.moved, *gone)
 
     @property
     def planned_size(self) -> int:
-        """Returns how many ranks programs are planned for: those of the run, or of the one that a dry run stands
-        for.
-        """
+        """Returns the number of ranks that programs are planned for: those of the run, or of a dry run's target."""
         return self.size if self.planning.dry is None else self.planning.dry.size
 
     @property
     def mesh(self) -> Mesh:
-        """Returns the sizes of axes that the configuration gives, or a number of ranks that divide tensors."""
+        """Returns the configured sizes of mesh axes, or the script's number of ranks that divide tensors."""
         said = self.config["mesh"]
         return said if said or not self.scoping.split_ranks else Mesh(**{TENSOR: self.scoping.split_ranks})
 
@@ -341,31 +343,30 @@ class Context(Ranks):
 
     @property
     def has_local_batch(self) -> bool:
-        """Tells whether every rank brings a batch of its own."""
+        """Tells whether every rank passes a batch of its own."""
         spread = self.has_other_processes or self.planning.dry is not None
         return spread and self.config["batch.mode"] == "local"
 
     @property
     def _is_only_replicating(self) -> bool:
-        """Tells whether the scopes that are entered leave variables whole on all ranks, and no plan is given that does
-        not.
+        """Tells whether the entered scopes, and the plan if any, leave all variables replicated.
 
-        Recording what initializers do costs a first step more than running them: it is not done for what is whole in
-        the end.
+        Recording what initializers compute costs a first step more than running them, so it is skipped for replicated
+        variables.
         """
         given = self.planning.saved is not None or self.planning.described is not None
         return not given and all(_REPLICAS.fullmatch(path) for path in self.scoping.scopes)
 
     @property
     def may_divide_variables(self) -> bool:
-        """Tells whether variables of this run may come to lie split, or elsewhere than in the device's memory."""
+        """Tells whether variables of this run may be split later, or moved out of the device's memory."""
         if self.planning.dry is not None or (self.size == 1 and not self.config["memory.offload"]):
             return False
         return bool(self._is_asked_to_divide or self.config["mesh.auto_parallel"])
 
     @property
     def _is_asked_to_divide(self) -> bool:
-        """Tells whether the script or its configuration divides variables; else the search may."""
+        """Tells whether the script or its configuration divides variables; otherwise the search may do so."""
         return bool(
             self.config["memory.zero"]
             or self.config["memory.offload"]
@@ -374,10 +375,10 @@ class Context(Ranks):
         )
 
     def should_defer(self, size_bytes: int | None) -> bool:
-        """Tells whether a variable that is created now waits for a plan to say which part of it a rank holds.
+        """Tells whether a variable created now is deferred until a plan says which part of it a rank holds.
 
         Args:
-          size_bytes: of the variable; None: nobody knows before its initializer has run.
+          size_bytes: of the variable; None: unknown before its initializer has run.
         """
         if not self.may_divide_variables:
             return False
@@ -390,14 +391,14 @@ class Context(Ranks):
 
 @dataclass
 class Process:
-    """The state that Whale keeps in a process beside a run's.
+    """The state that Whale keeps in a process across runs.
 
     Attributes:
-      context: of the run that goes on.
+      context: of the present run.
       runs: number of runs so far; their communicators are named by it.
-      dry, meter: what the next ``init`` makes of its run.
+      dry, meter: used by the next ``init``.
       names: number of names made by ``make_unique_name``.
-      alone: why the process ends with code 2, if it does: what its ranks trained alone.
+      alone: the reason to end the process with exit code 2, if any: programs that its ranks trained alone.
     """
 
     context: Context | None = None
@@ -412,19 +413,19 @@ process = Process()
 
 
 def make_unique_name(name: str, digits: int = 1) -> str:
-    """Appends a number to ``name``: TensorFlow's functions and nodes are known by their names in all of the process."""
+    """Appends a number to ``name``: names of TensorFlow's functions and nodes are global in a process."""
     process.names += 1
     return f"{name}_{process.names:0{digits}}"
 
 
 def find_running() -> Context | None:
-    """Returns the context of the run that goes on, if any."""
+    """Returns the context of the present run, if any."""
     return process.context
 
 
 @contextmanager
 def measure_run(meter: Meter) -> Iterator[None]:
-    """Has an ``init`` inside begin a run whose steps are measured."""
+    """Makes an ``init`` inside begin a run whose steps are measured."""
     process.meter = meter
     try:
         yield
@@ -433,7 +434,7 @@ def measure_run(meter: Meter) -> Iterator[None]:
 
 
 def require_current(what: str = "this call") -> Context:
-    """Returns the context; raises ClusterError, naming ``what``, when ``wh.init`` was not called."""
+    """Returns the context; raises ClusterError, mentioning ``what``, if ``wh.init`` was not called."""
     if process.context is None:
         raise ClusterError(
             f"{what} needs Whale to be started",
@@ -468,9 +469,9 @@ def local_ranks(context: Context) -> tuple[int, ...]:
 
 
 def preempted() -> bool:
-    """Tells whether the run is to end soon: by SIGTERM to `whale run`, or to the process of any rank; collective.
+    """Tells whether the run is about to end: by SIGTERM to `whale run`, or to the process of any rank; collective.
 
-    All ranks get the same answer. They ask where nothing is half done, as after a step. If it is True, they save:
+    All ranks get the same answer. They call it where no work is half done, as after a step. If it is True, they save:
 
         if wh.preempted():
             manager.save()
@@ -483,7 +484,7 @@ def preempted() -> bool:
     context = require_current("wh.preempted()")
     if context.notice is None:
         raise ConfigError(
-            "nobody waits for what this run would save when it is told to end",
+            "this run ends at once on SIGTERM, without time to save",
             given="wh.preempted() with fault.notice_s = 0",
             expected="the seconds that the machine leaves between SIGTERM and the end",
             action='set it: wh.init({"fault.notice_s": 60}), or WHALE_FAULT_NOTICE_S=60',

@@ -1,4 +1,4 @@
-"""Translates what scripts of the first Whale say by numbers: devices of a replica, micro-batches as configured."""
+"""Translates numbers in scripts of the first Whale: devices of a replica, and micro-batches as configured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "pref
 
 
 def check_count(kind: str, count: int | None) -> None:
-    """Raises PlanError where so many devices of a replica do not divide the ranks."""
+    """Raises PlanError if the number of devices of a replica does not divide the number of ranks."""
     size = require_current(f"the scope wh.{kind}").planned_size
     if count is not None and (count < 1 or (size > 1 and size % count)):
         raise PlanError(
@@ -22,7 +22,7 @@ def check_count(kind: str, count: int | None) -> None:
 
 
 def set_split_ranks(count: int | None) -> None:
-    """Has so many ranks in a row divide tensors together, in all of the run.
+    """Makes ``count`` consecutive ranks divide tensors together, in all of the run.
 
     Raises:
       PlanError: it does not divide the ranks, or the run has another number.
@@ -35,7 +35,7 @@ def set_split_ranks(count: int | None) -> None:
     known = context.mesh.get(TENSOR) or (context.planned_size if context.scoping.dividing_scope_seen else 0)
     if (config["mesh"] or known) and known != count:
         raise PlanError(
-            "tensors of a run are divided over one number of ranks",
+            "all tensors of a run are divided over the same number of ranks",
             given=f"device_count={count}, and {config['mesh'] or f'{known} ranks'} before",
             expected="one number for all splits",
             action="give every wh.split the same device_count, or name axes with the key mesh",
@@ -44,10 +44,10 @@ def set_split_ranks(count: int | None) -> None:
 
 
 def refuse_unnamed_stage(count: int | None) -> None:
-    """Raises PlanError for a stage of several ranks that are not named."""
+    """Raises PlanError for a stage with a number of ranks instead of their names."""
     if count not in (None, 1):
         raise PlanError(
-            "a stage has several ranks, and nobody says which",
+            "a stage with several ranks has to name them",
             given=f"device_count={count}",
             expected="its ranks, or 1",
             action="name them: wh.stage(devices=[0, 1])",
@@ -55,17 +55,17 @@ def refuse_unnamed_stage(count: int | None) -> None:
 
 
 def read_micro_batches() -> int:
-    """Returns the number of micro-batches that the configuration asks for."""
+    """Returns the configured number of micro-batches."""
     return int(require_current("the scope wh.pipeline").config["pipeline.micro_batches"])
 
 
 def check_schedule(strategy: str | None) -> None:
-    """Raises PlanError where a pipeline asks for another order of micro-batches than the run has."""
+    """Raises PlanError if a pipeline asks for another schedule than the run has."""
     config = require_current("the scope wh.pipeline").config
     if strategy is None or _SCHEDULES.get(strategy.lower(), strategy) == config["pipeline.schedule"]:
         return
     raise PlanError(
-        "a pipeline has the order of micro-batches that the run has",
+        "a pipeline cannot have another schedule than the run",
         given=f"strategy={strategy!r}, pipeline.schedule={config['pipeline.schedule']!r}",
         expected="the same",
         action="set the key pipeline.schedule",

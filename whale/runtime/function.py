@@ -1,4 +1,4 @@
-"""``wh.function``: a drop-in for tf.function around a train step, spread over the ranks of the run."""
+"""``wh.function``: replaces tf.function around a train step, and divides the step over the ranks of the run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Function(Generic[P, R]):
         return self._bound[instance]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Takes a step; compiles it first where its arguments are of a new kind. Collective."""
+        """Takes a step; compiles it first if its arguments have new shapes, types or Python values. Collective."""
         # AutoGraph rewrites this method, to which it comes by calls in other steps: it has to stay this short.
         return self._take(args, kwargs) if tf.executing_eagerly() else self._inside_graph(args, kwargs)
 
@@ -105,23 +105,25 @@ class Function(Generic[P, R]):
         return result
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """The plan for these arguments (compiled now if they are new; collective between processes)."""
+        """Returns the plan for these arguments (compiled now if they are new; collective between processes)."""
         return self._step(args, kwargs).plan()
 
     def compile_seconds(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
-        """Seconds of each phase between the end of tracing and the first call, for these arguments."""
+        """Returns the seconds of each phase between the end of tracing and the first call, for these arguments."""
         return dict(self._step(args, kwargs).seconds)
 
     @property
     def python_function(self) -> Callable[P, R]:
-        """What it was made of."""
+        """Returns the function that this step was made of."""
         return self._python_function
 
     def _take_apart(self, args: Any, kwargs: Any, draws: bool = True) -> Arguments:
         return flatten_arguments(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
 
     def _found(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
-        """The arguments, the step for them, and the tensors of batches that it reads of iterators."""
+        """Returns the arguments, the step compiled for them, and the tensors of batches that it reads from
+        iterators.
+        """
         arguments = self._take_apart(args, kwargs)
         kind = arguments.key
         known = self._sources.get(kind, ())
@@ -143,7 +145,7 @@ class Function(Generic[P, R]):
         return arguments, step, drawing.tensors
 
     def _reading(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
-        """The same for a step that reads iterators, which are arguments, in loops: every rank reads them."""
+        """Does the same for a step whose loops read iterators given as arguments: every rank reads them."""
         arguments = self._take_apart(args, kwargs, draws=False)
         if arguments.key not in self._steps:
             step = compile_step(self._fn, arguments, args, kwargs, context, self._traces.of(arguments))
@@ -158,7 +160,7 @@ class Function(Generic[P, R]):
         return self._found(args, kwargs, context)[1]
 
     def _attached(self) -> Context:
-        """The context; steps compiled for an earlier one are forgotten."""
+        """Returns the context; forgets steps that were compiled for an earlier one."""
         context = require_current(f"the step `{getattr(self, '__name__', 'function')}`")
         if self._context is None or self._context() is not context or self._division != context.division:
             self._steps.clear()
@@ -170,7 +172,7 @@ class Function(Generic[P, R]):
         return context
 
     def _inside_graph(self, args: Any, kwargs: Any) -> Any:
-        """Called while a graph is built: part of that program, if it is one that Whale captures."""
+        """Calls the step while a graph is built: it becomes part of that program, if Whale captures it."""
         if not capturing.get():
             raise ProgramError(
                 "a step of wh.function is called while TensorFlow builds a graph that Whale does not see",
@@ -183,7 +185,7 @@ class Function(Generic[P, R]):
 
 
 def _called_inside(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """What a graph calls: ``fn``, without its tf.function where that does nothing but trace."""
+    """Returns the function that a graph calls: ``fn``, without its tf.function if that does nothing but trace."""
     plain = options.get("autograph", True) and all(v is None for k, v in options.items() if k != "autograph")
     if not plain:
         return fn

@@ -1,4 +1,4 @@
-"""Defines what another interface has to say of its scripts' graphs, where ``wh.Session`` would take them otherwise."""
+"""Defines the interface by which other frontends override how ``wh.Session`` interprets a script's graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from whale.ir.program import Program
 
 @dataclass(frozen=True)
 class BatchReaders:
-    """The ranks that bring the parts of a session's batch.
+    """The ranks that provide the parts of a session's batch.
 
     Attributes:
-      readers: ranks of which each brings parts; the global batch is these in order.
-      turns: parts that each of them brings for one run.
-      whole: every rank is given the whole of it, and takes what it computes; else each keeps the part that it brought.
+      readers: ranks of which each provides parts; the global batch is their concatenation in order.
+      turns: number of parts that each of them provides for one run.
+      whole: every rank gets the whole batch, and takes the rows it computes; otherwise each keeps its own part.
     """
 
     readers: tuple[int, ...]
@@ -24,10 +24,10 @@ class BatchReaders:
 
 
 class GraphSemantics(Protocol):
-    """The semantics that an interface gives to a script's graphs."""
+    """The semantics that a frontend assigns to a script's graphs."""
 
     def find_batch_readers(self, graph: Any) -> BatchReaders:
-        """Returns who brings the batches of runs of ``graph``."""
+        """Returns the ranks that provide the batches for runs of ``graph``."""
         ...
 
     def apply_scopes(self, program: Program, graph: Any) -> Program:
@@ -35,5 +35,5 @@ class GraphSemantics(Protocol):
         ...
 
     def find_fetched(self, graph: Any, fetch: Any) -> Any:
-        """Returns the tensor of ``graph`` whose value is given where the script fetches ``fetch``."""
+        """Returns the tensor of ``graph`` whose value a script gets when it fetches ``fetch``."""
         ...

@@ -1,4 +1,4 @@
-"""Makes the scale of a run's losses under ``precision.compute_dtype=float16``."""
+"""Creates the run's loss scale for training in float16 (``precision.compute_dtype=float16``)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ _NEVER = 2**31 - 1  # steps until a scale grows that does not
 
 
 def _first_and_growth(config: Config) -> tuple[float, int]:
-    """Returns the scale at first, and after how many steps without overflow it grows."""
+    """Returns the initial loss scale, and the number of steps without overflow after which it grows."""
     fixed = config["precision.loss_scale"]
     return (fixed, _NEVER) if fixed else (FIRST_SCALE, GROWTH_STEPS)
 
 
 def find_loss_scale(context: Context) -> LossScale | None:
-    """Returns the scale that all steps of the run share, made for the first one; None where losses are not scaled."""
+    """Returns the loss scale that all steps of the run share, created for the first one; None if losses are not
+    scaled.
+    """
     config = context.config
     if config["precision.compute_dtype"] != "float16":
         return None
@@ -28,7 +30,7 @@ def find_loss_scale(context: Context) -> LossScale | None:
 
 
 def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
-    """Returns the scale of the losses of graphs that sessions run; None where losses are not scaled."""
+    """Returns the loss scale of graphs that sessions run; None if losses are not scaled."""
     config = context.config
     if config["precision.compute_dtype"] != "float16":
         return None
@@ -38,9 +40,9 @@ def find_loss_scale_feed(context: Context) -> LossScaleFeed | None:
 
 
 def loss_scale() -> float:
-    """Returns what losses are multiplied by at present, in float16; a step that overflows halves it.
+    """Returns the present loss scale in float16; a step that overflows halves it.
 
-    Under ``wh.stage`` all ranks have to ask, as for other values of variables.
+    Under ``wh.stage`` all ranks have to call it, as for other values of variables.
 
     Raises:
       ClusterError: called before ``wh.init``.

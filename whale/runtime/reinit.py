@@ -1,6 +1,4 @@
-"""Handles a second ``init`` of scripts whose library takes one: the run goes on, and what the first was told is
-forgotten.
-"""
+"""Handles a second ``init`` of scripts whose library allows it: the run continues with a new configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _CONNECTED = ("communication.", "fault.", "debug.trace", "debug.emulate")
 
 
 def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
-    """Has the run that goes on begin again with another configuration; False: none goes on.
+    """Restarts the present run with another configuration; returns False if there is no run.
 
     Variables, the ranks' connections and their random states stay.
 

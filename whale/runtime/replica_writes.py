@@ -1,4 +1,4 @@
-"""Finds variables that one rank alone has changed: by an assignment since the last step, or, now and then, in
+"""Finds replicated variables that only one rank has changed: by an assignment since the last step, or periodically, in
 any way.
 """
 
@@ -18,15 +18,16 @@ _MOST = 5
 
 
 def refuse_lone_writes(context: Context, step: str) -> None:
-    """Compares what was assigned since the last step to variables that are whole on every rank.
+    """Compares assignments since the last step to replicated variables between ranks.
 
-    Called where something was. A rank on which nothing was does not call it, and meets this one in its step's check.
+    It is called only if there were any. A rank without assignments does not call it, so this rank's message meets that
+    rank's step check, which reveals the difference.
 
     Args:
       step: name of the step that is about to run.
 
     Raises:
-      CommError: other ranks assigned nothing, or something else.
+      CommError: other ranks assigned nothing, or another value.
     """
     assert context.outside is not None
     found = context.variables.list_written(context.outside)
@@ -48,7 +49,7 @@ def refuse_lone_writes(context: Context, step: str) -> None:
 def wrap_with_replica_check(
     call: Callable[[list[Any]], Any], context: Context, step: str, handles: Collection[int]
 ) -> Callable[[list[Any]], Any]:
-    """Wraps ``call``: copies of a step's variables are compared before every ``debug.check_replicas``-th call.
+    """Wraps ``call`` so that copies of a step's variables are compared before every ``debug.check_replicas``-th call.
 
     Args:
       step: its name.

@@ -1,4 +1,4 @@
-"""Runs a script under a plan that was saved: the key ``mesh.plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
+"""Runs a script under a saved plan: the key ``mesh.plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from whale.planner.report.planfile import PlanFile
 
 @dataclass
 class SavedPlan:
-    """A plan of one of the run's programs; the others are planned as without it.
+    """A saved plan for one of the run's programs; the others are planned as usual.
 
     Attributes:
       path: of its file.
-      used: whether that program has come.
+      used: whether that program was compiled already.
     """
 
     path: str
@@ -33,23 +33,23 @@ class SavedPlan:
 
     @property
     def chosen_strategy(self) -> ChosenStrategy | None:
-        """Returns the strategy that `auto_parallel` found for the program, where the plan comes from there."""
+        """Returns the strategy that `auto_parallel` found for the program, if the plan has one."""
         searched = self.plan.strategy if self.plan.searched else None
         return ChosenStrategy(searched) if searched is not None else None
 
     @property
     def needs_whole_batches(self) -> bool:
-        """Tells whether ranks that pass rows of their own are to bring them together: the plan has several axes, or
+        """Tells whether ranks that pass their own rows have to gather the whole batch: the plan has several axes, or
         stages.
         """
         return self.plan.inner is not None or bool(self.plan.stage_groups)
 
     def find_plan(self, program: Program, settings: PlanSettings) -> Plan | None:
-        """Returns the plan, if it is this program's; else None.
+        """Returns the plan if it is for this program; else None.
 
         Raises:
-          PlanError: the program has the plan's name and inputs, trains, and is another one, or passes its batch in
-            other parts.
+          PlanError: the program has the plan's name and inputs and trains, but differs from it, or divides its batch
+            differently.
         """
         if compute_fingerprint(program) != self.plan.fingerprint:
             # Runs of a session all have one name: initial values and evaluation are told apart by what they do.
@@ -70,11 +70,10 @@ class SavedPlan:
         return self._adapt_to_own_rows(program, plan, settings) if any(b.local for b in plan.batch_inputs) else plan
 
     def _adapt_to_own_rows(self, program: Program, plan: Plan, settings: PlanSettings) -> Plan:
-        """Adapts the plan, which was made for whole batches, to ranks that pass their own rows: all else lies as it
-        says.
+        """Adapts the plan, made for whole batches, to ranks that pass their own rows; other layouts stay unchanged.
 
         Raises:
-          PlanError: it has several axes, or stages, and a session cannot bring the rows together.
+          PlanError: it has several axes, or stages, and a session cannot gather the rows.
         """
         if self.needs_whole_batches:
             raise PlanError(
@@ -89,13 +88,13 @@ class SavedPlan:
         return replace(plan, strategies=found.strategies, returned=found.returned, reshards=found.reshards)
 
     def _adapt_input(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:
-        """Returns the input as this run's ranks pass it: whole, or each its own rows."""
+        """Returns the input as this run's ranks pass it: whole, or each rank its own rows."""
         sizes = settings.batch.local.get(batch.name)
         if sizes is None:
             return replace(batch, local=False)
         if not isinstance(batch.placement, Shard) or batch.placement.sizes != sizes:
             raise PlanError(
-                "the ranks pass other parts of the batch than the saved plan has",
+                "the ranks divide the batch differently from the saved plan",
                 op=batch.name,
                 given=f"rows {list(sizes)}",
                 expected=str(batch.placement),
@@ -109,10 +108,11 @@ def _has_row_inputs(program: Program) -> bool:
 
 
 def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
-    """Reads the plan of a run of so many ranks: of a program, or of a described model, which is bound to one later.
+    """Reads the plan file of a run of ``ranks``: of a program, or of a described model, which is bound to a program
+    later.
 
     Raises:
-      PlanError: the file cannot be read, is no plan, or is for another number of ranks.
+      PlanError: the file cannot be read, is not a plan, or is for another number of ranks.
     """
     found = planfile.load(path)
     found.check_ranks(path, ranks)

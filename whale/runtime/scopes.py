@@ -1,4 +1,4 @@
-"""Enters scopes: nodes built under one carry its path, and so do variables created under it."""
+"""Enters scopes: nodes and variables created inside carry the scope's path."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def enter_scope(
     axis: tuple[str, ...] | None = None,
     context: int | None = None,
 ) -> Iterator[None]:
-    """Annotates what is built inside with a new scope of ``kind``; its settings and some of the ranks go into its name.
+    """Enters a new scope of ``kind``, for nodes built inside; its settings and ranks become part of its name.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: devices that are no ranks of the run; ``sequence`` or ``context`` is neither 0 nor 1, or stands beside
-        what it excludes; ``axis`` is no name.
+      PlanError: devices that are not ranks of the run; ``sequence`` or ``context`` is neither 0 nor 1, or is combined
+        with an option that it excludes; ``axis`` is not a valid name.
     """
     run = require_current(f"the scope wh.{kind}")
     with _enter_path(run, kind, _format_settings(NamedScope(kind, devices, dim, sequence, axis, context=context), run)):
@@ -44,7 +44,7 @@ def enter_scope(
 
 
 def _format_settings(scope: NamedScope, context: Context) -> str:
-    """Returns what a replica's or a split's part of a path says behind its number."""
+    """Formats the settings of a replica or a split, which follow its number in a path."""
     size, devices = context.planned_size, _check_devices(scope.kind, scope.devices, context)
     axis = (CONTEXT,) if scope.axis is None and scope.context is not None else scope.axis
     settings = [f"axis={'+'.join(_check_axes(axis))}"] if axis is not None else []
@@ -61,7 +61,7 @@ def _format_settings(scope: NamedScope, context: Context) -> str:
             continue
         if at not in (0, 1) or isinstance(at, bool):
             raise PlanError(
-                "a split names a dimension that is none of a sequence",
+                "a split names a dimension that cannot be the sequence",
                 given=f"{name}={at!r}",
                 expected="1 for activations [batch, sequence, features], 0 for [sequence, batch, features]",
                 action=f"correct {name}, or leave it out",
@@ -74,11 +74,11 @@ def _format_settings(scope: NamedScope, context: Context) -> str:
 
 
 def _check_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``axes``; raises PlanError for what cannot be the name of one."""
+    """Returns ``axes``; raises PlanError for invalid names."""
     for axis in axes:
         if not isinstance(axis, str) or not axis.isidentifier() or axis == "stage":
             raise PlanError(
-                "a split is over an axis that no mesh can have",
+                "a split names an invalid mesh axis",
                 given=f"axis={axis!r}",
                 expected="a name as in mesh=data=2,tensor=4; stages are made by wh.stage",
                 action="correct axis, or leave it out for the axis tensor",
@@ -100,13 +100,13 @@ class NamedScope:
 
 
 def format_scope_part(scope: NamedScope, number: int, context: Context) -> str:
-    """Returns the part of a path that a scope of ``wh.annotate`` stands for.
+    """Returns the part of a path for a scope of ``wh.annotate``.
 
     Args:
-      number: of the annotation; a stage that has a number has that one.
+      number: of the annotation; a numbered stage uses its own number.
 
     Raises:
-      PlanError: devices that are no ranks of the run; a ``sequence`` that is none.
+      PlanError: devices that are not ranks of the run; an invalid ``sequence``.
     """
     if scope.kind != "stage":
         return f"{scope.kind}_{number}{_format_settings(scope, context)}"
@@ -117,11 +117,11 @@ def format_scope_part(scope: NamedScope, number: int, context: Context) -> str:
 
 @contextmanager
 def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
-    """Annotates what is built inside with a new stage of a pipeline.
+    """Enters a new stage of a pipeline, for nodes built inside.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: a stage inside a stage, or devices that are no ranks of the run.
+      PlanError: a stage inside a stage, or devices that are not ranks of the run.
     """
     context = require_current("the scope wh.stage")
     ranks = _check_devices("stage", devices, context)
@@ -151,8 +151,9 @@ def _format_ranks(devices: Iterable[int]) -> str:
 
 
 def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Context) -> tuple[int, ...] | None:
-    """Returns the ranks of ``devices``; raises PlanError for devices that are none of them. None: those that are left
-    choose anew.
+    """Returns the ranks of ``devices``; raises PlanError if some are not ranks of the run.
+
+    None: after a loss of ranks, the remaining ones are chosen again.
     """
     if devices is None or context.lost_count:
         return None
@@ -169,7 +170,7 @@ def _check_devices(kind: str, devices: tuple[int | str, ...] | None, context: Co
 
 
 def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context) -> tuple[int, ...]:
-    """Returns ranks by number, or by TensorFlow's names of devices: a task has as many ranks as this host, or one."""
+    """Returns the ranks for rank numbers or TensorFlow device names: a task has as many ranks as this host, or one."""
     named = [d for d in devices if isinstance(d, str)]
     found = [_DEVICE.fullmatch(name) for name in named]
     places = [(int(m["task"] or 0), int(m["device"] or 0)) for m in found if m is not None]
@@ -190,11 +191,11 @@ def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context)
 
 @contextmanager
 def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
-    """Annotates what is built inside with a new pipeline.
+    """Enters a new pipeline, for nodes built inside.
 
     Raises:
       ClusterError: ``wh.init`` was not called.
-      PlanError: no positive integer; a pipeline inside a stage or split, or where another number holds.
+      PlanError: not a positive integer; a pipeline inside a stage or split, or with another number than the run's.
     """
     context = require_current("the scope wh.pipeline")
     if not isinstance(num_micro_batch, int) or isinstance(num_micro_batch, bool) or num_micro_batch < 1:
@@ -219,7 +220,7 @@ def enter_pipeline(num_micro_batch: int) -> Iterator[None]:
 
 
 def find_micro_batches(context: Context, paths: Iterable[str]) -> int:
-    """Returns into how many micro-batches a program with scopes of these ``paths`` cuts each rank's rows.
+    """Returns the number of micro-batches for a program with scopes of these ``paths``.
 
     Raises:
       PlanError: scopes ask for different numbers, or for another one than the configuration sets.
@@ -272,7 +273,7 @@ def _enter_path(context: Context, kind: str, settings: str) -> Iterator[None]:
 
 
 def mark_held(tensor: Any) -> Any:
-    """Marks ``tensor`` as held until the backward pass; returns it as it is outside of a graph."""
+    """Marks ``tensor`` to be kept until the backward pass; does nothing outside of a graph."""
     if tf.executing_eagerly():
         return tensor
     with tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(CHECKPOINT)):
@@ -281,7 +282,7 @@ def mark_held(tensor: Any) -> Any:
 
 @contextmanager
 def enter_mark(mark: str) -> Iterator[None]:
-    """Gives what is built inside a mark of ``whale.capture.attrs``; outside of a graph nothing is marked."""
+    """Marks operations built inside with ``mark`` of ``whale.capture.attrs``; outside of a graph it does nothing."""
     with ExitStack() as stack:
         if not tf.executing_eagerly():
             stack.enter_context(tf.compat.v1.get_default_graph()._attr_scope(mark_attributes(mark)))
@@ -289,12 +290,12 @@ def enter_mark(mark: str) -> Iterator[None]:
 
 
 def mark_recomputed() -> AbstractContextManager[None]:
-    """Marks what is built inside as what is computed again for the backward pass."""
+    """Marks operations built inside to be recomputed in the backward pass."""
     return enter_mark(AGAIN)
 
 
 def join_path(context: Context, path: str) -> str:
-    """Returns the path of an earlier scope for code that is built inside the scopes that are entered now."""
+    """Appends the path of an earlier scope to the scopes that are entered now."""
     outer = "".join(context.scoping.scopes[-1:])
     if not outer or outer == path or path.startswith(f"{outer}/"):
         return path
@@ -303,6 +304,6 @@ def join_path(context: Context, path: str) -> str:
 
 @contextmanager
 def enter_path(path: str) -> Iterator[None]:
-    """Puts what is built inside into the scope of this path, in the graph at hand; there need be no run."""
+    """Puts operations built inside into the scope of this path, in the current graph; it needs no run."""
     with tf.compat.v1.get_default_graph()._attr_scope({SCOPE_ATTR: attr_value_pb2.AttrValue(s=path.encode())}):
         yield

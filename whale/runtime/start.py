@@ -1,4 +1,6 @@
-"""``wh.init`` and ``wh.shutdown``: ranks are connected and made equal, and end in order or with a reason."""
+"""``wh.init`` and ``wh.shutdown``: connect the ranks and synchronise their state, and end the run in order or with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ _ANY_TEXT = "whale"  # of which each rank says its hash
 
 @contextmanager
 def plan_only(dry: DryRun) -> Iterator[None]:
-    """An ``init`` inside makes a dry run, which ends with the scope."""
+    """Makes an ``init`` inside start a dry run, which ends with this context."""
     process.dry = dry
     try:
         yield
@@ -109,13 +111,13 @@ def init(
 
 
 def init_own_programs(config: Config | Mapping[str, Any] | None = None) -> None:
-    """Starts Whale where each rank runs a program of its own, which says itself what is exchanged; collective.
+    """Starts Whale where each rank runs a program of its own with explicit exchanges; collective.
 
-    As ``init``, but nothing is spread, and Python's, NumPy's and TensorFlow's random states stay a rank's own.
+    As ``init``, but programs are not divided, and Python's, NumPy's and TensorFlow's random states stay a rank's own.
 
     Raises:
       ConfigError: as ``init``, and with several ranks in one process.
-      ClusterError: the ranks cannot be connected, or Whale runs.
+      ClusterError: the ranks cannot be connected, or Whale runs already.
     """
     config = config if isinstance(config, Config) else Config(config or {})
     if _is_in_process(config) and config["communication.in_process_ranks"] > 1:
@@ -188,7 +190,7 @@ def _begin(
 
 
 def _undo() -> None:
-    """Nothing is left of an ``init`` that failed; ranks for which it did not are told that this one has left."""
+    """Reverts an ``init`` that failed; notifies ranks on which it succeeded that this one has left."""
     context, process.context = process.context, None
     if context is None:
         return
@@ -221,7 +223,7 @@ def check_mesh(config: Config, size: int) -> None:
 
 
 def _find_planned_size(config: Config, place: ProcessPlace) -> int:
-    """How many ranks programs will be planned for."""
+    """Returns the number of ranks that programs will be planned for."""
     if process.dry is not None:
         return process.dry.size
     return config["communication.in_process_ranks"] if _is_in_process(config) else place.size
@@ -251,7 +253,7 @@ def _check_in_process(config: Config, place: ProcessPlace) -> None:
 
 
 def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) -> Context:
-    """Connects the ranks; what has been made is the process's context as soon as there is something to undo."""
+    """Connects the ranks; sets the process's context as soon as there is state that a failure has to revert."""
     after_horovod = horovod.is_running()
     ranks: tuple[int, ...]
     comms: Sequence[whale_ops.Communicator]
@@ -309,10 +311,10 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
 
 
 def shutdown() -> None:
-    """Ends Whale in this process: tells the others that this rank leaves, frees communicators. Safe to repeat.
+    """Ends Whale in this process: notifies the others that this rank leaves, and frees communicators. Safe to repeat.
 
-    Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. Where Horovod
-    came first, MPI is Horovod's to end, and both go on.
+    Horovod, if it was started after Whale, is ended too, because MPI ends with Whale's last communicator. If Horovod
+    was started first, it has to end MPI, and both continue.
     """
     try:
         while process.context is not None and process.context.hooks.before_shutdown:
@@ -357,7 +359,7 @@ def _end() -> None:
 
 
 def _conclude(context: Context) -> None:
-    """What this rank has to say at the end of its run: that it trained alone, or what trainable variables hold."""
+    """Makes the final checks of a run: whether this rank trained alone, and whether trainable variables are equal."""
     if (error := find_unsynchronized_training(context)) is not None:
         process.alone = str(error)
     if context.watch is None or context.outside is None or context.solo:
@@ -373,8 +375,8 @@ def _conclude(context: Context) -> None:
 def check_replicas() -> int:
     """Compares the copies of variables that the run's programs use, and of others that were trained; collective.
 
-    Those others are trainable, of floating point, and were trained after ``wh.init``. What no program uses and nobody
-    has trained is not compared: the first step that uses it gets the first rank's value.
+    The others are trainable, of floating point, and were trained after ``wh.init``. Variables that no program uses and
+    that were not trained are not compared: the first step that uses one gets the first rank's value.
 
     Returns:
       how many variables were compared, which the first rank prints as well.
@@ -390,7 +392,7 @@ def check_replicas() -> int:
 
 
 def _end_at_exit() -> None:
-    """An orderly end tells the others that this rank leaves; after an exception they hear what happened instead."""
+    """Ends Whale at the exit of the process; after an exception, the other ranks are notified of it instead."""
     context = process.context
     error = getattr(sys, "last_value", None)
     if context is None:
@@ -414,7 +416,7 @@ def _end_at_exit() -> None:
 
 
 def _end_alone() -> None:
-    """Ends a process whose run trained, and of which Whale distributed nothing, with exit code 2."""
+    """Ends a process with exit code 2 if its run trained but Whale distributed nothing."""
     if process.alone:
         whale_ops.finish()
         sys.stdout.flush()
@@ -465,9 +467,9 @@ def _share_random_state(context: Context, solo: bool) -> None:
 
 # Keeps the Python that AutoGraph writes in the run's own folder: TensorFlow removes it at the end of a process only.
 def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
-    """Has AutoGraph write, from now on, into the folder that `whale run` removes, if this process has one from it.
+    """Makes AutoGraph write into the temporary folder of `whale run`, if this process was started by it.
 
-    A rank that is killed, as the others are after a fault, would leave its files in the temporary folder for ever.
+    A rank that is killed, as the others are after a fault, would otherwise leave its files in the temporary folder.
     """
     folder = (os.environ if environment is None else environment).get(FILES_VARIABLE)
     if folder:
@@ -475,7 +477,7 @@ def keep_sources_with_run(environment: Mapping[str, str] | None = None) -> None:
 
 
 class _Files:
-    """The part of the module ``tempfile`` that AutoGraph uses, with files in a given folder."""
+    """Replaces the module ``tempfile`` in AutoGraph, with files in a given folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Compares ``TF_CONFIG``, by which tf.distribute is told its workers, and SLURM's job with the ranks that were
+"""Compares ``TF_CONFIG``, in which tf.distribute finds its workers, and the SLURM job with the ranks that were
 started.
 """
 
@@ -17,10 +17,10 @@ _WORKERS = ("chief", "worker")  # in the order of ranks
 
 
 def read_tf_config(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Reads ``TF_CONFIG``; {} where it is not set.
+    """Reads ``TF_CONFIG``; {} if it is not set.
 
     Raises:
-      ConfigError: it cannot be read, or has tasks that are no workers.
+      ConfigError: it cannot be read, or has tasks that are not workers.
     """
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
     if not text.strip():
@@ -36,7 +36,7 @@ def read_tf_config(environment: Mapping[str, str] | None = None) -> dict[str, An
     others = sorted(kind for kind in [*cluster, *([task["type"]] if "type" in task else [])] if kind not in _WORKERS)
     if others:
         raise ConfigError(
-            f"{VARIABLE} has tasks that are no workers",
+            f"{VARIABLE} has tasks that are not workers",
             given=", ".join(others),
             expected="workers, of which one may be the chief: every rank trains",
             action="leave out parameter servers and evaluators, and evaluate in the script of the workers",
@@ -45,10 +45,10 @@ def read_tf_config(environment: Mapping[str, str] | None = None) -> dict[str, An
 
 
 def check_tf_config(said: Mapping[str, Any], rank: int, size: int, launcher: str) -> None:
-    """Compares ``TF_CONFIG`` with the ranks that there are.
+    """Compares ``TF_CONFIG`` with the present ranks.
 
     Raises:
-      ClusterError: it names other workers, or another place for this process.
+      ClusterError: it names other workers, or another index for this process.
     """
     addresses = _list_addresses(said)
     if not addresses:
@@ -78,12 +78,11 @@ def check_tf_config(said: Mapping[str, Any], rank: int, size: int, launcher: str
 
 
 def check_alone(environment: Mapping[str, str] | None = None) -> None:
-    """Checks, in a process that no launcher started, whether its environment speaks of others, which it would train
-    without.
+    """Checks that the environment of a process without launcher names no other workers, without which it would train.
 
     Raises:
       ClusterError: ``TF_CONFIG`` names several workers.
-      ConfigError: it cannot be read, or has tasks that are no workers.
+      ConfigError: it cannot be read, or has tasks that are not workers.
     """
     environment = os.environ if environment is None else environment
     check_tf_config(read_tf_config(environment), 0, 1, "none")

@@ -15,9 +15,7 @@ _MOST = 5
 
 
 def find_unsynchronized_training(context: Context) -> ProgramError | None:
-    """Returns the error of a run in which every rank has trained by itself; None where that is not so, or was asked
-    for.
-    """
+    """Returns the error for a run in which every rank has trained alone; None if it has not, or the user allowed it."""
     outside = context.outside
     if outside is None or context.solo or context.distributed or not outside.trained:
         return None
@@ -73,7 +71,7 @@ def _list_training(trained: Mapping[str, Collection[str]]) -> str:
 
 
 def _describe_other_distribution() -> str:
-    """Returns a sentence about what else distributes in this process, or ""."""
+    """Describes another distribution library in use in this process, or ""."""
     for name in ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras"):
         found = sys.modules.get(name)
         try:

@@ -1,4 +1,4 @@
-"""Sharding rules: which placements an op allows over one mesh axis, and what a rank then runs."""
+"""Defines sharding rules: the placements that an op allows over one mesh axis, and its local form on a rank."""
 
 from whale.sharding_rules.base import Local, OpView, Rule, Strategy
 from whale.sharding_rules.empty import find_known_outputs

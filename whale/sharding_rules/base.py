@@ -1,4 +1,4 @@
-"""The interface of a rule: for one mesh axis, which placements an op allows, and what a rank then runs.
+"""Defines the interface of a rule: for one mesh axis, the placements that an op allows, and its local form on a rank.
 
 ``Rule.strategies`` answers the planner's question ("given the operands' placements now, what may this op do?");
 ``Rule.local_op`` answers lowering's ("with this strategy, what changes on coordinate i?").
@@ -33,7 +33,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OpView:
-    """A node as its rule sees it: global types, attributes, constant operands, and the size of the mesh axis."""
+    """A node in the form that its rule needs: global types, attributes, constant operands, and the size of the mesh
+    axis.
+    """
 
     node: Node
     inputs: tuple[TensorType, ...]
@@ -61,15 +63,16 @@ class OpView:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Indices into a dimension of which a rank holds ``size`` positions from ``offset``.
+    """The indices into a divided dimension of which a rank has ``size`` positions from ``offset``.
 
-    The rank's node sees them counted from ``offset``. Of an index that falls elsewhere: without ``masked`` it becomes
-    -1, which the op ignores; with ``masked`` it becomes a position that exists, and its elements are zeroed, in that
+    Indices on the rank are relative to ``offset``. An index outside of the rank's part becomes
+    -1 without ``masked``, which the op ignores; with ``masked`` it becomes a valid position, and its elements are
+    zeroed, in that
     operand (a number), or in the first output (-1), whose dimensions from ``at`` are those of the indices.
     ``runs`` is how many runs the dimension consists of; only one can be counted from an offset.
-    With ``column``, the last dimension of the indices is a position in several dimensions, of which this one is cut;
-    then what belongs to an index that falls elsewhere is left out, with its rows in the operands ``rows``, or zeroed.
-    With ``old``, elements of that operand at the positions that exist take the place of those that fall elsewhere; the
+    With ``column``, the last dimension of the indices is a position in several dimensions, one of which is cut;
+    then elements of an index outside are dropped, with their rows in the operands ``rows``, or zeroed.
+    With ``old``, elements of that operand at the valid positions replace those of indices outside; the
     positions stay within ``blocks``.
     """
 
@@ -85,8 +88,8 @@ class Window:
     blocks: int = 0
 
     def to_local(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (the indices as the rank's node sees them, whether each is inside); where indices have rows, those
-        outside are to be left out.
+        """Returns (the indices relative to the rank's part, whether each is inside it); if indices have rows, those
+        outside are to be dropped.
         """
         if self.column is not None:
             one = replace(self, column=None, masked=0 if self.rows is None else None)
@@ -100,11 +103,11 @@ class Window:
         return np.where(inside, moved, other), inside
 
     def zero_outside(self, values: np.ndarray, inside: np.ndarray) -> np.ndarray:
-        """Returns ``values`` with zeros where the index falls elsewhere."""
+        """Zeroes ``values`` whose index is outside of the rank's part."""
         return self._replace_outside(values, inside, np.zeros((), values.dtype))
 
     def select_masked(self, operands: Sequence[np.ndarray], inside: np.ndarray) -> np.ndarray:
-        """Returns the masked operand, out of operands whose indices are the rank's own."""
+        """Returns the masked operand among operands with the rank's own indices."""
         values = operands[self.masked or 0]
         if self.old is None:
             return self.zero_outside(values, inside)
@@ -145,16 +148,16 @@ class Local:
 
     Attributes:
       attrs: attributes with other values.
-      blocks: into how many blocks its rows fall; None: as those of the program's (``Marks.blocks``).
-      consts: operand number -> a fresh local constant (shapes, multiples, slice bounds).
+      blocks: the number of blocks of its rows; None: as in the program (``Marks.blocks``).
+      consts: operand number -> a new local constant (shapes, multiples, slice bounds).
       op: another op type (same operands), e.g. Sum for a Mean over a split dimension.
-      divide_by: the first output is divided by this afterwards (the global count of a mean).
-      plus: this is added to the first output afterwards (to a rank's shape, what the others have).
-      added: operand number -> what is added to it (a seed of the rank's own).
-      seeds: attribute -> what is added to it, likewise.
-      moved: operand number -> what is added to it, because it counts from the rank's first position.
+      divide_by: divisor of the first output (the global count of a mean).
+      plus: added to the first output (to a rank's shape, the sizes on other ranks).
+      added: operand number -> added value (a seed of the rank's own).
+      seeds: attribute -> added value, likewise.
+      moved: operand number -> added offset, because it counts from the rank's first position.
       window: indices into a dimension that is cut.
-      route: the operands' ids, or what belongs to them, go to the ranks that hold their rows.
+      route: how ids, and the values of ids, are sent to the ranks that hold their rows.
     """
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -185,18 +188,19 @@ class Rule(Protocol):
     def strategies(
         self, op: OpView, current: Sequence[Placement], wanted: Sequence[Placement | None] = ()
     ) -> list[Strategy]:
-        """Returns the legal strategies, given the operands' placements now (``current`` supplies the sizes of splits).
+        """Returns the legal strategies, given the operands' present placements (``current`` supplies the sizes of
+        splits).
 
-        ``wanted`` are placements that the outputs would best have: they propose splits as ``current`` does. The
+        ``wanted`` are preferred placements of the outputs: they propose splits as ``current`` does. The
         replicated strategy (everything ``B``) comes last. An empty list means that the op must run on the group's
         first rank (``Owner``).
         """
 
     def local_op(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
-        """Returns what coordinate ``coordinate`` runs under ``strategy``."""
+        """Returns the local form of the op on coordinate ``coordinate`` under ``strategy``."""
 
     def count_exchanged_bytes(self, op: OpView, strategy: Strategy) -> int:
-        """Returns the bytes that the node itself moves between ranks under ``strategy``, all together."""
+        """Returns the bytes that the node itself moves between all ranks under ``strategy``."""
 
 
 def replicate_all(op: OpView) -> Strategy:
@@ -205,16 +209,16 @@ def replicate_all(op: OpView) -> Strategy:
 
 
 def replace_per_rank(placement: Placement) -> Placement:
-    """Returns ``B`` in place of ``own``: a rank's own value is a whole tensor to the rank that holds it."""
+    """Replaces ``own`` by ``B``: a per-rank value is a whole tensor to its rank."""
     return B if type(placement) is PerRank else placement
 
 
 def adapt_to_per_rank(option: Strategy, current: Sequence[Placement]) -> Strategy | None:
-    """Adapts ``option``, which takes some operands whole, to operands of which each rank has its own value.
+    """Adapts ``option``, which takes some operands replicated, to per-rank operands.
 
-    Any op without side effects may do that: what it makes of whole operands is then each rank's own as well, what it
-    makes of rows or partial sums stays such. None: ``current`` are own values of different rows, or ``option`` wants
-    one of them in another placement.
+    Any op without side effects allows that: its results of replicated operands are then per rank as well, and those of
+    rows or partial sums keep their placement. None: ``current`` are per-rank values of different rows, or ``option``
+    wants one of them in another placement.
     """
     own = {p for p in current if type(p) is PerRank}
     if len(own) != 1:

@@ -1,4 +1,4 @@
-"""Applies a rule line to one op: which labels its dimensions carry, and the strategies that follow."""
+"""Applies a rule line to one op: assigns labels to its dimensions, and derives strategies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Part = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The effect of cutting one label: its size (None: unknown), and its place in each operand and output.
+    """The effect of cutting along one label: its size (None: unknown), and its position in each operand and output.
 
     ``grown`` are the outputs that become partial; ``unknown`` the operands whose dimension has no static size, which
     may only be cut where they are cut already.
@@ -165,7 +165,9 @@ def _list_named(term: Term) -> list[str]:
 
 
 def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str, int]:
-    """Returns the size of each label that some dimension tells; compound dimensions tell the one that is left over."""
+    """Returns the size of each label that follows from some dimension; compound dimensions determine a single unknown
+    label.
+    """
     sizes: dict[str, int] = {}
     compounds = []
     for labels, shape in zip(named, shapes):
@@ -198,8 +200,8 @@ def _find_sizes(line: Line, named: list, shapes: list[Dims | None]) -> dict[str,
 
 
 def _find_parts(labels: list, shape: Dims | None, sizes: dict[str, int]) -> list[tuple[Part, ...]]:
-    """Returns, per dimension, the labels whose place in it is known, with the products of what is inside and outside of
-    them.
+    """Returns, per dimension, the labels whose position in it is known, with the products of the sizes inside and
+    outside of them.
     """
     found: list[tuple[Part, ...]] = []
     for at, names in enumerate(labels):

@@ -1,4 +1,4 @@
-"""Helpers with which rules that depend on the op write their lines."""
+"""Provides helpers with which rules that depend on the op write their lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_runs(runs: int, label: str, *, inner: bool = False) -> str:
 
 
 def write_windows(sizes: Dims | None, window: Sequence[int], steps: Sequence[int]) -> list[str | None]:
-    """Writes each dimension over which windows of these sizes and steps see each element once at most.
+    """Writes each dimension for windows of these sizes and steps that see each element at most once.
 
     ``h``: one element each; ``(h 2)``: non-overlapping windows of 2. None: windows overlap, or the size is not known to
     be a multiple of the step (then padding or a remainder would have to be at one end only).

@@ -37,14 +37,13 @@ _SOME_ROWS = (1 << 31) - 1  # numbers of rows of a table of which one size only 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The operands of an op that are a table, ids of its rows, and what belongs to the ids, by number.
+    """The operands of an op that are a table, ids of its rows, and values for each id, by number.
 
     Attributes:
       table: None: the result.
-      values: what is added to rows; None: the result, rows that are read.
+      values: operand added to rows; None: the result, rows that are read.
       columns: the last dimension of the ids is a position in several dimensions of the table.
-      once: the results are each id once, and what belongs to it, added up: they are placed as the table whose rows
-        they mean.
+      once: the results are the unique ids, and the summed values of each: they are placed as the table's rows.
     """
 
     ids: int
@@ -58,7 +57,7 @@ class Rows:
         return op.outputs[0] if self.table is None else op.inputs[self.table]
 
     def values_type(self, op: OpView) -> TensorType:
-        """Returns the type of what belongs to the ids."""
+        """Returns the type of the tensor with a value for each id: the operand to add, or the result of a lookup."""
         return op.outputs[0] if self.values is None else op.inputs[self.values]
 
     def placements(self, strategy: Strategy) -> tuple[Placement, Placement]:
@@ -103,8 +102,8 @@ def is_exchanged(op: OpView, rows: Rows, strategy: Strategy) -> bool:
 
 
 def is_local(rows: Rows, strategy: Strategy) -> bool:
-    """Tells whether one rank has a whole table and all its ids: it runs the op as it is, and others have
-    nothing to do.
+    """Tells whether one rank has a whole table and all its ids: it runs the op unchanged, and other ranks do
+    nothing.
     """
     table, ids = rows.placements(strategy)
     if not isinstance(ids, Shard) or not isinstance(table, Shard) or rows.columns or len(table.sizes) < 2:
@@ -133,14 +132,14 @@ def list_owner_strategies(
 
 
 def is_owned(op: OpView, strategy: Strategy) -> bool:
-    """Tells whether a strategy is one of ``list_owner_strategies``."""
+    """Tells whether ``list_owner_strategies`` created a strategy."""
     ways = list_owner_strategies(op, strategy.inputs, strategy.outputs)
     return any((way.inputs, way.outputs) == (strategy.inputs, strategy.outputs) for way in ways)
 
 
 def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
-    """Tells whether a result of a node lies where a table has the rows that it belongs to; then it lies nowhere
-    else.
+    """Tells whether a result of a node is on the ranks that own the table's rows it belongs to, and so cannot be
+    resharded.
     """
     if not isinstance(placement, Shard) or placement.dim != 0:
         return False
@@ -148,12 +147,12 @@ def is_with_owners(node: Node, index: int, placement: Placement) -> bool:
 
 
 def _has_owned_rows(t: TensorType) -> bool:
-    """Tells whether a tensor beside rows of ids has such rows, or is the variable that they are of."""
+    """Tells whether a tensor has a row for each unique id, or is the variable of these rows."""
     return t.dtype == "resource" or (t.shape is not None and t.shape[:1] == (None,))
 
 
 def make_route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
-    """Returns the route by which the ids find the ranks that hold their rows."""
+    """Returns the route by which ids are sent to the ranks that hold their rows."""
     table, _ = rows.placements(strategy)
     assert isinstance(table, Shard), strategy
     if not rows.columns:
@@ -168,10 +167,10 @@ def make_route(op: OpView, rows: Rows, strategy: Strategy) -> Route:
 
 
 def count_exchanged_bytes(op: OpView, rows: Rows, strategy: Strategy) -> int:
-    """Returns the bytes that all ranks together are expected to move, with ids drawn evenly: each rank asks once for an
-    id.
+    """Returns the bytes that all ranks together are expected to move, if ids are uniform: each rank requests an id
+    once.
 
-    Ids travel where rows are read; what is added to rows goes where they went.
+    Ids are sent where rows are read; updates of rows follow the same route.
     """
     if not is_exchanged(op, rows, strategy):
         return 0
@@ -196,9 +195,7 @@ def is_table_cut_by_ids(op: OpView, rows: Rows, table: Shard) -> bool:
 
 
 def can_run(op: OpView, rows: Rows) -> bool:
-    """Tells whether sizes are known, the values can be sent, and the indices are those of rows, which may lie
-    anywhere.
-    """
+    """Tells whether sizes are known, the values can be sent, and the indices are of rows at arbitrary positions."""
     ids, values = op.inputs[rows.ids], rows.values_type(op)
     if not ids.is_static or not ids.elements or not values.is_static or values.dtype not in _FLOATS:
         return False
@@ -221,7 +218,7 @@ def can_run(op: OpView, rows: Rows) -> bool:
 
 
 def find_id_dims(op: OpView, rows: Rows) -> tuple[int, ...]:
-    """Returns the dimensions of the ids of which each element is one id."""
+    """Returns the dimensions of the ids without the one whose elements together form an id."""
     shape = require_static_shape(op.inputs[rows.ids])
     return shape[:-1] if rows.columns else shape
 
@@ -232,8 +229,8 @@ def count_addressed_dims(op: OpView, rows: Rows) -> int:
 
 
 def find_addressed_sizes(op: OpView, rows: Rows) -> tuple[int, ...]:
-    """Returns the sizes of the dimensions that an id with columns addresses; one that only the run knows is taken to be
-    as large as the numbers of rows allow.
+    """Returns the sizes of the dimensions that an id with columns addresses; one that only the run knows is assumed as
+    large as row numbers allow.
     """
     shape = (rows.table_type(op).shape or ())[: count_addressed_dims(op, rows)]
     most = _SOME_ROWS // max(1, math.prod(n for n in shape if n is not None))

@@ -1,4 +1,4 @@
-"""Finds outputs that a rank knows without running the op: those of a share with no rows, and shapes."""
+"""Finds outputs that are known without running the op: those of empty parts, and shapes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_known_outputs(
 
 
 def _accepts_empty(op: OpView) -> bool:
-    """Tells whether the kernel is right for tensors without elements: its sums are 0, and elementwise results are
+    """Tells whether the kernel supports tensors without elements: its sums are 0, and elementwise results are
     empty.
     """
     rule = find_rule(op.node.op)
@@ -50,7 +50,7 @@ def _accepts_empty(op: OpView) -> bool:
 
 
 def _has_rows(op: OpView, strategy: Strategy, coordinate: int) -> bool:
-    """Tells whether a node's first operand, and its outputs, have something along the first dimension."""
+    """Tells whether a node's first operand, and its outputs, are non-empty along the first dimension."""
     sides = ((op.inputs[:1], strategy.inputs), (op.outputs, strategy.outputs))
     shapes = [local_shape(t.shape, p, coordinate) for types, lie in sides for t, p in zip(types, lie)]
     return all(shape and shape[0] for shape in shapes)

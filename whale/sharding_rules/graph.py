@@ -1,4 +1,4 @@
-"""Presents nodes of a program as their rules see them, and finds which ops carry other graphs inside."""
+"""Presents nodes of a program in the form that rules need, and finds ops with function bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIST_OPS = IDENTITIES | {"ZerosLike", "AddN"}
 
 
 def is_list_op(node: Node) -> bool:
-    """Tells whether the node passes lists on, zeroes them or adds them; elements stay where they are."""
+    """Tells whether the node passes lists on, zeroes them or adds them, without changing the elements' positions."""
     return node.op in _LIST_OPS and all(t.dtype == "variant" for t in node.outputs)
 
 
@@ -38,8 +38,8 @@ def make_op_view(program: Program, node: Node, parts: int) -> OpView:
 
 
 def can_take(program: Program, node: Node, operand: int, current: list[Placement], parts: int) -> bool:
-    """Tells whether the node can take its operand as ``current`` has it; loops, branches and ops without a rule
-    cannot.
+    """Tells whether the node accepts its operand in the placement ``current``; loops, branches and ops without a rule
+    do not.
     """
     rule = find_rule(node.op)
     if rule is None or node.op in HAS_BODIES:
@@ -50,12 +50,12 @@ def can_take(program: Program, node: Node, operand: int, current: list[Placement
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """An op that takes variables, in the program or in what a branch of it runs.
+    """An op that takes variables, in the program or in a branch.
 
     Attributes:
-      graph: that the op is in.
+      graph: the op's graph.
       node: the op.
-      handles: of each operand, the handle node of the variable that it is; "": none.
+      handles: for each operand, the handle node of its variable; "": none.
     """
 
     graph: Program
@@ -64,7 +64,7 @@ class Use:
 
 
 def iterate_variable_uses(program: Program) -> Iterator[Use]:
-    """Yields every op that takes variables; in place of a branch that is handed some, the ops that take them there."""
+    """Yields every op that takes variables; ops inside of branches take the place of the branch."""
     waiting = [(program, {Ref(name): name for name in program.variable_of})]
     while waiting:
         graph, known = waiting.pop()
@@ -81,7 +81,7 @@ def iterate_variable_uses(program: Program) -> Iterator[Use]:
 
 
 def is_recreatable(program: Program, ref: Ref) -> bool:
-    """Tells whether the tensor can be made anew in any placement (an empty TensorList: it holds nothing yet)."""
+    """Tells whether the tensor can be created again in any placement (an empty TensorList)."""
     node = program.by_name[ref.node]
     return bool(getattr(find_rule(node.op), "produces_any", False))
 

@@ -86,7 +86,7 @@ class LineRule:
         """Returns the legal strategies; see ``Rule.strategies``.
 
         Args:
-          wanted: placements that the outputs would best have; they propose cuts as the operands' placements do.
+          wanted: preferred placements of the outputs; they propose cuts as the operands' placements do.
 
         Raises:
           RuleError: the rule does not fit the op.
@@ -123,7 +123,7 @@ class LineRule:
         return self.routes is not None and embedding.is_exchanged(op, self.routes, strategy)
 
     def local_op(self, op: OpView, strategy: Strategy, coordinate: int) -> Local:
-        """Returns what a coordinate runs; see ``Rule.local_op``."""
+        """Returns the local form of the op on a coordinate; see ``Rule.local_op``."""
         if not any(isinstance(p, Shard) for p in strategy.inputs + strategy.outputs):
             return UNCHANGED
         if embedding.is_owned(op, strategy):
@@ -204,7 +204,7 @@ def find_rule(op_type: str) -> LineRule | None:
 
 @cache
 def is_decided_by_types(one: LineRule) -> bool:
-    """Tells whether a rule's strategies follow from the types and placements of operands and results alone."""
+    """Tells whether a rule's strategies depend only on the types and placements of operands and results."""
     asked = (one.spec, one.lin, one.mono, one.copy, one.reduce)
     more = one.local or one.halo or one.routes or one.local_stream
     return not more and not any(map(callable, asked))
@@ -221,7 +221,7 @@ def _find_element_rank(
     outputs: tuple[TensorType, ...],
     wanted: tuple[Placement | None, ...],
 ) -> int | None:
-    """Returns the least rank of the elements of lists, from where lists are cut; None when no list is cut."""
+    """Returns the smallest rank that elements of lists must have, given where lists are cut; None if no list is cut."""
     pairs = list(zip(inputs, current)) + list(zip(outputs, wanted))
     ranks = [pl.dim + 1 for t, pl in pairs if t.dtype == "variant" and isinstance(pl, Shard)]
     return max(ranks) if ranks else None
@@ -235,7 +235,7 @@ def _parse_all_passes(texts: tuple[str | None, str | None, str | None]) -> tuple
 
 
 def _can_be(partial: Placement, dtype: str) -> bool:
-    """Tells whether a tensor of this dtype can be a partial of that kind at all."""
+    """Tells whether a tensor of this dtype can have that kind of partial placement."""
     if not isinstance(partial, Partial):
         return True
     if dtype in ("string", "resource"):

@@ -1,1 +1,3 @@
-"""Serves the command line and its public twins: plans without processes, checks, reports."""
+"""Implements the command line and the public functions with the same tasks: plans without processes, checks,
+reports.
+"""

@@ -1,8 +1,8 @@
-"""Runs one rank of `whale show --analyze`: a script under a saved plan for some steps, whose times it writes.
+"""Runs one rank of `whale show --analyze`: a script under a saved plan for some steps, whose times it records.
 
     whale run -np N -m whale.tools.analyze FOLDER STEPS PROFILE SCRIPT [ARGUMENTS...]
 
-Each rank writes `rank<N>.json` into the folder; rank 0 also `prediction.json`, of the program that really ran.
+Each rank writes `rank<N>.json` into the folder; rank 0 also `prediction.json`, of the program that actually ran.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NO_KERNELS = ("Whale", *CALLS)
 
 
 class _Done(BaseException):
-    """Raised to end the script: its steps are measured. Not an Exception, so that the script's own handlers let it
-    pass.
+    """Raised to end the script when its steps are measured. Not an Exception, so that the script's own handlers ignore
+    it.
     """
 
 
@@ -92,7 +92,7 @@ class _Meter:
         raise _Done
 
     def _end(self) -> None:
-        """Records the figures of the timed steps, which are over."""
+        """Records the figures of the timed steps after the last one."""
         self.moving_s = (_moving_s() - self.counted_s) / len(self.taken)
         held = _try(whale_ops.memory.read_memory)
         self.peak_bytes = held.peak_bytes if held is not None else None
@@ -129,7 +129,7 @@ class _Meter:
 
 
 def _try(call: Callable[[], Any]) -> Any:
-    """Returns the result of a call, None where the allocator keeps no figures."""
+    """Returns the result of a call, None if the allocator keeps no statistics."""
     try:
         return call()
     except CommError:
@@ -137,7 +137,7 @@ def _try(call: Callable[[], Any]) -> Any:
 
 
 def _moving_s() -> float:
-    """Returns the seconds so far in which this rank's exchanges moved, after all had come."""
+    """Returns the total seconds of this rank's exchanges, each from the arrival of the last participant."""
     found = [c for comm in require_current().comms for c in comm.counters()]
     return float(sum(c.seconds - c.waiting_seconds for c in found))
 

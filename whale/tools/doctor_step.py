@@ -1,4 +1,4 @@
-"""Makes the run of `whale doctor`: ``whale run -np 2 -m whale.tools.doctor_step [results.json]``.
+"""The program that `whale doctor` runs: ``whale run -np 2 -m whale.tools.doctor_step [results.json]``.
 
 Every rank takes one training step alone and then the same step with the others, in float64.
 """

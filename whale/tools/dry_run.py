@@ -67,7 +67,7 @@ UNMEASURED = "this machine by a catalogue's figures, since it was not measured (
 
 
 def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPlan:
-    """Returns the plan of a step for so many ranks, made in this process alone; its ``graph()`` is one of networkx.
+    """Plans a step for ``ranks`` ranks in this process alone; ``graph()`` of the result is a networkx graph.
 
     Args:
       fn: a Python function, a tf.function or a wh.function.
@@ -93,9 +93,9 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPl
 
 @dataclass(frozen=True)
 class PredictionTarget:
-    """The machine on which a plan's time is predicted: a file that `whale profile` wrote, or a cluster file.
+    """The machine for which a plan's time is predicted: a file written by `whale profile`, or a cluster file.
 
-    Without either it is the file that `whale profile` writes unless told otherwise, if there is one.
+    If neither is given, it is the default file of `whale profile`, if that exists.
     """
 
     profile: str | None = None
@@ -103,7 +103,7 @@ class PredictionTarget:
     network: str | None = None  # between the hosts of this job, where the cluster is local
 
     def read(self) -> MachineProfile | Cluster:
-        """Reads the file's figures.
+        """Reads the machine's figures from the file.
 
         Raises:
           ClusterError: it cannot be read, or none was named and this machine has not been measured.
@@ -121,7 +121,7 @@ class PredictionTarget:
         return self.read()
 
     def machines(self) -> Cluster | None:
-        """Returns the cluster, where one is named; else None.
+        """Returns the cluster if one is named; else None.
 
         Raises:
           ClusterError: its file cannot be read.
@@ -129,7 +129,8 @@ class PredictionTarget:
         return None if self.cluster is None else read_named_cluster(self.cluster, self.network, cpu_quota())
 
     def devices(self) -> int:
-        """Returns how many devices a cluster file has; 0: none is named, or this machine, which has no number of ranks.
+        """Returns the number of devices of a cluster file; 0: no file is named, or this machine, without a number of
+        ranks.
 
         Raises:
           ClusterError: it cannot be read.
@@ -138,7 +139,7 @@ class PredictionTarget:
         return on.device_count if on is not None and self.cluster != "local" else 0
 
     def of(self, planned: Planned) -> tuple[Prediction | None, str]:
-        """Returns (what the plan is predicted to take or None, why that is not known or "").
+        """Returns (the plan's prediction or None, why there is none or "").
 
         Raises:
           ClusterError: a file that was named cannot be read, or does not fit the plan.
@@ -157,7 +158,8 @@ class PredictionTarget:
             return None, f"No predicted time: {error}\n"
 
     def check_memory(self, planned: Planned) -> None:
-        """Compares the plan's memory with that of the cluster's devices, or with ``memory.limit_bytes``.
+        """Raises an error if a step needs more memory than the cluster's devices have, or ``memory.limit_bytes``
+        allows.
 
         Raises:
           PlanError: it does not fit.
@@ -207,18 +209,18 @@ def main(
     found: Callable[[], None] = lambda: None,
     verbose: bool = False,
 ) -> int:
-    """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and what it is predicted to take.
+    """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and its prediction.
 
     Args:
       args: the script's arguments.
       ranks: None: as many as the devices of a cluster file, else 2.
-      out: file that receives the plan as JSON.
-      prediction: on what the time is predicted.
+      out: file to write the plan to, as JSON.
+      prediction: the machine of the prediction.
       is_model: ``script`` is a model file (see whale.tools.models).
-      explain: name or pattern of operations of which it is said why they lie as they do.
-      fixed: choices, each of which is tried beside the plan (see whale.tools.what_if).
+      explain: name or pattern of operations whose layouts are explained.
+      fixed: choices, each of which is compared with the plan (see whale.tools.what_if).
       found: called when the plan is there, before it is printed.
-      verbose: what each pass took and changed is printed as well.
+      verbose: also print the seconds and changes of each pass.
 
     Raises:
       ClusterError: the script or a file does not exist.
@@ -269,7 +271,7 @@ def captured_again(plan: PlanFile, path: str) -> Planned:
 
     Raises:
       ClusterError: the script does not exist here.
-      PlanError: the plan names no script, or the program is not the plan's any more.
+      PlanError: the plan names no script, or the program has changed since.
       ProgramError: the script ends without the plan's step.
     """
     if plan.description:
@@ -286,15 +288,15 @@ def captured_again(plan: PlanFile, path: str) -> Planned:
 
 
 def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders: bool = False) -> Drawn:
-    """Captures a saved plan's step again, and simulates it on what ``prediction`` names, or the plan's own cluster.
+    """Captures a saved plan's step again, and simulates it on the machine of ``prediction``, or the plan's own cluster.
 
     Args:
       path: of the plan's file.
-      with_sliders: also where exchanges, or ranks, are faster or slower.
+      with_sliders: also simulate faster or slower exchanges and ranks.
 
     Raises:
-      ClusterError: the script does not exist here, or there is nothing to predict by.
-      PlanError: the program is not the plan's any more.
+      ClusterError: the script does not exist here, or there is no machine for a prediction.
+      PlanError: the program has changed since.
     """
     planned, ranks = captured_again(plan, path), plan.strategy.ranks
     own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
@@ -320,7 +322,7 @@ def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_slide
 
 
 def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
-    """Returns (what a step of a model file is predicted to take on a machine that `whale profile` measured, whether it
+    """Returns (text with the prediction of a model file's step on a machine that `whale profile` measured, whether it
     fits).
 
     Raises:
@@ -365,9 +367,9 @@ def first_step(
     Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
 
     Args:
-      saved: file of a plan that the step is under, instead of being planned.
+      saved: file of a plan to use instead of planning the step.
       on: the devices that ``auto_parallel`` plans for; None: ranks as fast as this process.
-      passes: gets what the passes of that step took and changed.
+      passes: records the seconds and changes of the passes over that step.
 
     Raises:
       ClusterError: the script does not exist.
@@ -400,11 +402,11 @@ def first_step(
 
 
 def _nothing_to_plan(script: str, started: bool, outside: ExternalUpdates, seen: Sequence[str]) -> ProgramError:
-    """Returns the error of a script that ended without a step to plan.
+    """Creates the error for a script that ended without a step to plan.
 
     Args:
       started: whether it called ``wh.init``.
-      outside: what it trained beside Whale.
+      outside: describes training outside of Whale.
       seen: names of the programs that it ran, which take no batch.
     """
     facts, action = {"given": script}, "check that the script calls its step when started alone"
@@ -427,4 +429,6 @@ def _nothing_to_plan(script: str, started: bool, outside: ExternalUpdates, seen:
 
 
 class _Planned(BaseException):
-    """Raised to end the script: its plan is known. Not an Exception, so that the script's own handlers let it pass."""
+    """Raised to end the script when its plan is known. Not an Exception, so that the script's own handlers ignore
+    it.
+    """

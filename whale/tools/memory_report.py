@@ -1,4 +1,4 @@
-"""Reports what this process's ranks hold, by category, predicted from their programs and measured:
+"""Reports the memory of this process's ranks, by category, predicted from their programs and measured:
 ``wh.memory_report``.
 """
 
@@ -77,8 +77,7 @@ class MemoryReport:
 
 
 def memory_report() -> MemoryReport:
-    """Reports what this process holds: variables by category, what its programs are predicted to take, and what is
-    measured.
+    """Reports the memory of this process: variables by category, predictions of its programs, and measurements.
 
     Not collective. Variables that no step has used yet are not counted; they take no memory while they are deferred.
 

@@ -1,7 +1,7 @@
-"""Checks a script's saved plan for `whale check`: captures its program again, and looks at what the ranks would run.
+"""Checks a script's saved plan for `whale check`: captures its program again, and verifies the ranks' programs.
 
-Nothing of the planner's own reasoning is used: a plan from a file is proved legal for its program before it is taken
-(`whale/partition/verify_saved_plan.py`), and the memory of its ranks is compared here with what the devices have.
+It does not rely on the planner: a plan from a file is proved legal for its program before it is used
+(`whale/partition/verify_saved_plan.py`), and the memory of its ranks is compared here with the devices' memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whale.tools.dry_run import captured_again
 
 
 def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
-    """Lists what is wrong with a plan for its program, and for a cluster if one is given; empty: nothing.
+    """Lists the errors of a plan for its program, and for a cluster if one is given; empty: none.
 
     Args:
       path: of the plan's file.
@@ -51,7 +51,7 @@ def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
 
 
 def summary(plan: Plan) -> str:
-    """Returns one line about a plan in which nothing is wrong."""
+    """Formats one line about a plan without errors."""
     operations, stages = sum(map(len, plan.strategies.values())), len(plan.stage_groups)
     return f"{plan.program} on {plan.ranks} ranks, {operations} operations, {len(plan.reshards)} reshards" + (
         f", {stages} stages' groups with {len(plan.edges)} tensors between them" if stages else ""

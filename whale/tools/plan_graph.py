@@ -1,4 +1,4 @@
-"""Gives the plan of a step as a graph of networkx, for analysis and drawing by whoever planned it."""
+"""Presents the plan of a step as a networkx graph, for users' analysis and drawing."""
 
 from __future__ import annotations
 

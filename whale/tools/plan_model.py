@@ -1,7 +1,7 @@
 """Plans described models of the families `FAMILIES` (`whale plan --describe bert:...`).
 
-A described step is captured, and spread as `auto_parallel` would spread it over the devices of a cluster.
-What is predicted is what the ranks would run.
+A described step is captured, and divided over the devices of a cluster as `auto_parallel` would divide it.
+Predictions are of the ranks' programs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read(text: str, batch: int | None = None) -> Description:
     fields.
 
     Raises:
-      PlanError: it cannot be read, or names no batch and none is given.
+      PlanError: it cannot be read, or there is no batch.
     """
     family, _, rest = text.partition(":")
     fields: dict[str, str | int] = {} if batch is None else {"batch": batch}
@@ -60,7 +60,9 @@ def read(text: str, batch: int | None = None) -> Description:
         name, _, value = part.partition("=")
         if name.strip() in SPREAD:
             raise PlanError(
-                "how a model is spread is no part of its description", given=part, action="leave it out: it is chosen"
+                "a model's description cannot say how the model is divided",
+                given=part,
+                action="leave it out: it is chosen",
             )
         fields[name.strip()] = value.strip()
     try:
@@ -80,13 +82,14 @@ def read(text: str, batch: int | None = None) -> Description:
 
 
 def found_for(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Found, Plan]:
-    """Returns what a search over all devices finds, and the plan of the fastest that fits, with its prediction.
+    """Searches over all devices; returns the result, and the plan of the fastest strategy that fits, with its
+    prediction.
 
     Args:
-      budget_s: seconds on the clock, after which no further way is looked at; None: as long as a run has.
+      budget_s: seconds after which no further strategy is tried; None: the default of a run.
 
     Raises:
-      PlanError: the model can be spread in no way, or fits in none.
+      PlanError: no strategy of the model can run, or none fits.
     """
     captured = capture_program(described, mark_gradients=True)
     settings = _settings(cluster)
@@ -103,10 +106,10 @@ def found_for(described: Description, cluster: Cluster, budget_s: float | None =
 
 
 def planned_as(strategy: ParallelStrategy, captured: Program, cluster: Cluster) -> Plan:
-    """Returns the plan of a captured step under a strategy over all devices, with what it is predicted to take.
+    """Returns the plan of a captured step under a strategy over all devices, with its prediction.
 
     Raises:
-      PlanError: it cannot be spread so.
+      PlanError: it cannot be divided that way.
     """
     return _told(strategy, ProgramEvaluator(captured, _settings(cluster), cluster).planned(strategy), cluster)
 
@@ -132,7 +135,7 @@ def _settings(cluster: Cluster) -> PlanSettings:
 
 
 def _told(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
-    """Returns the plan of a strategy with what it is predicted to take."""
+    """Returns the plan of a strategy with its prediction."""
     program, settings = made.program, made.settings
     plan = add_memory(made.plan, lower_shown_ranks(program, made.plan, settings), settings)
     return replace(plan, predicted=predicted_on(made, cluster), strategy=completed(strategy, settings), searched=True)
@@ -161,16 +164,16 @@ def main(
     budget_s: float | None,
     found: Callable[[], None],
 ) -> int:
-    """Prints the plan of the fastest strategy that fits, and what others take.
+    """Prints the plan of the fastest strategy that fits, and the predictions of others.
 
     Args:
-      out: file that receives that plan as JSON.
+      out: file to write that plan to, as JSON.
       budget_s: see `spread`.
       found: called when all are known, before anything is printed.
 
     Raises:
       ClusterError: the cluster cannot be read.
-      PlanError: the description cannot be read, or nothing fits.
+      PlanError: the description cannot be read, or no strategy fits.
     """
     machines = read_named_cluster(cluster, network, cpu_quota())
     plan = file_of(text, machines, *found_for(read(text, batch), machines, budget_s))

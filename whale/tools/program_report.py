@@ -1,4 +1,4 @@
-"""Checks and draws the plan of a program: its step is captured again, and what the ranks would run is looked at.
+"""Checks and draws the plan of a program: captures its step again, and inspects the ranks' programs.
 
 `whale.planner.report.of_model` has the same functions for plans of described models.
 """
@@ -25,7 +25,7 @@ def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -
 
 
 def page(plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured) -> str:
-    """Returns one self-contained page; `measured`: a step as it ran, for the seconds that are predicted."""
+    """Returns one self-contained HTML page; `measured`: a measured step, given the predicted seconds."""
     drawn = _drawn(plan, path, profile, cluster, with_sliders=True)
     return draw_captured.html(drawn, measured(drawn.prediction.step_s))
 

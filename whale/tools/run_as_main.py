@@ -1,4 +1,4 @@
-"""Runs a script inside one of Whale's tools as Python would, and reports its own failure."""
+"""Runs a script inside one of Whale's tools as Python would, and reports failures of the script itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STARTING = (runpy.__file__, "<frozen runpy>")
 
 @contextmanager
 def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
-    """Sets ``sys.argv`` and ``sys.path``, inside, as ``script`` has them when Python is started with it."""
+    """Sets ``sys.argv`` and ``sys.path`` inside the context as if ``script`` had been started by Python."""
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [script, *args], [str(Path(script).resolve().parent), *path]
     try:
@@ -29,9 +29,9 @@ def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
 
 
 def beside(script: Sequence[str], plan: str) -> tuple[str, ...]:
-    """Returns path and arguments of a script as a plan in that file keeps them: the path relative to the plan's folder.
+    """Returns path and arguments of a script for a plan file: the path relative to the plan's folder.
 
-    So both may move together. Where nothing but the root is common to them the path is absolute.
+    So both may move together. If they have only the root in common, the path is absolute.
     """
     folder, path = os.path.dirname(os.path.abspath(plan)), os.path.abspath(script[0])
     apart = os.path.commonpath((folder, path)) == os.sep
@@ -39,14 +39,16 @@ def beside(script: Sequence[str], plan: str) -> tuple[str, ...]:
 
 
 def located(script: Sequence[str], plan: str) -> tuple[str, ...]:
-    """Returns what `beside` kept in that plan's file, with the path as it is from here; empty stays empty."""
+    """Returns path and arguments from a plan file (see `beside`), with the path relative to the current folder; may be
+    empty.
+    """
     folder = os.path.dirname(os.path.abspath(plan))
     return tuple(os.path.normpath(os.path.join(folder, part)) if not i else part for i, part in enumerate(script))
 
 
 @contextmanager
 def failures_told(script: str) -> Iterator[None]:
-    """Shows the traceback of what the script raises, without Whale's frames, and ends with one sentence.
+    """Prints the traceback of an error that the script raises, without Whale's frames, and ends with one sentence.
 
     Raises:
       ProgramError: the script raised, or called ``sys.exit`` with a code; Whale's own errors pass.
@@ -73,7 +75,7 @@ def failures_told(script: str) -> Iterator[None]:
 
 
 def _shown(error: BaseException) -> str:
-    """Formats the traceback; only where Whale itself failed, Whale's frames are part of it."""
+    """Formats the traceback; Whale's frames are part of it only if Whale itself failed."""
     told = traceback.TracebackException.from_exception(error)
     one: traceback.TracebackException | None = told
     while one is not None:

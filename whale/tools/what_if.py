@@ -1,8 +1,8 @@
 """Plans a script again with one choice fixed, and compares: `whale plan script --set 'dense*.split=2'`.
 
 read_what_if  reads PATTERN.split=N
-with_choice   plans the step again, all other choices as they were
-compared      compares the two plans: predicted time, exchanges, bytes; or says why the choice cannot be
+with_choice   plans the step again, with all other choices unchanged
+compared      compares the two plans: predicted time, exchanges, bytes; or says why the choice is impossible
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WhatIf:
         return f"{self.pattern}.split={self.ways}"
 
     def names(self, name: str) -> bool:
-        """Tells whether an operation is meant: by its whole name, or by what follows a scope's name (as for a
+        """Tells whether the pattern matches an operation: its whole name, or the part behind a scope's name (as for a
         gradient).
         """
         return fnmatch.fnmatchcase(name, self.pattern) or fnmatch.fnmatchcase(name, f"*/{self.pattern}")
@@ -54,12 +54,12 @@ def read_what_if(text: str) -> WhatIf:
     """Reads a choice in the form PATTERN.split=N.
 
     Raises:
-      PlanError: it says something else.
+      PlanError: it has another form.
     """
     match = re.fullmatch(r"(.+)\.split=([1-9]\d*)", text)
     if match is None:
         raise PlanError(
-            "this cannot be fixed for a script",
+            "this choice cannot be fixed for a script",
             given=text,
             expected="PATTERN.split=N: how many ranks divide the operations of these names, as in 'dense*.split=2'",
             action="correct it; stages=..., tensor=... and the like are for --describe",
@@ -68,11 +68,11 @@ def read_what_if(text: str) -> WhatIf:
 
 
 def with_choice(planned: Planned, one: WhatIf) -> Planned:
-    """Plans the step again with the choice fixed, all other choices as they were.
+    """Plans the step again with the choice fixed, and all other choices unchanged.
 
     Raises:
       PlanError: there is no such operation.
-      _Infeasible: the choice cannot be.
+      _Infeasible: the choice is impossible.
     """
     program, settings = planned.program, planned.settings
     meant = {n.name for n in program.nodes if one.names(n.name)}
@@ -127,14 +127,14 @@ def _planned(program: Program, settings: PlanSettings) -> Planned:
 
 
 class _Infeasible(Exception):
-    """Raised, with the reason, for a choice that cannot be."""
+    """Raised, with the reason, for an impossible choice."""
 
 
 def compared(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) -> str:
-    """Returns one line: what the choice changes, or why it cannot be.
+    """Returns one line: the changes by the choice, or why it is impossible.
 
     Args:
-      on: what times are predicted by; None: they are not.
+      on: machine for predicted times; None: they are not predicted.
 
     Raises:
       PlanError: there is no such operation.

@@ -1,7 +1,7 @@
-"""Finds how a value grows with the rows of the batch: with twice as many, a mean stays and a sum doubles.
+"""Infers how a value grows with the rows of the batch: with twice as many, a mean stays equal and a sum doubles.
 
-One program computes the values of all replicas at once. What each replica alone would have, and so the mean or the sum
-over replicas, follows from that, if it is known how the value grows.
+One program computes the values of all replicas at once. The value of each single replica, and so the mean or the sum
+over replicas, follows from it if the growth with rows is known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BatchScaling:
 
 
 def find_scaling(tensor: tf.Tensor) -> BatchScaling | None:
-    """Returns how ``tensor`` grows with the rows of the batch; None where that cannot be told."""
+    """Returns how ``tensor`` grows with the rows of the batch; None if that cannot be inferred."""
     found: dict[str, BatchScaling | None] = {}
     stack = [tensor]
     while stack:

@@ -1,4 +1,4 @@
-"""Keeps gradients and updates, which a script builds beside its model, out of its task graphs."""
+"""Excludes gradients and updates, which a script builds beside its model, from its task graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Apply = Callable[..., Any]
 
 
 def patch_gradients() -> None:
-    """Patches TensorFlow's gradients and version 1 optimizers to do so while a script of the library runs."""
+    """Patches TensorFlow's gradients and version 1 optimizers so that they add no nodes to a script's task graphs."""
     if hasattr(gradients_util, "_whale_epl"):
         return
     gradients_util._whale_epl = True
@@ -58,7 +58,7 @@ def patch_gradients() -> None:
 
 
 def _find_share(losses: Any, variables: Any) -> float:
-    """Returns the factor that turns gradients of the whole batch into the mean of those of the replicas."""
+    """Returns the factor between gradients of the whole batch and the mean of the replicas' gradients."""
     env, layout = Env.get(), Graph.get().layout
     copies = layout.replicas * layout.batches.turns
     read = [x.op.type if isinstance(x, tf.Tensor) else "VarHandleOp" for x in tf.nest.flatten(variables)]
@@ -132,7 +132,7 @@ def _multiply(slope: Any, factor: float) -> Any:
 def _accumulate(
     apply: _Apply, pairs: list[tuple[Any, Any]], args: Sequence[Any], kwargs: dict[str, Any], count: int, sums: bool
 ) -> Any:
-    """Adds gradients up, and makes the update in every ``count``-th run; the global step moves then."""
+    """Accumulates gradients, and applies them in every ``count``-th run, which also increments the global step."""
     name = kwargs.pop("name", None) or (args[1] if len(args) > 1 else None)
     step = kwargs.pop("global_step", args[0] if args else None)
     used = [(slope, v) for slope, v in pairs if slope is not None]

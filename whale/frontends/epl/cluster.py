@@ -1,4 +1,4 @@
-"""Implements ``epl.Cluster``: the run's ranks as workers with devices, in place of hosts that a script names."""
+"""Implements ``epl.Cluster``: presents the run's ranks as workers with devices, in place of a script's hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAYOUTS = '"all", "auto", {"specific": [[[device]]]}, {"aware_row": n}'
 
 
 class WrongClusterError(ClusterError, RuntimeError):
-    """The error of devices that cannot be arranged so; scripts for the library expect a RuntimeError."""
+    """The error for devices that cannot be arranged as asked; scripts for the library expect a RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,10 @@ class Cluster:
             self.slices = self._rows(int(value))
         elif kind not in ("all", "auto"):
             raise WrongClusterError(
-                "the devices cannot be arranged so", given=repr(layout), expected=_LAYOUTS, action="correct layout"
+                "the devices cannot be arranged as the layout says",
+                given=repr(layout),
+                expected=_LAYOUTS,
+                action="correct layout",
             )
         self._kind = kind
 
@@ -115,10 +118,10 @@ class Cluster:
         return f"/job:worker/replica:0/task:{worker}/device:GPU:{index}"
 
     def rank_of(self, device: str) -> int:
-        """Returns the rank that a device's name stands for.
+        """Returns the rank for a device's name.
 
         Raises:
-          ClusterError: it stands for none.
+          ClusterError: no rank has this name.
         """
         return rank_of_device(device, self.gpu_num_per_worker, self.total_gpu_num)
 
@@ -146,7 +149,7 @@ class Cluster:
 
     @property
     def hosts(self) -> str:
-        """Returns names of the workers, which are no addresses: Whale connects the ranks."""
+        """Returns the names of the workers; they are not network addresses, since Whale connects the ranks itself."""
         return ",".join(f"worker{i}:0" for i in range(self.worker_num))
 
     @property
@@ -173,7 +176,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Ends the scope; sessions that are made later still know the slices, as in the library."""
+        """Ends the scope; sessions created later still use the slices, as in the library."""
 
 
 def rank_of_device(device: str, per_worker: int, size: int) -> int:

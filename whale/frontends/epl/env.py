@@ -1,4 +1,4 @@
-"""Implements ``epl.Env``: what the library knows of the process's run."""
+"""Implements ``epl.Env``: the library's state in this process."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Env:
 
     @classmethod
     def get(cls) -> Env:
-        """Returns the process's own, and makes it if there is none."""
+        """Returns the process's Env, and creates it if there is none."""
         if holder.env is None:
             holder.env = cls()
         found: Env = holder.env
         return found
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Clears all state."""
         self.strategy_context.end_default()
         self.config: Config = Config()
         self.cluster: Cluster | None = None
@@ -50,7 +50,7 @@ class Env:
         self._information: dict[str, Any] = {}
 
     def find_graph(self, graph: tf.Graph) -> Graph:
-        """Returns what is known of a TensorFlow graph; for a function's graph, what is known of the one around it."""
+        """Returns the record of a TensorFlow graph; for a function's graph, that of the enclosing one."""
         while getattr(graph, "outer_graph", None) is not None:
             graph = graph.outer_graph
         if graph not in self._of_graph:
@@ -60,22 +60,22 @@ class Env:
 
     @property
     def slices(self) -> Any:
-        """Returns, for each task graph, the ranks of its replicas where the script gives them."""
+        """Returns, for each task graph, the ranks of its replicas if the script specifies them."""
         return self.cluster.slices if self.cluster is not None else ()
 
     @property
     def default_graph(self) -> Graph:
-        """Returns what is known of the default graph."""
+        """Returns the record of the default graph."""
         return self.find_graph(tf.compat.v1.get_default_graph())
 
     @property
     def parallel_information(self) -> dict[str, Any]:
-        """Returns what parts of the library leave for scripts; nothing, unless a script puts it there."""
+        """Returns a dict in which scripts may store values; it is empty otherwise."""
         return self._information
 
     @property
     def server(self) -> None:
-        """Returns None: Whale connects the ranks, and no server of TensorFlow takes part."""
+        """Returns None: Whale connects the ranks, without a TensorFlow server."""
         return None
 
     def get_config_proto(self, allow_growth: bool = True) -> Any:

@@ -110,7 +110,7 @@ class Graph:
 
     @property
     def layout(self) -> Layout:
-        """Returns what the task graphs so far mean together."""
+        """Returns the joint layout of the task graphs so far."""
         known = require_env("epl.Graph")
         context = require_current("epl.Graph")
         settings = known.config.pipeline
@@ -136,7 +136,7 @@ class Graph:
 
     @property
     def num_constructors(self) -> int:
-        """Returns the number of replicas that bring batches."""
+        """Returns the number of replicas that provide batches."""
         return len(self.layout.batches.readers)
 
     @property
@@ -146,11 +146,11 @@ class Graph:
 
     @property
     def need_parallel(self) -> bool:
-        """Returns True: every graph is spread here, since evaluation is everyone's."""
+        """Returns True: every graph is distributed, evaluation included."""
         return True
 
     def get_pipeline_config(self) -> PipelineConfig:
-        """Returns how the pipeline goes through a batch."""
+        """Returns the pipeline configuration of this graph."""
         settings = require_env("epl.Graph").config.pipeline
         return PipelineConfig(settings.num_micro_batch, self.layout.stages, settings.strategy)
 
@@ -159,7 +159,7 @@ class Graph:
         require_env("epl.set_default_strategy()").strategy_context.set_default(strategy)
 
     def set_model_mode(self, mode: str) -> None:
-        """Sets what an Estimator builds the graph for."""
+        """Sets the mode (train, eval, predict) for which an Estimator builds the graph."""
         self.model_mode = mode
 
     def add_to_collection(self, tensors: Any, graph_key: str) -> None:

@@ -1,4 +1,4 @@
-"""Derives from a script's task graphs the scopes, the ranks that bring a batch, and the micro-batches."""
+"""Derives scopes, the ranks that provide batches, and micro-batches from a script's task graphs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class AnnotatedGraph:
 
 @dataclass(frozen=True)
 class Layout:
-    """The joint meaning of a graph's task graphs.
+    """The joint layout of a graph's task graphs.
 
     Attributes:
-      batches: which ranks bring batches, and how many of them a run takes.
+      batches: which ranks provide batches, and how many of them a run takes.
       replicas: copies of the whole model, whose batches make the global one.
-      accumulated: runs whose gradients are one update.
+      accumulated: number of runs whose gradients are applied in one update.
       stages: task graphs that have ranks of their own.
       paths: for each task graph, the scope in which Whale plans it.
       ranks: for each task graph, the ranks of each replica.
@@ -96,7 +96,9 @@ def make_layout(
 
 
 def make_planned_layout(size: int, stages: int, micro_batches: int) -> Layout:
-    """Returns the layout of a script whose stages are searched for: as with stages, a run takes all micro-batches."""
+    """Returns the layout for a script whose stages `auto_parallel` chooses: as with stages, a run takes all
+    micro-batches.
+    """
     readers = tuple(range(0, size, max(1, stages)))
     return Layout(BatchReaders(readers, micro_batches, whole=True), len(readers))
 

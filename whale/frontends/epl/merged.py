@@ -1,4 +1,4 @@
-"""Merges values of replicas as a script marks them: scales what the whole batch gives to what replicas would give."""
+"""Merges values over replicas as a script marks them: computes the replicas' values from those of the whole batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SUMMARIES = {"ScalarSummary", "HistogramSummary", "TensorSummary", "TensorSumma
 
 
 def merge_outputs(graph: Any, tf_graph: tf.Graph) -> None:
-    """Makes the merged values of what is marked and has none yet; summaries show these from now on.
+    """Creates the merged values of marked tensors that have none yet; summaries use these from now on.
 
     Raises:
-      ProgramError: what replicas would have cannot be told from the value of the whole batch.
+      ProgramError: the replicas' values cannot be derived from the value of the whole batch.
     """
     missing = [(key, t) for key, values in graph.collections.items() for t in values if t.name not in graph.merged]
     if not missing:
@@ -66,7 +66,7 @@ def _merge_tensor(key: str, how: str, tensor: tf.Tensor, copies: int) -> tf.Tens
 
 
 def _count_workers(graph: Any) -> int:
-    """Returns how many workers have replicas that bring batches."""
+    """Returns the number of workers with replicas that provide batches."""
     cluster = require_env("epl.GraphKeys").cluster
     each = cluster.gpu_num_per_worker if cluster is not None else 1
     return len({rank // each for rank in graph.layout.batches.readers})
@@ -74,7 +74,7 @@ def _count_workers(graph: Any) -> int:
 
 @contextmanager
 def unfreeze_graph(graph: tf.Graph) -> Iterator[None]:
-    """Makes ``graph`` the default, and lets it grow although a session has finalized it."""
+    """Makes ``graph`` the default, and allows additions although a session has finalized it."""
     finished = graph.finalized
     if finished:
         graph._unsafe_unfinalize()

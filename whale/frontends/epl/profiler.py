@@ -1,4 +1,4 @@
-"""Implements ``epl.profiler``: hooks that say what runs cost, by what Whale knows of their plans."""
+"""Implements ``epl.profiler``: hooks that report the cost of runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ class FlopsProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc
         self.cmds = [cmds] if isinstance(cmds, str) else list(cmds)
         if unknown := [c for c in self.cmds if c not in _KINDS]:
             raise ProgramError(
-                "operations are not counted so", given=unknown[0], expected=", ".join(_KINDS), action="correct cmds"
+                "operations cannot be counted in this way",
+                given=unknown[0],
+                expected=", ".join(_KINDS),
+                action="correct cmds",
             )
         self.done = False
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Writes the counts, after the first run."""
+        """Writes the counts of floating-point operations after the first run."""
         if self.done:
             return
         self.done = True
@@ -116,7 +119,7 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
 
 
 def profile_memory(run_metadata: Any, prefix_name: str = "", visualize: bool = True) -> dict[str, int]:
-    """Returns the most bytes that each device had allocated in a traced run, and writes them to standard error."""
+    """Returns the peak bytes that each device had allocated in a traced run, and prints them to standard error."""
     found: dict[str, int] = {}
     for device in run_metadata.step_stats.dev_stats:
         peaks = [m.peak_bytes for node in device.node_stats for m in node.memory]

@@ -1,4 +1,4 @@
-"""Implements ``epl.runtime.saver``: variables begin with values of a checkpoint, under other names or as parts."""
+"""Implements ``epl.runtime.saver``: initialises variables from a checkpoint, under other names or as slices."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from whale.runtime.context import require_current
 
 
 class MemoryEfficientBuilder(BulkSaverBuilder):  # type: ignore[misc]
-    """A builder for ``tf.train.Saver(builder=...)``: with any, Whale's sessions write parts where they lie."""
+    """A dummy builder for ``tf.train.Saver(builder=...)``: Whale's sessions write shards in parallel with any
+    builder.
+    """
 
 
 class ShardingLoader:
-    """A loader that makes variables begin with their values in a checkpoint.
+    """Initialises variables with values from a checkpoint.
 
     Args:
-      ckpt_file: prefix of the checkpoint's files; None: ``restore`` changes nothing, and says so.
+      ckpt_file: prefix of the checkpoint's files; None: ``restore`` does nothing, and logs that.
       var_list: variables; None: all that are saved.
-      assign_map: name of a variable -> its name in the checkpoint; others have the same name there.
-      sharding_info: name in the checkpoint -> {"begin": [...], "size": [...]}: the part of it that a variable takes.
+      assign_map: name of a variable -> its name in the checkpoint; other variables have the same name there.
+      sharding_info: name in the checkpoint -> {"begin": [...], "size": [...]}: the slice of it that a variable takes.
     """
 
     def __init__(

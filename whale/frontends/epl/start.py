@@ -35,11 +35,11 @@ VERSION = "0.6.0"  # of the library whose names these are
 
 
 class WrongStartError(ProgramError, RuntimeError):
-    """The error of ``epl.init`` where it cannot be; scripts for the library expect a RuntimeError."""
+    """The error of ``epl.init`` where it is not possible; scripts for the library expect a RuntimeError."""
 
 
 def switch_to_resources() -> None:
-    """Switches variables and control flow to forms that can be distributed, for graphs that are built from now on."""
+    """Enables resource variables and control flow v2, which can be distributed, for graphs built from now on."""
     tf.compat.v1.enable_resource_variables()
     tf.compat.v1.enable_control_flow_v2()
 
@@ -58,7 +58,10 @@ def init(config: Config | None = None) -> None:
     """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(
-            "the configuration is none", given=repr(config), expected="an epl.Config", action="pass epl.Config({...})"
+            "the argument is not a configuration",
+            given=repr(config),
+            expected="an epl.Config",
+            action="pass epl.Config({...})",
         )
     if tf.executing_eagerly():
         raise WrongStartError(
@@ -88,7 +91,7 @@ def init(config: Config | None = None) -> None:
 
 
 def set_default_strategy(strategy: Any) -> None:
-    """Makes a new task graph of what is built from now on outside of other scopes, to the end.
+    """Starts a new task graph for all code outside of other scopes from here on.
 
     Args:
       strategy: ``epl.replicate(...)``.
@@ -112,7 +115,7 @@ def _tell(config: Config) -> None:
 
 
 class _EplSemantics:
-    """The library's meaning of graphs; see ``whale.runtime.graph_semantics.GraphSemantics``."""
+    """The library's semantics of graphs; see ``whale.runtime.graph_semantics.GraphSemantics``."""
 
     def find_batch_readers(self, graph: tf.Graph) -> BatchReaders:
         return Env.get().find_graph(graph).layout.batches
@@ -161,7 +164,7 @@ class _EplSemantics:
 
 
 def _find_after_gradients(program: Program, differentiated: set[str]) -> set[str]:
-    """Returns names of nodes computed from gradients: what clips and applies them belongs to no task graph."""
+    """Returns names of nodes computed from gradients: clipping and updates belong to no task graph."""
     found: set[str] = set()
     for node in program.nodes:
         if node.name not in differentiated and any(r.node in found or r.node in differentiated for r in node.inputs):
@@ -170,7 +173,9 @@ def _find_after_gradients(program: Program, differentiated: set[str]) -> set[str
 
 
 def patch_iterators() -> None:
-    """Patches iterators to give an unknown dimension 0 in graphs of the library's scripts, whatever is told of it."""
+    """Patches iterators to yield an unknown dimension 0 in graphs of the library's scripts, whatever shape is
+    declared.
+    """
     if hasattr(iterator_ops, "_whale_epl"):
         return
     iterator_ops._whale_epl = True
@@ -250,7 +255,7 @@ def slice_files(graph: tf.Graph, replica: int, replicas: int, drop_last: bool, u
 
 
 def _is_naming_files(op: tf.Operation) -> bool:
-    """Tells whether the elements of a TensorSliceDataset are strings that some dataset behind it opens."""
+    """Tells whether a TensorSliceDataset yields file names that a later dataset opens."""
     if len(op.inputs) != 1 or op.inputs[0].dtype != tf.string or op.inputs[0].shape.rank != 1:
         return False
     functions = {f.signature.name: f for f in op.graph.as_graph_def().library.function}

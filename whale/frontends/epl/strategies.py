@@ -17,7 +17,7 @@ PREFIX = "epl_"  # of the mark that operations carry: the task graph's number fo
 
 
 class WrongScopeError(PlanError, RuntimeError):
-    """The error of strategies inside each other that mean nothing; scripts for the library expect a RuntimeError."""
+    """The error for invalid nesting of strategies; scripts for the library expect a RuntimeError."""
 
 
 class Strategy:
@@ -70,30 +70,30 @@ class Split(Strategy):
 
 
 def replicate(device_count: int | None = None, name: str | None = None) -> Replicate:
-    """Opens one task graph, whose replicas compute rows of the batch: ``with epl.replicate(1):``.
+    """Opens a task graph whose replicas compute rows of the batch: ``with epl.replicate(1):``.
 
-    One of them: the batch is divided over all devices. Several: stages of a pipeline, in this order; the whole of them
-    is replicated as often as there are devices for it.
+    With a single one, the batch is divided over all devices. Several are stages of a pipeline, in this order; the whole
+    pipeline is replicated as often as the devices allow.
 
     Args:
       device_count: devices that share the rows of one replica; None: 1.
-      name: what a person calls it.
+      name: a label for people.
     """
     return Replicate(device_count, name)
 
 
 def split(device_count: int | None = None, name: str | None = None) -> Split:
-    """Opens one task graph, whose tensors are divided over devices: ``with epl.split():``.
+    """Opens a task graph whose tensors are divided over devices: ``with epl.split():``.
 
     Args:
       device_count: how many; None: all.
-      name: what a person calls it.
+      name: a label for people.
     """
     return Split(device_count, name)
 
 
 class StrategyContext:
-    """The strategies that are open: ``state``, the innermost last, and the one for all else."""
+    """The open strategies: ``state``, the innermost last, and the default strategy."""
 
     def __init__(self) -> None:
         self.state: list[Strategy] = []
@@ -102,12 +102,12 @@ class StrategyContext:
 
     @property
     def replicate_strategy(self) -> Strategy | None:
-        """Returns the replicate that is open."""
+        """Returns the open replicate strategy."""
         return next((s for s in self.state if isinstance(s, Replicate)), None)
 
     @property
     def split_strategy(self) -> Strategy | None:
-        """Returns the split that is open."""
+        """Returns the open split strategy."""
         return next((s for s in self.state if isinstance(s, Split)), None)
 
     def __bool__(self) -> bool:
@@ -115,7 +115,7 @@ class StrategyContext:
 
     @contextmanager
     def enter(self, strategy: Strategy) -> Iterator[None]:
-        """Opens a new task graph; the default strategy rests until its end."""
+        """Opens a new task graph; the default strategy is suspended until its end."""
         known = require_env(f"epl.{strategy.kind}()")
         if known.config.auto.auto_parallel:
             raise _make_auto_error(strategy)
@@ -144,10 +144,10 @@ class StrategyContext:
             self.state[:] = before
 
     def set_default(self, strategy: Any) -> None:
-        """Makes a new task graph of this strategy of what is built from now on, outside of other scopes.
+        """Starts a new task graph with this strategy for code outside of other scopes.
 
         Raises:
-          PlanError: no replicate; or task graphs are found by themselves.
+          PlanError: the strategy is not a replicate; or task graphs are chosen automatically.
         """
         known = require_env("epl.set_default_strategy()")
         if not isinstance(strategy, Replicate):
@@ -169,7 +169,7 @@ class StrategyContext:
             self._default_scope.__enter__()
 
     def end_default(self) -> None:
-        """Ends the default strategy: what is built from now on has none."""
+        """Ends the default strategy: operations built from now on have none."""
         if self._default_scope is not None:
             self._default_scope.__exit__(None, None, None)
             self._default_scope = None
@@ -181,7 +181,7 @@ class StrategyContext:
 
 @contextmanager
 def mark_graph(mark: str | None) -> Iterator[None]:
-    """Marks what is built inside, in the default graph, as of a task graph; None: as of none."""
+    """Marks operations built inside, in the default graph, as part of a task graph; None: of none."""
     graph = tf.compat.v1.get_default_graph()
     value = None if mark is None else attr_value_pb2.AttrValue(s=mark.encode())
     # TensorFlow takes away only what is there.
@@ -192,7 +192,7 @@ def mark_graph(mark: str | None) -> Iterator[None]:
 
 def _make_auto_error(strategy: Strategy) -> PlanError:
     return PlanError(
-        "task graphs are found by themselves, and the script has one",
+        "the script has a task graph, although task graphs are chosen automatically",
         given=f"auto.auto_parallel with {strategy!r}",
         expected="one of the two",
         action="leave auto.auto_parallel out, or the strategies",

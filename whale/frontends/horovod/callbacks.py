@@ -1,4 +1,4 @@
-"""Implements Horovod's callbacks for ``fit``, for each Keras that there is."""
+"""Implements Horovod's callbacks for ``fit``, for each installed Keras."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = (
 
 @functools.cache
 def callback_classes(keras: str) -> dict[str, Any]:
-    """Returns the classes by name, each derived from ``Callback`` of the Keras that the module ``keras`` is."""
+    """Returns the callback classes by name, derived from ``Callback`` of the Keras module ``keras``."""
     module = find_keras(keras)
     base = module.callbacks.Callback
     schedule = type("LearningRateScheduleCallback", (_ScheduleCallback, base), {})
@@ -39,12 +39,12 @@ def callback_classes(keras: str) -> dict[str, Any]:
 
 
 def find_keras(name: str) -> Any:
-    """Returns the module of a name: ``keras``, or the Keras that ``tf.keras`` is."""
+    """Returns the module of a name: ``keras``, or the one behind ``tf.keras``."""
     return tf.keras if name == "tensorflow.keras" else importlib.import_module(name)
 
 
 class _BroadcastCallback:
-    """A callback that gives model and optimizer the root's variables after the first batch, when all of them exist."""
+    """Broadcasts the root's model and optimizer variables after the first batch, when all of them exist."""
 
     model: Any
 
@@ -55,7 +55,7 @@ class _BroadcastCallback:
         self._local: set[int] = set()
 
     def register_local_var(self, variable: Any) -> None:
-        """Leaves a variable as it is on each rank."""
+        """Excludes a variable from the broadcast."""
         self._local.add(id(variable))
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -73,7 +73,7 @@ class _BroadcastCallback:
 
 
 class _MetricAverageCallback:
-    """A callback that lets those after it see the ranks' average of each metric at the end of an epoch."""
+    """Averages metrics over the ranks at the end of an epoch, for the callbacks behind it."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _ScheduleCallback:
             self.multiplier = lambda epoch: decay ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds out how many steps an epoch has, where that is needed."""
+        """Determines the number of steps of an epoch, if needed."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -146,7 +146,7 @@ class _ScheduleCallback:
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
+        """Records the epoch."""
         self.current_epoch = epoch
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -160,7 +160,7 @@ class _ScheduleCallback:
             self._adjust(epoch)
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Takes back what was changed for one batch."""
+        """Restores the momentum that was changed for one batch."""
         if self._momentum is not None:
             self.model.optimizer.momentum = self._momentum
             self._momentum = None

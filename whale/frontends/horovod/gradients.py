@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks: ``hvd.DistributedGradientTape`` and what optimizers do with them."""
+"""Averages gradients over the ranks: ``hvd.DistributedGradientTape``, and the gradients of distributed optimizers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from whale.frontends.horovod.sums import grouped_allreduce, reduce_in_buckets
 
 @dataclass
 class Averaging:
-    """The way in which gradients of the ranks become one.
+    """The reduction of gradients over the ranks.
 
     Attributes:
       predivide: with ``Average``, the part of the division that comes before the sum.
-      groups: variables whose gradients travel together, or the number of such groups; None: by bytes.
-      local: ``_id`` of variables whose gradients stay a rank's own; divide_by_size by the number of ranks if
+      groups: variables whose gradients are fused, or the number of such groups; None: by bytes.
+      local: ``_id`` of variables whose gradients stay a rank's own; divided by the number of ranks if
         ``scale_local``.
     """
 
@@ -36,7 +36,7 @@ class Averaging:
     local: set[int] = field(default_factory=set)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of all ranks as one, in the variables' order; None stays None."""
+        """Returns the reduced gradients of all ranks, in the variables' order; None stays None."""
         found = [
             tf.convert_to_tensor(g) if self.sparse_as_dense and isinstance(g, tf.IndexedSlices) else g
             for g in gradients
@@ -98,21 +98,21 @@ def make_averaging(
     """Translates the arguments of Horovod's wrappers.
 
     Raises:
-      ProgramError: they contradict each other, or cannot be had.
+      ProgramError: they contradict each other, or are not supported.
     """
     refuse_other_set(process_set, name)
     found = find_reduction(op, None, (Average, Sum))
     groups = num_groups if groups is None else groups
     if gradient_predivide_factor != 1.0 and found is not Average:
         raise ProgramError(
-            "a part of the division cannot come first where nothing is divided",
+            "gradient_predivide_factor needs an average: a sum is not divided",
             given=f"gradient_predivide_factor={gradient_predivide_factor} with op={found.name}",
             expected="op=hvd.Average",
             action="remove gradient_predivide_factor",
         )
     if groups is not None and not (isinstance(groups, list) or (isinstance(groups, int) and groups >= 0)):
         raise ProgramError(
-            "this says nothing about groups of gradients",
+            "the argument does not describe groups of gradients",
             given=f"groups={groups!r}",
             expected="a number of groups, or a list of lists of variables",
             action="correct or remove it",
@@ -179,7 +179,7 @@ def DistributedGradientTape(
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> tf.GradientTape:
-    """Returns such a tape as ``DistributedGradientTape``, with gradients of ``local_layers`` left this rank's own."""
+    """Returns a tape as ``DistributedGradientTape`` does, but with gradients of ``local_layers`` not averaged."""
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     layers = [] if local_layers is None else local_layers if isinstance(local_layers, list) else [local_layers]
     for layer in layers:
@@ -189,11 +189,11 @@ def PartialDistributedGradientTape(
 
 
 class Accumulation:
-    """The accumulation of several backward passes' gradients on this rank, before the ranks' are averaged.
+    """Accumulates the gradients of several backward passes on this rank, before the average over ranks.
 
     Args:
       passes: how many go into one update.
-      mean: whether their mean is meant, and not their sum.
+      mean: whether to use their mean instead of their sum.
     """
 
     def __init__(self, passes: int, mean: bool) -> None:

@@ -1,7 +1,7 @@
-"""Names an exchange of a script, so that it meets those of the other ranks.
+"""Chooses the key of a script's exchange, which has to be equal on all ranks.
 
-That is the name which the script gives, or that of the operation in its graph, which is equal where the ranks build
-equal graphs. What is exchanged at once and has no name meets in the order of the calls.
+It is the name given by the script, or that of the operation in its graph, which is equal if the ranks build
+equal graphs. Eager exchanges without a name are numbered in the order of the calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def require_context(what: str, process_set: Any) -> Context:
 
 
 def make_key(context: Context, kind: str, name: str | None) -> str:
-    """Returns the key under which the ranks meet: equal on all of them where their scripts do the same."""
+    """Returns the key of an exchange: equal on all ranks if their scripts do the same."""
     programs = context.planning.own_programs
     assert programs is not None
     programs.exchanges += 1
@@ -55,7 +55,7 @@ def _clean_name(name: str | None) -> str:
 
 
 def check_root(context: Context, root_rank: int) -> None:
-    """Refuses a rank that does not exist."""
+    """Raises an error for a root rank that does not exist."""
     if not (isinstance(root_rank, int) and 0 <= root_rank < context.size):
         raise ProgramError(
             "this rank does not exist",

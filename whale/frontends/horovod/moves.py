@@ -1,4 +1,4 @@
-"""Moves tensors from rank to rank unchanged: gather, broadcast, all-to-all."""
+"""Implements exchanges that do not reduce: gather, broadcast, all-to-all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def grouped_allgather(
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> Any:
-    """Returns the root's tensor on every rank; the others' say its type, and its shape where that is known."""
+    """Returns the root's tensor on every rank; tensors on other ranks give its type, and its shape if known."""
     context = require_context("hvd.broadcast()", process_set)
     check_root(context, root_rank)
 

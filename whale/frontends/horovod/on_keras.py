@@ -1,4 +1,4 @@
-"""Implements what Horovod's modules for Keras have beside those for TensorFlow: NumPy values and saved models."""
+"""Implements the additional functions of Horovod's Keras modules: for NumPy values and saved models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def DistributedOptimizer(
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Returns what ``whale.horovod.tensorflow``'s does, with the arguments in the order that Horovod has for Keras."""
+    """Returns the same as ``whale.horovod.tensorflow.DistributedOptimizer``, with arguments in Horovod's order for
+    Keras.
+    """
     return _Distributed(
         optimizer, name, False, device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step,
         op, gradient_predivide_factor, average_aggregated_gradients, num_groups, groups, process_set,
@@ -70,7 +72,7 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -
 
 
 def load_model_with(keras: str, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: Any) -> Any:
-    """Loads a saved model, whose optimizer averages gradients and has the state that it was saved with."""
+    """Loads a saved model with its optimizer's state, and makes the optimizer average gradients."""
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = find_keras(keras).models.load_model(filepath, custom_objects=objects or None)
     if getattr(model, "optimizer", None) is not None:

@@ -74,7 +74,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, _V1):
         if backward_passes_per_step > 1:
             raise ProgramError(
-                "optimizers of TensorFlow 1 make an update of every backward pass",
+                "optimizers of TensorFlow 1 cannot accumulate the gradients of several backward passes",
                 given=f"backward_passes_per_step={backward_passes_per_step}",
                 expected="1",
                 action="use a Keras optimizer, or a batch that many times as large",
@@ -85,7 +85,7 @@ def DistributedOptimizer(
 
 
 def make_distributed(optimizer: Any, compression: Any = Compression.none) -> None:
-    """Makes a Keras optimizer, which may have a state already, average gradients from now on."""
+    """Makes an existing Keras optimizer, possibly with a state, average gradients from now on."""
     average = make_averaging(
         f"Distributed{type(optimizer).__name__}", None, compression, False, 1.0, None, 0, None, True
     )
@@ -101,29 +101,29 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         setattr(self, _MARK, average)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leaves this variable's gradient the rank's own."""
+        """Excludes this variable's gradient from averaging."""
         getattr(self, _MARK).local.add(find_variable_id(variable))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Returns the averages of all ranks' gradients, with their variables."""
+        """Returns the averaged gradients of all ranks, with their variables."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         variables = [variable for _, variable in pairs]
         return list(zip(getattr(self, _MARK)([gradient for gradient, _ in pairs], variables), variables))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the optimizer inside."""
+        """Calls the same method of the wrapped optimizer."""
         return self._optimizer.apply_gradients(*args, **kwargs)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the optimizer inside."""
+        """Calls the same method of the wrapped optimizer."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the optimizer inside."""
+        """Calls the same method of the wrapped optimizer."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the same method of the optimizer inside."""
+        """Calls the same method of the wrapped optimizer."""
         return self._optimizer.variables(*args, **kwargs)
 
 
@@ -167,7 +167,9 @@ def _make_class(base: Any, average: Averaging, passes: Accumulation) -> Any:
 
 
 def _refuse_scaled_by_each_rank() -> None:
-    """Refuses a loss scale around the exchange: a rank whose own gradients overflow would skip it, and others wait."""
+    """Refuses a loss scale outside of the exchange: a rank whose own gradients overflow would skip it, and others
+    wait.
+    """
     graph = tf.compat.v1.get_default_graph()
     if not type(graph).__name__.startswith("Cond"):
         return

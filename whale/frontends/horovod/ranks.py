@@ -1,4 +1,4 @@
-"""Implements what Horovod's API says of ranks, and refuses those parts of it that Whale has no counterpart for."""
+"""Implements Horovod's functions about ranks, and refuses parts of its API that Whale does not support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         began.hooks.before_shutdown.append(lambda: _say_if_nothing_was_exchanged(began, programs))
     elif context.planning.own_programs is None:
         raise ClusterError(
-            "wh.init() and hvd.init() mean different programs",
+            "wh.init() and hvd.init() cannot be used in one process",
             given="hvd.init() after wh.init()",
             expected="wh.init() for one program of all ranks, or hvd.init() for a program of each rank",
             action="remove one of the two",
@@ -41,7 +41,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
 
 
 def _say_if_nothing_was_exchanged(context: Context, programs: OwnPrograms) -> None:
-    """Warns if the script exchanged nothing: it may mean to run alone, or have forgotten its distributed optimizer."""
+    """Warns if the script exchanged nothing: it may be meant to run alone, or lack its distributed optimizer."""
     if context.rank == 0 and context.size > 1 and not programs.exchanges:
         log.warning(
             f"hvd.init() connected {context.size} ranks, and the script exchanged nothing: each has run alone; "
@@ -142,7 +142,7 @@ global_process_set = ProcessSet()
 
 
 def refuse_other_set(process_set: Any, what: str) -> None:
-    """Refuses another set of ranks than all of them."""
+    """Raises an error for any set of ranks other than all of them."""
     if process_set is not None and not isinstance(process_set, ProcessSet):
         _refuse(f"{what} is among all ranks", f"process_set={process_set!r}", "hvd.global_process_set", "leave it out")
 
@@ -180,7 +180,7 @@ def stop_timeline() -> NoReturn:
 
 
 class RefusedModule:
-    """A stand-in for a module of Horovod that Whale does not have: every name of it is refused, with the reason."""
+    """A stand-in for a module of Horovod that Whale does not support: any access raises an error with the reason."""
 
     def __init__(self, name: str, message: str, expected: str, action: str) -> None:
         self._said = message, name, expected, action
@@ -217,7 +217,7 @@ def mpi_built() -> bool:
 
 
 def _is_not_built() -> bool:
-    """Returns False: these exchanges do not go through it."""
+    """Returns False: this library is not used for exchanges."""
     return False
 
 

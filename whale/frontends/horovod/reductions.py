@@ -1,4 +1,6 @@
-"""Defines how tensors of the ranks become one and in which type they travel: ``hvd.Average``, ``hvd.Compression``."""
+"""Defines how tensors are reduced over the ranks and in which type they are sent: ``hvd.Average``,
+``hvd.Compression``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from whale.errors import ProgramError
 
 
 class ReduceOp(enum.Enum):
-    """A reduction over the ranks; the value is what Whale's exchanges call it."""
+    """A reduction over the ranks; the value is its name in Whale's exchanges."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -26,7 +28,7 @@ Product, Adasum = ReduceOp.PRODUCT, ReduceOp.ADASUM
 
 
 def find_reduction(op: ReduceOp | None, average: bool | None = None, allowed: tuple[ReduceOp, ...] = ()) -> ReduceOp:
-    """Returns the reduction that ``op`` and the older ``average`` ask for; ``Average`` where neither says otherwise.
+    """Returns the reduction for the arguments ``op`` and ``average`` (deprecated); ``Average`` by default.
 
     Raises:
       ProgramError: both are given, it is no reduction, it is ``Adasum``, or not one of ``allowed``.
@@ -54,7 +56,7 @@ def find_reduction(op: ReduceOp | None, average: bool | None = None, allowed: tu
         )
     if allowed and found not in allowed:
         raise ProgramError(
-            "this reduction cannot be had here",
+            "this exchange does not support the reduction",
             given=f"op={found.name}",
             expected=" or ".join(other.name for other in allowed),
             action="use one of these",
@@ -63,7 +65,7 @@ def find_reduction(op: ReduceOp | None, average: bool | None = None, allowed: tu
 
 
 def multiply(tensor: Any, factor: float) -> Any:
-    """Multiplies ``tensor`` by a number, in the tensor's type; whole numbers are cut off towards 0."""
+    """Multiplies ``tensor`` by a number, in the tensor's type; integers are truncated towards 0."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
@@ -72,7 +74,7 @@ def multiply(tensor: Any, factor: float) -> Any:
 
 
 def divide_by_size(tensor: Any, size: int) -> Any:
-    """Divides ``tensor`` by the number of ranks, in the tensor's type; whole numbers are cut off towards 0."""
+    """Divides ``tensor`` by the number of ranks, in the tensor's type; integers are truncated towards 0."""
     if size == 1:
         return tensor
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
@@ -81,22 +83,22 @@ def divide_by_size(tensor: Any, size: int) -> Any:
 
 
 class Compressor:
-    """The form in which a tensor travels; a script may derive its own, with both methods static."""
+    """The form in which a tensor is sent; a script may derive its own, with both methods static."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns (what travels, what ``decompress`` needs to know)."""
+        """Returns (the tensor to send, the context for ``decompress``)."""
         raise _make_missing_error("compress")
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Returns what has travelled, in the form that it had before."""
+        """Converts a received tensor back to its form before ``compress``."""
         raise _make_missing_error("decompress")
 
 
 def _make_missing_error(method: str) -> ProgramError:
     return ProgramError(
-        "a compressor does not say how tensors travel",
+        "a compressor does not define how tensors are sent",
         given=f"a class derived from Compressor without {method}",
         expected="static methods compress(tensor) and decompress(tensor, ctx)",
         action=f"define {method}, or use hvd.Compression.none or hvd.Compression.fp16",

@@ -17,7 +17,7 @@ from whale.frontends.horovod.moves import broadcast_group
 def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
-    """Returns the root's object on every rank; the other ranks' own is not looked at.
+    """Returns the root's object on every rank; the other ranks' objects are ignored.
 
     Raises:
       ProgramError: it holds more than numbers, text, containers and NumPy's arrays: nothing from another rank is
@@ -36,7 +36,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Callable[[Any], Any]:
-    """Returns a function that broadcasts the object which it is given."""
+    """Returns a function that broadcasts its argument."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -59,7 +59,7 @@ def _pack(obj: Any) -> bytes:
         return pack(obj)
     except (TypeError, ValueError) as error:
         raise ProgramError(
-            "an object is sent to other ranks that is more than data",
+            "an object sent to other ranks contains more than plain data",
             given=str(error),
             expected="None, numbers, text, bytes, lists, tuples, dicts, sets, NumPy's scalars and arrays",
             action="send what the object is made of (its state or configuration), and make it anew on each rank",
@@ -69,11 +69,11 @@ def _pack(obj: Any) -> bytes:
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
 ) -> Any:
-    """Gives variables the root's values, on every rank; one message for each type.
+    """Assigns the root's values to variables on every rank; one message for each type.
 
     Args:
       variables: of TensorFlow or Keras, the same ones in the same order on every rank.
-      inplace: taken for Horovod's sake.
+      inplace: accepted for compatibility with Horovod.
 
     Returns:
       In a graph of TensorFlow 1 the operation that does it; else None.
@@ -96,10 +96,10 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Returns the operation of a TensorFlow 1 graph that gives all its variables the root's values.
+    """Returns the operation of a TensorFlow 1 graph that assigns the root's values to all its variables.
 
     Raises:
-      ProgramError: without such a graph.
+      ProgramError: there is no such graph.
     """
     if tf.executing_eagerly():
         raise ProgramError(
@@ -112,7 +112,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """A hook that gives all variables of a session's graph the root's values as soon as the session is made."""
+    """A hook that broadcasts the root's values of all variables as soon as a session is created."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
 
 def _is_run_at_once() -> bool:
-    """Tells whether exchanges run by themselves (eagerly, or in a tf.function), so that no operation is to be run."""
+    """Tells whether exchanges run immediately (eagerly, or in a tf.function), so that there is no operation to run."""
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 

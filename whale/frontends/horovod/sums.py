@@ -218,7 +218,7 @@ def reduce_in_buckets(
     name: str,
     reduce: Callable[..., list[Any]] = grouped_allreduce,
 ) -> list[Any]:
-    """Averages gradients over the ranks, except None; what is ready at about the same time travels together.
+    """Averages gradients over the ranks, except None; gradients ready at about the same time share a message.
 
     Backward passes make the last variables' gradients first, so messages are filled from the end, up to
     ``communication.bucket_bytes`` each.
@@ -252,7 +252,7 @@ def reduce_in_buckets(
 
 
 def _count_bytes(value: Any) -> int | None:
-    """Returns the size in bytes; None where it is not known, and for slices, which travel alone."""
+    """Returns the size in bytes; None if it is not known, and for slices, which are sent alone."""
     if isinstance(value, tf.IndexedSlices) or not value.shape.is_fully_defined():
         return None
     return int(value.shape.num_elements() * value.dtype.size)

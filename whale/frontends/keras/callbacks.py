@@ -1,7 +1,7 @@
-"""Runs callbacks on ranks other than the first: they see the same numbers and steer alike, and write nothing.
+"""Runs callbacks on ranks other than the first: they see the same values and act alike, but write no files.
 
-All ranks have to reach what reads a variable that lies split, so a callback that writes is not left out where it can be
-given another place to write to: what it computes, every rank computes.
+Reading a split variable is collective, so a callback that writes is not skipped if its output can be redirected: all
+ranks then compute the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whale.runtime.context import find_running
 
 @contextmanager
 def adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
-    """Yields what to pass as ``callbacks`` on a rank that is not the first; afterwards the callbacks are as before.
+    """Yields the ``callbacks`` argument for a rank that is not the first; afterwards the callbacks are restored.
 
     Args:
       callbacks: None, a callback, several, or a list that Keras made of them earlier in the same call.
@@ -35,7 +35,7 @@ def adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
 
 
 def _redirect(callback: Any, stack: ExitStack) -> bool:
-    """Makes a callback write elsewhere while ``stack`` is open; returns whether it is called at all."""
+    """Redirects a callback's files while ``stack`` is open; returns whether it is called at all."""
     for kind, change in _CHANGES.items():
         if kind in _list_kinds(callback):
             return change(callback, stack)
@@ -68,7 +68,7 @@ def _leave_out(callback: Any, stack: ExitStack) -> bool:
 
 
 def _adapt_backup(callback: Any, stack: ExitStack) -> bool:
-    """Makes a BackupAndRestore restore as on the first rank, and take part where that one saves."""
+    """Makes a BackupAndRestore restore as on the first rank, and take part when the first rank saves."""
     path = getattr(callback, "_weights_path", None)
     if path is None:  # of tf_keras, which writes with a checkpoint manager of its own
         return True
@@ -87,7 +87,7 @@ _CHANGES: dict[str, Callable[[Any, ExitStack], bool]] = {
 
 
 def restore_training(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the start of a training with BackupAndRestore: all ranks find what the first one wrote."""
+    """Replaces ``on_train_begin`` of BackupAndRestore: all ranks restore the first rank's backup."""
     if (fit := elastic_fit.find_current()) is not None and fit.taken_up is not None:
         return  # it goes on where the others are
     wait_for_first_rank("the backup of an earlier training")
@@ -95,7 +95,7 @@ def restore_training(original: Callable[..., None], callback: Any, *args: Any, *
 
 
 def init_training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the constructor of the state that tf_keras backs up: other ranks write where nobody looks."""
+    """Replaces the constructor of the state that tf_keras backs up: other ranks write to an unused place."""
     original(state, *args, **kwargs)
     context = find_running()
     if context is not None and context.rank != 0:
@@ -105,7 +105,7 @@ def init_training_state(original: Callable[..., None], state: Any, *args: Any, *
 
 
 def _set(callback: Any, attribute: str, value: Any, stack: ExitStack) -> None:
-    """Sets an attribute of the callback itself, until ``stack`` is closed."""
+    """Sets an attribute of the callback until ``stack`` is closed."""
     own = vars(callback)
     if attribute in own:
         stack.callback(setattr, callback, attribute, own[attribute])

@@ -1,7 +1,7 @@
-"""Implements ``keras.distribution`` on the TensorFlow backend: devices are ranks, a LayoutMap says how variables lie.
+"""Implements ``keras.distribution`` on the TensorFlow backend: devices are ranks, a LayoutMap sets variables' layouts.
 
-Where a mesh divides tensors, steps are planned as one split scope. Each variable that the map names carries its
-placement to the first plan that uses it, and the others lie as is planned.
+If a mesh divides tensors, steps are planned as one split scope. Each variable in the map passes its
+placement to the first plan that uses it, and other layouts are planned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whale.runtime.variables.deferred import announce_size
 
 
 def patch_backend(frontend: Any, backend: Any, variable: type) -> None:
-    """Gives Keras' TensorFlow backend what its distribution API asks of one.
+    """Adds the functions of Keras' distribution API to its TensorFlow backend.
 
     Args:
       frontend: the module keras.src.distribution.distribution_lib; backend: that of the backend.
@@ -57,10 +57,10 @@ def get_device_count(device_type: str | None = None) -> int:
 def initialize(
     job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Checks that what is given agrees with the run, whose processes the launcher started and ``wh.init`` connected.
+    """Checks that the arguments agree with the run, whose processes the launcher started and ``wh.init`` connected.
 
     Raises:
-      ConfigError: another number of processes, or another place among them.
+      ConfigError: another number of processes, or another index among them.
     """
     context = require_current("keras.distribution.initialize()")
     for name, given, found in (
@@ -87,12 +87,12 @@ def process_id() -> int:
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:
-    """Returns ``tensor``: how activations lie follows from the plan."""
+    """Returns ``tensor`` unchanged: the plan decides the layouts of activations."""
     return tensor
 
 
 def distribute_variable(value: Any, layout: Any) -> Any:
-    """Returns ``value``: variables carry their layouts to the plan."""
+    """Returns ``value`` unchanged: variables pass their layouts to the plan."""
     return value
 
 
@@ -101,7 +101,7 @@ def _return_as_is(value: Any) -> Any:
 
 
 def _set_distribution(original: Callable[[Any], None], distribution: Any) -> None:
-    """Replaces ``keras.distribution.set_distribution``: the run follows the mesh."""
+    """Replaces ``keras.distribution.set_distribution``: the run uses the mesh."""
     context = find_running()
     assert context is not None
     if distribution is not None:
@@ -117,7 +117,7 @@ def _set_distribution(original: Callable[[Any], None], distribution: Any) -> Non
 
 
 def _say_what_fits_nothing(distribution: Any) -> None:
-    """Warns of keys of a LayoutMap that no variable has come under: Keras takes them for whole paths."""
+    """Warns of keys of a LayoutMap that match no variable: Keras treats them as whole paths."""
     layouts, paths = distribution._layout_map, distribution._whale_paths
     for key in (key for key in layouts if paths and not key.endswith("output")):  # those are of activations
         one = type(layouts)(layouts.device_mesh)
@@ -131,7 +131,7 @@ def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
     """Returns (size of the batch axis, size of the other one) of a distribution.
 
     Raises:
-      PlanError: a mesh that is not all ranks in order, or has more axes that divide.
+      PlanError: a mesh that does not list all ranks in order, or has several axes that divide tensors.
     """
     mesh = distribution.device_mesh
     sizes = dict(zip(mesh.axis_names, mesh.shape))
@@ -156,7 +156,7 @@ def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
 
 
 def _initialize(original: Callable[..., None], variable: Any, value: Any) -> None:
-    """Replaces what makes the tf.Variable of Keras' variable: it carries the placement that the map names."""
+    """Replaces the creation of the tf.Variable behind a Keras variable: it gets the map's placement."""
     with nullcontext() if variable._shape is None else announce_size(variable._shape, variable._dtype):
         original(variable, value)
     distribution = _find_distribution()
@@ -178,7 +178,7 @@ def _find_distribution() -> Any:
 
 
 def _find_tiles(variable: Any, layout: Any, distribution: Any, context: Context) -> Tiles:
-    """Returns how the ranks hold a variable with axes as (None, "model") or ("batch", "model")."""
+    """Returns the tiles of a variable with axes such as (None, "model") or ("batch", "model")."""
     groups, group = _find_mesh(distribution, context)
     sizes = dict(zip(distribution.device_mesh.axis_names, distribution.device_mesh.shape))
     batch = distribution.batch_dim_name

@@ -50,7 +50,7 @@ class FitCall:
     """A call of ``fit``.
 
     Attributes:
-      taken_up: what another process has noted in this call, of which this one goes on; None: it begins by itself.
+      taken_up: the record of another process from which this call continues; None: it starts from the beginning.
     """
 
     def __init__(self, context: Context, elastic: ElasticHooks, model: Any, arguments: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class FitCall:
         self._batches: int | None = None  # of an epoch, where Keras knows that
 
     def find_past(self) -> Any:
-        """The history of this call, if the others have come to its end already; None: they have not."""
+        """Returns the history of this call if the other ranks have already finished it; else None."""
         if self._told is None or self._told["fit"] <= len(self._done):
             return None
         modules = (c.__module__.partition(".")[0] for c in type(self._model).__mro__)
@@ -84,21 +84,21 @@ class FitCall:
         return history
 
     def end(self) -> None:
-        """The call has come to its end."""
+        """Ends the call."""
         self._done.append((self._model.history.history, self._model.history.epoch))
 
     # -- data
 
     def next_kind(self) -> str:
-        """Of the next data that ``fit`` itself reads."""
+        """Returns the kind of the next data that ``fit`` itself reads."""
         self._read += 1
         return TRAINING if self._read == 1 else VALIDATION
 
     @contextmanager
     def use_common_seeds(self, what: str, again: bool = False) -> Iterator[tuple[bool, bool]]:
-        """Inside, data are made with the seeds with which the others have made them.
+        """Creates data with the seeds of the other ranks inside the context.
 
-        Gives whether they have, and hear of it no more; and whether the data are to be made again.
+        Yields whether they have created these data already, and whether the data are to be created again.
         """
         known = self._asked.get(what) if self.taken_up is not None and not again else None
         now = self._count_seeds()
@@ -113,14 +113,14 @@ class FitCall:
             self._go_to(now)
 
     def note_made(self, kind: str, data: Any, agreed: bool) -> None:
-        """Data were made of this kind; ``agreed``: as of ``use_common_seeds``."""
+        """Records that data of this kind were created; ``agreed``: as of ``use_common_seeds``."""
         if isinstance(data, ShardedDataset):
             self._data[kind] = data
             if agreed and self.taken_up is not None:
                 data.begun = self.taken_up["iterations"][kind]
 
     def begin_iteration(self, iterator: Any) -> None:
-        """An iteration over the training data is about to begin."""
+        """Records that an iteration over the training data is about to begin."""
         if not self._placed and self.taken_up is not None and isinstance(iterator, ShardedIterator):
             iterator.go_to(self.taken_up["place"])
             self._placed = True
@@ -139,7 +139,7 @@ class FitCall:
     # -- steps
 
     def iterate_steps(self, epochs: Any, numbered: Iterator[Any]) -> Iterator[Any]:
-        """The steps of an epoch, or those of it that others have not taken."""
+        """Yields the steps of an epoch, except for those already taken by other ranks."""
         self._epochs += 1
         told = self.taken_up if self._epochs == 1 else None
         for item in numbered:
@@ -151,7 +151,7 @@ class FitCall:
             yield item
 
     def commit(self, iterator: Any) -> None:
-        """A step is about to be taken of an iterator's batches: other processes may take ``fit`` up here."""
+        """Commits the state of ``fit`` before a step: other processes may join here."""
         if self._held_first is None:
             self._held_first = self._list_held()
             if self.taken_up is not None:
@@ -180,7 +180,7 @@ class FitCall:
         self._elastic.commit(pack_state, left)
 
     def _list_held(self) -> list[dict[str, Any]]:
-        """By callbacks."""
+        """Returns the callbacks' changed values."""
         found = []
         for callback in self._list_callbacks():
             kept = ((name, _keep_value(value)) for name, value in vars(callback).items() if name not in _OWN)
@@ -188,7 +188,7 @@ class FitCall:
         return found
 
     def _list_callbacks(self) -> list[Any]:
-        """The script's, and the one with which ``fit`` returns."""
+        """Returns the script's callbacks, and the one whose history ``fit`` returns."""
         return [*self._callbacks, self._model.history]
 
     def _count_seeds(self) -> dict[str, int]:
@@ -200,9 +200,9 @@ class FitCall:
 
 
 def begin(context: Context, model: Any, arguments: dict[str, Any]) -> FitCall | None:
-    """A call of ``fit`` begins, with these arguments; None: no process may join this run.
+    """Begins a call of ``fit`` with these arguments; returns None if no process may join this run.
 
-    In a process that joins it waits until the others take it in.
+    A joining process waits until the others admit it.
 
     Raises:
       ProgramError: a process that joins could not find its place in the data.
@@ -214,7 +214,7 @@ def begin(context: Context, model: Any, arguments: dict[str, Any]) -> FitCall | 
 
 @contextmanager
 def enter(fit: FitCall | None) -> Iterator[None]:
-    """Inside, ``find_current`` gives this."""
+    """Makes ``find_current`` return this call inside the context."""
     token = _fit.set(fit)
     try:
         yield
@@ -223,12 +223,12 @@ def enter(fit: FitCall | None) -> Iterator[None]:
 
 
 def find_current() -> FitCall | None:
-    """The call of ``fit`` that goes on in a run that other processes may join; None in what it calls in turn."""
+    """Returns the present call of ``fit`` in a run that processes may join; None inside nested calls."""
     return _fit.get()
 
 
 def _find_told(elastic: ElasticHooks, data: Any, validation: Any) -> dict[str, Any] | None:
-    """In a process that has joined, what another one had noted then."""
+    """Returns, in a process that has joined, the record of another one."""
     if elastic not in _ahead and joins():
         _refuse_unknown(data)
         _refuse_shared(find_whole_dataset(data), find_whole_dataset(validation))
@@ -254,7 +254,9 @@ def _refuse_unknown(data: Any) -> None:
 
 
 def _refuse_shared(data: Any, validation: Any) -> None:
-    """Each iteration over either would move the order of both on; those before a process came are not made again."""
+    """Refuses datasets shared by training and validation: iterating over one changes the other's shuffle order, which a
+    newcomer cannot reproduce.
+    """
     shared = [
         one
         for one in _list_datasets(data)
@@ -270,14 +272,14 @@ def _refuse_shared(data: Any, validation: Any) -> None:
 
 
 def _list_datasets(dataset: Any) -> list[Any]:
-    """A dataset and all of which it is made."""
+    """Returns a dataset and all its input datasets."""
     if not isinstance(dataset, tf.data.Dataset):
         return []
     return [dataset, *(one for made_of in dataset._inputs() for one in _list_datasets(made_of))]
 
 
 def _keep_value(value: Any) -> Any:
-    """What is kept of a callback's value, as it is now; `_OTHER`: it is nothing that another process can be told."""
+    """Copies a callback's value; returns `_OTHER` if it cannot be sent to another process."""
     if isinstance(value, _PLAIN) or isinstance(value, np.generic):
         return value
     if isinstance(value, FunctionType) and _find_keras_function(value.__module__, value.__qualname__) is value:
@@ -294,16 +296,16 @@ def _keep_value(value: Any) -> Any:
 
 
 def _restore_value(value: Any) -> Any:
-    """What another process has kept, here."""
+    """Converts a value from another process to one of this process."""
     named = value.get(_FUNCTION) if isinstance(value, dict) else None
     return value if named is None else _find_keras_function(*named)
 
 
 def _find_keras_function(module: str, name: str) -> Any:
-    """A function of Keras by its name, as callbacks compare with; None: it is none."""
+    """Returns a function of Keras by its name, as callbacks compare with; None: there is none."""
     return getattr(sys.modules.get(module), name, None) if module.startswith("keras.") else None
 
 
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a callback's values those that have become others since its process took its first step."""
+    """Returns the callback's values that have changed since its process took its first step."""
     return {name: value for name, value in now.items() if name not in before or pack(before[name]) != pack(value)}

@@ -1,5 +1,5 @@
-"""Runs ``call_fit``, ``evaluate`` and ``predict`` over the ranks: one shows progress and writes what callbacks
-write.
+"""Runs ``call_fit``, ``evaluate`` and ``predict`` over the ranks: only one shows progress and writes callbacks'
+files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 
 
 def call_fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``call_fit`` of a Keras whose calls can be taken up by processes that join the run."""
+    """Runs ``fit`` of a Keras for which processes may join the run."""
     context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
@@ -63,12 +63,12 @@ def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, 
 
 
 def print_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Replaces ``print_msg`` and ``summary``: what Keras tells a person, only the first rank prints."""
+    """Replaces ``print_msg`` and ``summary``: only the first rank prints Keras' messages."""
     context = find_running()
     if context is None or kwargs.get("print_fn") is not None or (is_first(context) and context.planning.dry is None):
         original(*args, **kwargs)
 
 
 def is_first(context: Context) -> bool:
-    """Tells whether this process is the one that shows and writes."""
+    """Tells whether this process shows progress and writes files."""
     return context.rank == 0

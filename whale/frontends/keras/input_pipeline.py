@@ -1,4 +1,4 @@
-"""What a rank reads of the data that Keras is given: its rows of every batch."""
+"""Reads each rank's rows of every batch from the data passed to Keras."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from whale.runtime.input.local_batches import rows_of
 def feed_dataset(
     dataset: Any, context: Context, of_script: bool, again: bool = False, agreed: bool = False
 ) -> FedDataset:
-    """The batches of a dataset for this rank.
+    """Returns the batches of a dataset for this rank.
 
     Args:
       dataset: of global batches, or with ``batch.mode="local"`` of the rank's own.
-      of_script: whether the script made the dataset, and may want to hear what it costs to read it.
-      again: whether it is made of the same arrays as one before.
-      agreed: whether the other ranks have made it before this process joined them.
+      of_script: whether the script created the dataset, so that the cost of reading it is logged.
+      again: whether it is created from the same arrays as an earlier one.
+      agreed: whether the other ranks created it before this process joined them.
 
     Raises:
       ProgramError: Keras made the dataset of arrays that differ between the ranks.
@@ -52,11 +52,11 @@ def feed_dataset(
 
 @dataclass(frozen=True)
 class FedDataset:
-    """What a loop of Keras iterates over; each iteration is begun when it is asked for, as one over a dataset is.
+    """The iterable of a Keras loop; each iteration begins when requested, as over a dataset.
 
     Attributes:
-      rows_vary: whether plain Keras would not know the rows of a batch when it traces a step.
-      place: has an iteration begin elsewhere than at the first batch, if it is to.
+      rows_vary: whether plain Keras would trace a step without knowing the rows of a batch.
+      place: makes an iteration begin at another batch than the first, if needed.
     """
 
     batches: Any
@@ -88,19 +88,21 @@ class FedIterator:
 
 
 def _needs_whole_batches(context: Context) -> bool:
-    """Whether a plan may divide a batch in another way than by the ranks' rows, so that each rank reads all of it."""
+    """Tells whether a plan may divide a batch other than by the ranks' rows, so that each rank has to read all of
+    it.
+    """
     saved = context.planning.saved is not None and context.planning.saved.needs_whole_batches
     return saved or context.scoping.stages_seen or bool(context.config["mesh.auto_parallel"])
 
 
 def find_whole_dataset(data: Any) -> Any:
-    """The dataset of whole batches behind one that the script gave to ``wh.shard``; other data as it is."""
+    """Returns the dataset of whole batches behind one passed through ``wh.shard``; other data unchanged."""
     return data.whole if isinstance(data, ShardedDataset) else data
 
 
 @dataclass(frozen=True)
 class _ArrayBatches:
-    """Batches of which this rank takes its rows from the arrays, and no others.
+    """Batches for which this rank reads only its own rows from the arrays.
 
     ``dataset`` yields (rows of the whole batch, the rows of this rank).
     """
@@ -119,10 +121,10 @@ class _ArrayBatches:
 
 
 def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBatches | None:
-    """``dataset`` with fewer indices in each batch, if Keras made it from arrays by indices of their rows.
+    """Returns ``dataset`` with only this rank's indices in each batch, if Keras created it from arrays by row indices.
 
-    Keras zips batches of indices with the arrays, and a function takes these rows of each. One that reads otherwise is
-    read whole, and cut.
+    Keras zips batches of indices with the arrays, and a function takes these rows of each. Other datasets are
+    read whole, and sliced.
     """
     while type(dataset).__name__ in UNCHANGED:
         dataset = dataset._input_dataset

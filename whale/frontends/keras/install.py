@@ -1,6 +1,6 @@
-"""Puts Whale's methods in the place of Keras' own, now or when Keras is imported.
+"""Replaces Keras' methods by Whale's, now or when Keras is imported.
 
-They do what Keras' own do while no run goes on, so they stay: after ``wh.shutdown`` a model trains as it did before.
+Without a run they do the same as Keras' own, so they stay: after ``wh.shutdown`` a model trains as before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGES = ("keras", "tf_keras")
 
 
 def install() -> None:
-    """Changes the Keras that is imported, and any that will be."""
+    """Patches the imported Keras packages, and those imported later."""
     change_when_imported(PACKAGES, _patch)
 
 

@@ -1,4 +1,4 @@
-"""Keras 2 and tf_keras: models' functions take their steps over the ranks, and epochs read this rank's rows."""
+"""Patches Keras 2 and tf_keras: models' functions run their steps over the ranks, and epochs read this rank's rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whale.runtime.input.traces import once_in_a_trace
 
 
 def patch_keras2(package: str) -> None:
-    """Puts the methods below in the place of those of ``keras`` or ``tf_keras``."""
+    """Replaces methods of ``keras`` or ``tf_keras`` by those below."""
     training = importlib.import_module(f"{package}.src.engine.training")
     layer = importlib.import_module(f"{package}.src.engine.base_layer").Layer
     data_adapter = importlib.import_module(f"{package}.src.engine.data_adapter")
@@ -54,7 +54,7 @@ def patch_keras2(package: str) -> None:
 def _make_function(
     what: str, concat: Callable[..., Any], original: Callable[..., Any], model: Any, force: bool = False
 ) -> Any:
-    """``make_train_function``, ``make_test_function`` and ``make_predict_function``."""
+    """Replaces ``make_train_function``, ``make_test_function`` and ``make_predict_function``."""
     name = f"{what}_function"
     context = find_new_run(model, name, getattr(model, name), force)
     if context is None:
@@ -73,7 +73,7 @@ def _make_function(
         return tf.nest.map_structure(lambda a, b: concat([a, b]), one, other)
 
     def function(iterator: Iterator[Any]) -> Any:
-        """As Keras 2 does, a number of batches at once; of what is predicted all, else what the last one gives."""
+        """Runs several batches at once, as Keras 2 does; returns all predictions, else the last batch's result."""
         steps = model._steps_per_execution
         found: list[Any] = []
         for i, batch in enumerate(itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item()))):
@@ -93,18 +93,20 @@ def _make_function(
 
 
 def _make_legacy_seed(original: Callable[[Any], Any], generator: Any) -> Any:
-    """A layer with a seed gives the next one to each operation of a trace."""
+    """Replaces the seed generator's method: a layer with a seed gives the next seed to each operation of a trace."""
     return once_in_a_trace(functools.partial(original, generator))
 
 
 def _begin_epochs(original: Callable[..., None], handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Takes the place of the constructor of what a loop reads: shuffles without a seed are alike on all ranks."""
+    """Replaces the data handler's constructor: shuffles without a seed are equal on all ranks."""
     with common_seed():
         original(handler, *args, **kwargs)
 
 
 def _configure_dataset(original: Callable[..., Any], handler: Any, *args: Any, **kwargs: Any) -> None:
-    """Which batches a loop of Keras reads; ``distribute=False`` is for layers that adapt, on all ranks alike."""
+    """Returns the batches that a loop of Keras reads; ``distribute=False`` is for adapting layers, equally on all
+    ranks.
+    """
     original(handler, *args, **kwargs)
     context = find_running()
     assert context is not None

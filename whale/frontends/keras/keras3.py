@@ -1,4 +1,4 @@
-"""Keras 3: models' functions take their steps over the ranks, and epochs read this rank's rows."""
+"""Patches Keras 3: models' functions run their steps over the ranks, and epochs read this rank's rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from whale.runtime.input.common_seed import common_seed
 
 
 def patch_keras3() -> None:
-    """Puts the methods below in the place of Keras 3's."""
+    """Replaces methods of Keras 3 by those below."""
     from keras.src.backend.tensorflow import core, trainer
     from keras.src.backend.tensorflow import distribution_lib as backend
     from keras.src.backend.tensorflow.core import Variable
@@ -63,7 +63,7 @@ def patch_keras3() -> None:
 
 
 def _make_function(what: str, original: Callable[..., Any], model: Any, force: bool = False) -> Any:
-    """``make_train_function`` and ``make_test_function``."""
+    """Replaces ``make_train_function`` and ``make_test_function``."""
     name = f"{what}_function"
     context = find_new_run(model, name, getattr(model, name), force)
     if context is None:
@@ -106,7 +106,7 @@ def _make_predict_function(concat: Callable[..., Any], original: Any, model: Any
 def _compile_loss(
     original: Callable[..., Any], losses: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The sum of a model's losses; those of single outputs are averaged as plain Keras averages them."""
+    """Computes the sum of a model's losses; losses of single outputs are averaged as in plain Keras."""
     if not rows_unknown.get():
         return original(losses, y_true, y_pred, *args, **kwargs)
     if not losses.built:
@@ -125,7 +125,7 @@ def _update_without_rows(update_state: Callable[..., Any], values: Any, sample_w
 
 
 def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwargs: Any) -> None:
-    """Takes the place of the constructor of what a loop reads: shuffles without a seed are alike on all ranks."""
+    """Replaces the epoch iterator's constructor: shuffles without a seed are equal on all ranks."""
     fit = elastic_fit.find_current()
     epochs._whale_fit = fit, "" if fit is None else fit.next_kind()
     with _use_common_seeds(epochs, "begun"), common_seed():
@@ -133,19 +133,19 @@ def _begin_epochs(original: Callable[..., None], epochs: Any, *args: Any, **kwar
 
 
 def _use_common_seeds(epochs: Any, what: str, again: bool = False) -> AbstractContextManager[tuple[bool, bool]]:
-    """In a process that has joined, data are made as the others have made them: ``Fit.use_common_seeds``."""
+    """Creates data as the other ranks did, in a process that has joined: see ``FitCall.use_common_seeds``."""
     fit, kind = epochs._whale_fit
     return nullcontext((False, again)) if fit is None else fit.use_common_seeds(f"{kind}/{what}", again)
 
 
 def _iterate_steps(original: Callable[[Any], Iterator[Any]], epochs: Any) -> Iterator[Any]:
-    """The numbered steps of an epoch."""
+    """Yields the numbered steps of an epoch."""
     fit, kind = epochs._whale_fit
     return fit.iterate_steps(epochs, original(epochs)) if kind == elastic_fit.TRAINING else original(epochs)
 
 
 def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
-    """The batches of an epoch; a dataset is taken apart once, so that a shuffle goes on to its next order."""
+    """Returns the batches of an epoch; a dataset is analysed once, so that a shuffle advances to its next order."""
     context = find_running()
     assert context is not None
     known = getattr(epochs, "_whale_fed", None)
@@ -168,6 +168,6 @@ def _get_iterator(original: Callable[[Any], Any], epochs: Any) -> Any:
 
 
 def _is_repeating_order(adapter: Any) -> bool:
-    """Whether Keras' dataset would have the same order in each epoch, because of a seed that the script has not set."""
+    """Tells whether Keras' dataset would have the same order in each epoch, because of a seed not set by the script."""
     shuffles = type(adapter).__name__ == "ArrayDataAdapter" and adapter._shuffle
     return bool(shuffles) and tf_context.global_seed() is None

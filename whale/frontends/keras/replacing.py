@@ -1,4 +1,4 @@
-"""Replaces methods of Keras by Whale's during a run that distributes them; else they do what they always did."""
+"""Replaces methods of Keras by Whale's during a run that distributes them; otherwise they are unchanged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from whale.runtime.context import find_running
 
 
 def replace_method(kind: type, name: str, new: Callable[..., Any], before: Callable[[Any], None] | None = None) -> None:
-    """Replaces a method: during a run ``new(original, self, ...)`` runs where ``kind.name(self, ...)`` is called.
+    """Replaces a method: during a run ``new(original, self, ...)`` is called instead of ``kind.name(self, ...)``.
 
     Args:
-      before: called with the object where no run goes on, before the method.
+      before: without a run, called with the object before the method.
     """
     setattr(kind, name, _wrap_during_run(getattr(kind, name), new, before))
 

@@ -1,4 +1,6 @@
-"""Saves and loads models in a run: all ranks call it, and the first writes whole values, also of sharded variables."""
+"""Saves and loads models in a run: all ranks take part, and the first writes whole values, also of sharded
+variables.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=
 
 
 def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces what writes a model or its weights to ``filepath``."""
+    """Replaces the methods that write a model or its weights to ``filepath``."""
     context = find_running()
     assert context is not None
     if _saving.get() is model:
@@ -37,13 +39,13 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
 
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces what reads weights into a model: it runs after the first rank has written them."""
+    """Replaces the methods that read weights into a model: they run after the first rank has written them."""
     wait_until_written(filepath)
     return original(model, filepath, *args, **kwargs)
 
 
 def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces what reads a model: it runs after the first rank has written it."""
+    """Replaces the function that reads a model: it runs after the first rank has written it."""
     wait_until_written(filepath)
     return original(filepath, *args, **kwargs)
 
@@ -56,10 +58,10 @@ def wait_until_written(filepath: Any) -> None:
 
 
 def wait_for_first_rank(what: str) -> None:
-    """Waits until whatever the first rank saved before is written; collective.
+    """Waits until the first rank has finished writing; collective.
 
     Args:
-      what: what they wait for, for the message if one does not come.
+      what: what the ranks wait for, for the message if a rank does not arrive.
     """
     context = find_running()
     assert context is not None
@@ -79,7 +81,7 @@ def _find_key(filepath: Any) -> str:
 
 
 def _list_variables(model: Any) -> list[Any]:
-    """Returns the variables of a model and its optimizer, or what wraps them."""
+    """Returns the variables of a model and its optimizer, or wrappers of them."""
     found = list(model.variables)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:

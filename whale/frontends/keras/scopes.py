@@ -1,4 +1,4 @@
-"""Runs layers in the scope of Whale inside which they were created, or put into a functional model, in every step."""
+"""Runs each layer in the Whale scope in which it was created, or called to build a functional model, in every step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def call_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: A
 
 
 def enter_name_scope(original: Callable[..., Any], scope: Any) -> Any:
-    """Replaces entering a name scope of Keras 3: operations are called by the layer's path, as variables are.
+    """Replaces entering a name scope of Keras 3, so that operations are named by the layer's path, like variables.
 
     TensorFlow would number a scope that is entered again, and Keras enters most of them twice; ``wh.annotate`` could
     not tell the second scope of `dense` from a layer `dense_1`.

@@ -1,4 +1,4 @@
-"""What Keras calls for a batch: the model's step as a ``wh.function`` of the batch's tensors."""
+"""Implements the callables of Keras for a batch: the model's step as a ``wh.function`` of the batch's tensors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 class BatchStep:
-    """A step over batches of one structure or several; for each it is a ``wh.function`` of the tensors.
+    """A step over batches of one or several structures; for each it is a ``wh.function`` of the tensors.
 
-    Taking a nested batch apart for every call would cost more than calling the step.
+    Flattening a nested batch in every call would cost more than calling the step.
 
     Args:
-      name: what plans and messages call it.
+      name: used in plans and messages.
       step: takes a batch, returns a structure of tensors.
       jit_compile: whether the step asks for XLA.
-      autograph: whether Python's control flow over tensors is rewritten, as this Keras does or does not.
+      autograph: whether Python's control flow over tensors is rewritten, as in this Keras.
     """
 
     def __init__(self, name: str, step: Callable[[Any], Any], jit_compile: bool, autograph: bool) -> None:
@@ -46,11 +46,11 @@ class BatchStep:
         self._latest: tuple[Any, Hashable] = (None, None)  # what iterators yield, and the trace for it
 
     def trace(self, batches: Any, slot: int = 0) -> tuple[Hashable, int]:
-        """Which of its traces plain Keras would take.
+        """Returns which of its traces plain Keras would use.
 
         Args:
-          batches: what its function is given: an iterator, which tells what its elements are, or a batch or several.
-          slot: which of several times that the trace takes the step.
+          batches: the argument of its function: an iterator with element types, or one or several batches.
+          slot: position of the step among those that the trace runs.
         """
         specs = getattr(batches, "element_spec", None)
         if specs is not None and specs is self._latest[0]:
@@ -120,13 +120,15 @@ def _has_same_structure(one: Any, other: Any) -> bool:
 
 
 def list_named_parts(structure: Any) -> list[tuple[str, Any]]:
-    """(name, leaf) in the order of tf.nest.flatten: x, y and sample_weight, with keys and positions behind."""
+    """Returns (name, leaf) in the order of tf.nest.flatten: x, y and sample_weight, with keys and positions
+    appended.
+    """
     parts = structure if isinstance(structure, tuple) and len(structure) <= len(_PARTS) else (structure,)
     return [leaf for name, part in zip(_PARTS, parts) for leaf in list_named_leaves(name, part)]
 
 
 def find_new_run(model: Any, name: str, made_now: Any, force: bool) -> Context | None:
-    """The run for which the function ``name`` of a model is to be made; None: the one that it has is right.
+    """Returns the run for which the function ``name`` of a model has to be created; None: the present one is valid.
 
     Args:
       made_now: the model's function; None where it has none.
@@ -161,18 +163,18 @@ def find_new_run(model: Any, name: str, made_now: Any, force: bool) -> Context |
 
 
 def mark_for_run(function: Any, context: Context) -> Any:
-    """``function``, marked as one that takes its steps over the ranks of this run."""
+    """Marks ``function`` as distributed over the ranks of this run, and returns it."""
     function._whale_run = weakref.ref(context)
     return function
 
 
 def forget_ended(model: Any, name: str) -> None:
-    """Lets a model make its function ``name`` anew, if it has one of a run that is over."""
+    """Removes a model's function ``name`` if it belongs to a run that is over, so that it is created again."""
     if hasattr(getattr(model, name, None), "_whale_run"):
         setattr(model, name, None)
 
 
 def _is_made_by_keras(made: Any) -> bool:
-    """Whether Keras made a function, before the run began, or in ``wh.function`` around it."""
+    """Tells whether Keras created a function, before the run began, or inside ``wh.function``."""
     python = getattr(made, "_python_function", getattr(made, "python_function", made))
     return str(getattr(python, "__module__", "")).startswith(("keras.", "tf_keras."))

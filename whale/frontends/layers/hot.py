@@ -1,10 +1,10 @@
-"""Keeps on every rank those rows of a table that nearly every part of a batch asks for; the others stay where they are.
+"""Replicates those rows of a table that nearly every part of a batch uses; the others stay sharded.
 
-By rows, the owner of such a row sends it to every rank, and adds up what comes back from each: with a skewed access
-pattern the ranks that have the hot rows send most of what is sent. Where these lie on every rank, their gradients are
+With sharding by rows, the owner of such a row sends it to every rank, and sums the gradients from each: with a skewed
+access pattern the ranks with hot rows send most of the traffic. If these are replicated, their gradients are
 all-reduced, which costs all ranks the same.
 
-``look_up`` looks ids up among them. ``hot_ids`` finds, from a sample of batches, the rows of a table for which it pays.
+``look_up`` looks ids up among them. ``hot_ids`` finds, from a sample of batches, the rows for which it pays.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> 
 
 
 def look_up(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Looks ids [n] up among the hot ones.
+    """Looks up ids [n] among the hot ones.
 
     Args:
       hot_ids: sorted [k]; hot_rows: their rows [k, width].
 
     Returns:
-      (hot rows of the ids [n, width], with some row where an id is not hot; whether each id is hot; ids for the
-      table's other rows, where one id stands for all hot ones).
+      (hot rows of the ids [n, width], with any row for an id that is not hot; whether each id is hot; ids for the
+      table's other rows, where one id replaces all hot ones).
     """
     count, width = hot_rows.shape
     known = tf.cast(tf.convert_to_tensor(hot_ids), ids.dtype)
@@ -77,7 +77,7 @@ def look_up(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tupl
 
 
 def make_like(initializer: Any) -> Any:
-    """Returns an initializer of the same kind that draws other numbers: hot rows do not begin as other ids' rows do."""
+    """Returns an initializer of the same kind with other random numbers, so that hot rows differ from other rows."""
     if not hasattr(initializer, "get_config"):
         return initializer
     config = initializer.get_config()

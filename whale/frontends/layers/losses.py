@@ -1,7 +1,7 @@
-"""Computes losses over classes that ``wh.split`` divides, and how often the right class is among the first.
+"""Computes losses, and top-k accuracy, over classes that ``wh.split`` divides.
 
-All of them are plain TensorFlow. Called under ``with wh.split():`` they bring neither logits nor weights together: what
-moves are features, labels, and some numbers for each row.
+All of them are plain TensorFlow. Under ``with wh.split():`` they gather neither logits nor weights: only
+features, labels, and some numbers for each row are communicated.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def _compute_margin_loss(
 
 
 def _compute_cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
-    """Returns the cosines of rows and classes. Norms divide the product: normalised weights would be as large again."""
+    """Returns the cosines between rows and classes. Norms divide the product, since normalised weights would double
+    memory.
+    """
     table = tf.convert_to_tensor(weights)
     norm = tf.maximum(_sum_squares(table), 1e-12)
     return tf.nn.l2_normalize(features, -1) @ table * tf.math.rsqrt(norm)
@@ -138,12 +140,12 @@ def _compute_cosine(features: tf.Tensor, weights: Any) -> tf.Tensor:
 
 @tf.custom_gradient
 def _sum_squares(table: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Returns the sum of squares of each column; its gradient makes one tensor of the table's size, not three."""
+    """Returns the sum of squares of each column; its gradient allocates one tensor of the table's size, not three."""
     return tf.reduce_sum(tf.square(table), 0), lambda slope: 2.0 * slope * table
 
 
 def _find_places(labels: tf.Tensor) -> tf.Tensor:
-    """Returns where the labels' logits are: [rows, 2]."""
+    """Returns the indices of the labels' logits: [rows, 2]."""
     labels = tf.cast(labels, tf.int32)
     return tf.stack([tf.range(tf.shape(labels)[0]), labels], -1)
 

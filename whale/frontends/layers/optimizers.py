@@ -1,8 +1,8 @@
-"""Implements optimizers of tables, whose steps cost what they touch.
+"""Implements lazy optimizers of tables, which update only the rows that have a gradient.
 
 A Keras optimizer with moments changes every row of a table in every step, also those whose id no example has: their
-moments fade. ``lazy`` leaves rows without a gradient alone. That is another method than the optimizer's own (but for
-SGD without momentum and Adagrad, where rows without a gradient stay as they are), so it has to be asked for. On one
+moments decay. ``lazy`` skips rows without a gradient. That differs from the optimizer's own method (but for
+SGD without momentum and Adagrad, where rows without a gradient do not change), so it has to be asked for. On one
 device it computes the same as over ranks.
 """
 
@@ -19,7 +19,7 @@ from whale.runtime.variables.in_files import find_folder, keep_in_files
 
 
 class _Rows:
-    """Some rows of a variable, with the interface by which a Keras optimizer reads and assigns a variable."""
+    """Some rows of a variable, with the interface through which a Keras optimizer reads and assigns a variable."""
 
     def __init__(self, variable: Any, ids: tf.Tensor) -> None:
         self.variable = find_tensor(variable)
@@ -32,13 +32,13 @@ class _Rows:
         return self.now if dtype is None else tf.cast(self.now, dtype)
 
     def begin_anew(self, fresh: tf.Tensor, first: float) -> None:
-        """Resets rows of ids that are new to their slots to the first value of a new variable."""
+        """Resets rows whose slots got new ids to their initial value."""
         for _ in self.now.shape[1:]:
             fresh = tf.expand_dims(fresh, -1)
         self.now = tf.where(fresh, tf.constant(first, self.now.dtype), self.now)
 
     def write(self) -> None:
-        """Writes what was assigned into the variable."""
+        """Writes the assigned rows into the variable."""
         if self.now is not self.read:
             write(self.variable, self.ids, self.now)
 
@@ -87,28 +87,28 @@ class _RowOptimizer:
         return self._index
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Assigns to rows; what has no rows is assigned as ever."""
+        """Assigns to rows; assigns variables without rows as usual."""
         if isinstance(variable, _Rows):
             variable.now = tf.cast(value, variable.now.dtype)
         else:
             self._of.assign(variable, value)
 
     def assign_add(self, variable: Any, value: Any) -> None:
-        """Adds to rows; what has no rows is assigned as ever."""
+        """Adds to rows; adds to variables without rows as usual."""
         if isinstance(variable, _Rows):
             variable.now += tf.cast(value, variable.now.dtype)
         else:
             self._of.assign_add(variable, value)
 
     def assign_sub(self, variable: Any, value: Any) -> None:
-        """Subtracts from rows; what has no rows is assigned as ever."""
+        """Subtracts from rows; subtracts from variables without rows as usual."""
         if isinstance(variable, _Rows):
             variable.now -= tf.cast(value, variable.now.dtype)
         else:
             self._of.assign_sub(variable, value)
 
     def write(self) -> None:
-        """Writes all rows that were assigned into their variables."""
+        """Writes all assigned rows into their variables."""
         for rows in self._seen.values():
             rows.write()
         if self._fresh is not None:
@@ -116,12 +116,14 @@ class _RowOptimizer:
 
 
 def _find_fresh(variable: Any) -> Any:
-    """Returns which slots of a dynamic table have a new id since they were last trained; None: it is not dynamic."""
+    """Returns which slots of a dynamic table got a new id since they were last trained; None: it is not dynamic."""
     return getattr(find_tensor(variable), "_whale_fresh", None)
 
 
 def _find_first_state(optimizer: Any) -> dict[str, float]:
-    """Returns the first value of each kind of an optimizer's state, from an equal optimizer that has taken no step."""
+    """Returns the initial value of each kind of an optimizer's state, from an equal optimizer that has taken no
+    step.
+    """
     with tf.init_scope():
         like = type(optimizer).from_config(optimizer.get_config())
         type(optimizer).build(like, [tf.Variable([[0.0]])])
@@ -146,12 +148,12 @@ def _require_keras_3(kind: type) -> None:
 def lazy(optimizer: Any) -> Any:
     """Makes a Keras 3 optimizer change only the rows that have a gradient, and returns it.
 
-    For a variable whose gradient has rows (``tf.IndexedSlices``: embeddings), the gradient's rows of one id are added
-    up, and the optimizer's own step is taken with these rows of the variable and of its moments. Other variables are
-    updated as ever. Call it again for an optimizer that was loaded.
+    If the gradient of a variable has rows (``tf.IndexedSlices``: embeddings), the gradient's rows of one id are summed,
+    and the optimizer's own step is taken with these rows of the variable and of its moments. Other variables are
+    updated as usual. Call it again for an optimizer that was loaded.
 
     Raises:
-      ProgramError: the optimizer is none of Keras 3, or does something to whole variables in each step.
+      ProgramError: the optimizer is not one of Keras 3, or changes whole variables in each step.
     """
     _require_keras_3(type(optimizer))
     for name in ("weight_decay", "use_ema", "gradient_accumulation_steps"):
@@ -230,7 +232,7 @@ class RowWiseAdagrad(tf.keras.optimizers.Optimizer):  # type: ignore[misc]
             )  # fmt: skip
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Changes a variable, or some rows of one."""
+        """Updates a variable, or some rows of one."""
         gradient = tf.convert_to_tensor(gradient)
         sums = self._sums[self._get_variable_index(variable)]
         others = list(range(1, len(gradient.shape)))

@@ -56,7 +56,7 @@ class Vocabulary:
         self.clock = add("clock", (), "int64", 0)
 
     def find_slots(self, ids: tf.Tensor) -> tf.Tensor:
-        """Returns the slots of ids [n], int64; for those that have none, the last one. Changes nothing."""
+        """Returns the slots of ids [n], int64; the last slot for ids without one. Changes nothing."""
         at = self._find_bucket(ids)
         hit = self._find_hits(ids, at)
         return self._choose(tf.reduce_any(hit, 1), at, tf.argmax(hit, 1))

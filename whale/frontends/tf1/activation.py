@@ -1,4 +1,4 @@
-"""Decides whether what a script makes of TensorFlow 1 is Whale's at the moment, for patched methods to ask."""
+"""Decides whether TensorFlow 1 objects of a script are Whale's at the moment, for patched methods."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _asked: contextvars.ContextVar[bool | None] = contextvars.ContextVar("asked", de
 
 
 def find_spread_run() -> Context | None:
-    """Returns the context of the run over which sessions are spread; None: TensorFlow does what it always does.
+    """Returns the run over which sessions are distributed; None: TensorFlow's own behaviour applies.
 
-    A run of one rank is left alone as well, unless it is configured or measured.
+    This is also None for a run of one rank, unless it is configured or measured.
     """
     context = find_running()
     if context is None or _asked.get() is not None:
@@ -33,14 +33,14 @@ def find_spread_run() -> Context | None:
 
 
 def find_following_run() -> Context | None:
-    """Returns the context of a run in which this rank is not the one that writes files; None: it writes."""
+    """Returns the run if this rank is not the one that writes files; None: it writes."""
     context = find_spread_run()
     return context if context is not None and context.has_other_processes and context.rank > 0 else None
 
 
 @contextmanager
 def leave_alone() -> Iterator[None]:
-    """Leaves this rank to itself inside: sessions are TensorFlow's own, and files are written."""
+    """Makes this rank independent inside the context: sessions are TensorFlow's own, and files are written."""
     token = _asked.set(False)
     try:
         yield
@@ -50,7 +50,7 @@ def leave_alone() -> Iterator[None]:
 
 @contextmanager
 def force_sessions() -> Iterator[None]:
-    """Makes sessions Whale's inside, in any run."""
+    """Makes sessions created inside Whale's, in any run."""
     token = _asked.set(True)
     try:
         yield
@@ -73,7 +73,7 @@ def replace_method(kind: Any, name: str, new: Callable[..., Any]) -> None:
 
 
 def replace_function(original: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Replaces a function by ``new(original, ...)`` under every name by which a module knows it, the script's too."""
+    """Replaces a function by ``new(original, ...)`` under every name that refers to it, in scripts as well."""
 
     @functools.wraps(original)
     def call_replacement(*args: Any, **kwargs: Any) -> Any:

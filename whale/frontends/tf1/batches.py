@@ -1,4 +1,4 @@
-"""Reads the parts that make a session's batch on the ranks that are to read them, and joins them."""
+"""Reads the parts of a session's batch on the ranks that provide them, and joins them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Read = Callable[[], Sequence[np.ndarray]]
 
 
 def find_batch_readers(context: Context, graph: tf.Graph) -> BatchReaders | None:
-    """Returns which ranks bring the batches of runs of ``graph``; None: the first rank, or whoever feeds, brings the
-    whole one.
+    """Returns the ranks that provide the batches for runs of ``graph``; None: the first rank, or the feeding one,
+    provides the whole batch.
     """
     if context.planning.meaning is not None:
         return context.planning.meaning.find_batch_readers(graph)
@@ -34,11 +34,11 @@ def find_batch_readers(context: Context, graph: tf.Graph) -> BatchReaders | None
 
 
 def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context: Context) -> list[np.ndarray]:
-    """Reads this rank's part of a batch, or the whole batch, which all ranks then have. Collective.
+    """Reads this rank's part of a batch, or the whole batch on all ranks. Collective.
 
     Args:
-      read: brings one part.
-      names: what a person calls the values.
+      read: reads one part.
+      names: of the values, for messages.
 
     Raises:
       tf.errors.OpError: a rank could not read its part; on every rank.
@@ -66,7 +66,7 @@ def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context:
 def join_fed_parts(
     feeds: Mapping[tf.Tensor, np.ndarray], batches: BatchReaders | None, context: Context
 ) -> Mapping[tf.Tensor, np.ndarray]:
-    """Returns what a run is fed with: joins what all readers have fed, where every rank is to have the whole batch."""
+    """Joins the feeds of all readers if every rank needs the whole batch; else returns the feeds unchanged."""
     if batches is None or not batches.whole or not feeds or not context.has_other_processes:
         return feeds
     once = BatchReaders(batches.readers, whole=True)
@@ -75,10 +75,10 @@ def join_fed_parts(
 
 
 def replace_fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """Replaces a rank's rows of batches (`ShardedTensor`) in ``feed_dict`` by tensors, and returns the rows of every
-    rank as well.
+    """Replaces a rank's rows of batches (`ShardedTensor`) in ``feed_dict`` by tensors; also returns the rows of every
+    rank.
 
-    Steps in stages take whole batches: the parts of one are brought together. Collective then.
+    Steps with stages take whole batches: their parts are gathered. Collective then.
 
     Raises:
       ProgramError: the rows are those of another run.
@@ -128,12 +128,12 @@ def wrap_with_feed_check(run: Run, context: Context, name: str, number: int, fed
 
 
 def join_parts(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> list[np.ndarray]:
-    """Joins the values of several parts: concatenates rows, and takes everything else as it is in all of them.
+    """Joins the values of several parts: concatenates rows; other values must be equal in all parts.
 
     Rows are values that have as many as the first that has any.
 
     Raises:
-      ProgramError: what is no row differs, or rows have other shapes.
+      ProgramError: other values differ, or rows have different shapes.
     """
     if len(parts) == 1:
         return [np.asarray(v) for v in parts[0]]
@@ -155,7 +155,7 @@ def join_parts(parts: Sequence[Sequence[np.ndarray]], names: Sequence[str]) -> l
 
 
 def refuse_fixed_rows(shapes: Mapping[tf.Tensor, Sequence[int]]) -> None:
-    """Raises ProgramError where a graph was built for a fixed number of rows, and the global batch has another."""
+    """Raises ProgramError if a graph was built for a fixed number of rows, and the global batch has another."""
     for tensor, shape in shapes.items():
         fixed = tensor.shape.as_list() if tensor.shape.rank is not None else None
         if fixed and len(fixed) == len(shape) and fixed[0] not in (None, shape[0]) and shape:

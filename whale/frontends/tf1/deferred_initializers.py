@@ -1,7 +1,7 @@
-"""Defers assignments of a session's runs: of first values, and of values out of checkpoints.
+"""Defers assignments in a session's runs: of initial values, and of values from checkpoints.
 
-A run that only gives variables their first values, or restores them, says nothing about their layout. Its assignments
-are recorded, and carried out by the first run that uses the variable: part by part where that run's plan divides it.
+A run that only initialises or restores variables says nothing about their layout. Its assignments
+are recorded, and executed by the first run that uses the variable: part by part if that run's plan divides it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whale.runtime.variables.partial_initializers import LITTLE_BYTES, DeferredI
 
 @dataclass(frozen=True)
 class RestoredValue:
-    """A value out of a checkpoint: ``prefix`` is the tensor that names its files."""
+    """A value from a checkpoint: ``prefix`` is the tensor that names its files."""
 
     prefix: tf.Tensor
     key: str
@@ -33,7 +33,7 @@ class RestoredValue:
 
     @property
     def digest(self) -> str:
-        """Returns what identifies the value in the fingerprint of a run."""
+        """Returns a digest that identifies the value in the fingerprint of a run."""
         return self.key
 
     def make_initial(self, path: str) -> DeferredInitial:
@@ -44,7 +44,7 @@ class RestoredValue:
 
 @dataclass(frozen=True)
 class DeferredAssignments:
-    """The assignments of a run that are deferred: name of the node -> (name of the variable, what it assigns)."""
+    """The deferred assignments of a run: name of the node -> (name of the variable, assigned value)."""
 
     found: Mapping[str, tuple[str, RecordedInitializer | RestoredValue]]
 
@@ -95,8 +95,8 @@ def _read_shapes(path: str) -> dict[str, list[int]]:
 
 
 def find_deferred(captured: Captured, graph: tf.Graph) -> DeferredAssignments:
-    """Finds the assignments of a captured run of ``graph`` that can be deferred: their values do not depend on what is
-    fed.
+    """Finds the assignments of a captured run of ``graph`` that can be deferred: their values do not depend on
+    feeds.
     """
     program, fed = captured.program, frozenset(captured.fed)
     found: dict[str, tuple[str, RecordedInitializer | RestoredValue]] = {}

@@ -1,4 +1,4 @@
-"""Adapts ``tf.estimator`` (TensorFlow up to 2.15), whose sessions are Whale's, in its configuration and its exports."""
+"""Patches ``tf.estimator`` (TensorFlow up to 2.15), whose sessions are Whale's: its configuration and its exports."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _broadcast(data: bytes | None, context: Context) -> bytes:
 
 
 def _export_on_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces exports: the first rank exports a checkpoint in a session of its own, and tells the others where."""
+    """Replaces exports: the first rank exports a checkpoint in a session of its own, and sends the others the path."""
     context = find_spread_run()
     if context is None:
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Lets only the first rank write the files that a script of TensorFlow 1 writes in Python, beside its runs."""
+"""Lets only the first rank write the files that a TensorFlow 1 script writes in Python, outside of session runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _saving: contextvars.ContextVar[bool] = contextvars.ContextVar("saving", default
 
 
 def patch_writers() -> None:
-    """Patches what writes files to write on one rank."""
+    """Patches the functions that write files to write on one rank."""
     replace_method(saver.Saver, "save", _save)
     replace_method(saver.Saver, "export_meta_graph", _export_meta_graph)
     for name in ("update_checkpoint_state_internal", "_delete_file_if_exists"):
@@ -30,7 +30,7 @@ def patch_writers() -> None:
 
 
 def _save(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``Saver.save``: no rank goes on before the first has written all that belongs to the checkpoint."""
+    """Replaces ``Saver.save``: all ranks wait until the first has written all files of the checkpoint."""
     context = find_spread_run()
     token = _saving.set(True)
     try:
@@ -59,7 +59,7 @@ def _write_graph(original: Any, graph: Any, logdir: Any, name: Any, *args: Any, 
 
 
 class _NullWriter:
-    """A writer that takes events and writes none."""
+    """A writer that discards events."""
 
     def __init__(self, logdir: Any) -> None:
         self._logdir = str(logdir)

@@ -1,4 +1,4 @@
-"""Replaces TensorFlow 1's sessions, and what writes files beside them, by Whale's while a run goes on."""
+"""Replaces TensorFlow 1's sessions, and Python code that writes files, by Whale's during a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SWITCHES = {
 
 
 def install() -> None:
-    """Changes TensorFlow once; where no run goes on it does what it always did. Each run turns its switches on."""
+    """Patches TensorFlow once; without a run it behaves as before. Each run enables its switches."""
     if not hasattr(session.Session, "_whale_changed"):
         session.Session._whale_changed = True
         patch_sessions()
@@ -65,7 +65,7 @@ def _make_session(kind: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_monitored(original: Any, master: str = "", is_chief: bool = True, *args: Any, **kwargs: Any) -> Any:
-    """Makes every rank a chief, so that all have the same hooks and make the same runs."""
+    """Makes every rank a chief, so that all have the same hooks and runs."""
     return original(master, is_chief or find_spread_run() is not None, *args, **kwargs)
 
 
@@ -77,7 +77,7 @@ def _init_supervisor(original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def patch_gradients() -> None:
-    """Patches ``tf.gradients``, and a tape's, to scale losses and unscale gradients during such a run."""
+    """Patches ``tf.gradients``, and a tape's, to scale losses and unscale gradients during a float16 run."""
     replace_method(tf.GradientTape, "gradient", _wrap_tape_gradient)
     replace_method(gradients_util, "_GradientsHelper", _wrap_graph_gradients)
 
@@ -100,7 +100,7 @@ def _wrap_graph_gradients(original: Any, *args: Any, **named: Any) -> Any:
 
 
 def patch_switches() -> None:
-    """Patches ``disable_v2_behavior`` to leave both as they are during a run."""
+    """Patches ``disable_v2_behavior`` so that it keeps resource variables and control flow v2 during a run."""
     for _, name, _ in _SWITCHES.values():
         replace_function(getattr(tf.compat.v1, name), _keep_behavior)
 
@@ -111,7 +111,7 @@ def _keep_behavior(original: Callable[[], None]) -> None:
 
 
 def turn_on_switches() -> None:
-    """Turns on what is off, until the end of the run, and logs it."""
+    """Enables the switches that are off, until the end of the run, and logs it."""
     context = find_spread_run()
     if context is None:
         return
@@ -148,7 +148,7 @@ def _follow_first_rank(mine: bool, context: Context) -> bool:
 
 
 def _start(original: Any, thread: Any) -> None:
-    """Replaces the start of a thread that acts every few seconds: it acts between the session's runs.
+    """Replaces the start of a thread that acts every few seconds: it acts between the session's runs instead.
 
     Threads of several ranks would make their runs in different orders.
     """
@@ -158,7 +158,7 @@ def _start(original: Any, thread: Any) -> None:
         return
     if thread._timer_interval_secs is None:
         raise ProgramError(
-            "a thread that acts without pause cannot be spread over ranks",
+            "a thread that acts without pause cannot be distributed",
             given=f"{type(thread).__name__} without timer_interval_secs",
             expected="seconds between its turns, or a queue runner",
             action="give it timer_interval_secs, or act in the loop that trains",

@@ -1,4 +1,4 @@
-"""Feeds the loss scale for float16 to a session's runs, and adjusts it by whether their gradients were finite."""
+"""Feeds the loss scale for float16 to a session's runs, and adjusts it after overflows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class ScaledLosses:
     def extend_run(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]
     ) -> tuple[Mapping[tf.Tensor, np.ndarray], list[tf.Tensor]]:
-        """Returns what a run of ``wanted`` is fed with, and what else it fetches: whether all gradients are finite."""
+        """Returns the feeds and the additional fetches of a run of ``wanted``: the flag whether all gradients are
+        finite.
+        """
         if self._scale is None:
             return feeds, []
         key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
@@ -41,7 +43,7 @@ class ScaledLosses:
         return {**feeds, **fed}, [LossScaleFeed.answer(op) for op in scales]
 
     def update_scale(self, answers: Sequence[Any]) -> None:
-        """Adjusts the scale after a run, by what it answered about its gradients."""
+        """Adjusts the scale after a run, by the fetched flags."""
         if self._scale is not None and answers:
             self._scale.update(all(answers))
 

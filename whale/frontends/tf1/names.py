@@ -1,4 +1,4 @@
-"""Names in the graph in which a session's ranks run: of their variables, and of other resources."""
+"""Names variables and other resources in the graph in which a session's ranks run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from whale.ir.program import Node, Program
 
 
 def find_name(handle: Node) -> str:
-    """What the session knows a variable by."""
+    """Returns the name under which the session knows a variable."""
     return str(handle.attrs.get("shared_name") or handle.name)
 
 
 def make_rank_prefix(position: int) -> str:
-    """Of the names of variables (and tables, queues) of this process's rank number ``position``."""
+    """Returns the prefix of the names of variables (and tables, queues) of this process's rank number ``position``."""
     return f"whale_rank{position}/" if position else ""
 
 
 def rename_resources(program: Program, position: int, on_host: Collection[str]) -> Program:
-    """Variables, tables, queues and iterators are found by name in the session, in every run: by the user's names for
-    the first rank, by others for in-process ranks. One without a shared name goes by its node's, as in TensorFlow.
+    """Renames the resources of a program for the session, where variables, tables, queues and iterators are found by
+    name.
+
+    The first rank's have the user's names, those of in-process ranks others. A resource without a shared name has its
+    node's, as in TensorFlow.
 
     Args:
-      on_host: names of the variables that lie in the host's memory beside an accelerator.
+      on_host: names of the variables in the host's memory beside an accelerator.
     """
     prefix = make_rank_prefix(position)
 

@@ -1,4 +1,4 @@
-"""Makes runs of a session on one rank, those that bring data in or write files, and gives the others its values."""
+"""Executes parts of a session's runs on one rank (reading data, writing files), and sends the others the values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SingleRankRuns:
 
     Args:
       captures: of the user's graph.
-      lock: held while something is captured: queue runners run beside the main thread.
+      lock: held during a capture: queue runners run beside the main thread.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SingleRankRuns:
         self._used: dict[Hashable, list[str]] = {}
 
     def forget(self) -> None:
-        """Forgets the runs, so that they are built again: variables lie in another memory now."""
+        """Forgets the built runs, because variables have moved to other memory."""
         self._runs.clear()
 
     def run_on_first_rank(
@@ -83,7 +83,7 @@ class SingleRankRuns:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[str]:
-        """Returns the variables' names that ``find`` tells of a run whose operations in ``written`` are left out (see
+        """Returns the names of variables that ``find`` finds in a run without the operations in ``written`` (see
         ``remove_work``).
         """
         key = (find, run_key([], wanted, feeds), written)
@@ -102,7 +102,7 @@ class SingleRankRuns:
         written: frozenset[str] = frozenset(),
         and_before: bool = False,
     ) -> list[np.ndarray]:
-        """Runs in this process only; operations in ``written`` do nothing more."""
+        """Runs in this process only; operations in ``written`` are skipped."""
         names = ", ".join(w.name for w in (*fetches, *targets))
         key = ("alone", run_key(fetches, targets, feeds), written)
         with open_span(self._context.trace, names, "input"):
@@ -119,6 +119,6 @@ class SingleRankRuns:
 
 
 def run_key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]) -> Hashable:
-    """Returns a key that tells a run from others: its fetches and targets by name, its feeds by name and shape."""
+    """Returns a key that identifies a run: its fetches and targets by name, its feeds by name and shape."""
     shapes = tuple((t.name, v.shape) for t, v in feeds.items())
     return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes

@@ -1,4 +1,4 @@
-"""Reduces ``SyncReplicasOptimizer`` to the optimizer it wraps: what it waits for, a step of Whale computes at once."""
+"""Replaces ``SyncReplicasOptimizer`` by the optimizer it wraps: Whale's steps are synchronous anyway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whale.runtime.context import Context
 
 
 def patch_optimizers() -> None:
-    """Patches the optimizer to be the one that it wraps, during a run."""
+    """Patches the optimizer to be replaced by the one it wraps, during a run."""
     kind = tf.compat.v1.train.SyncReplicasOptimizer
     replace_method(kind, "__init__", _init)
     replace_method(kind, "apply_gradients", _apply_gradients)

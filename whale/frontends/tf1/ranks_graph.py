@@ -1,4 +1,4 @@
-"""The graph in which a session's ranks run: their programs side by side, with what keeps a state from run to run."""
+"""Builds the graph in which a session's ranks run: their programs side by side, with state kept between runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Run = Callable[[Mapping[tf.Tensor, np.ndarray], tuple[Any, Any]], list[Any]]
 
 
 class RanksGraph:
-    """A graph of its own, and the session that runs it.
+    """A graph for the ranks, and the session that runs it.
 
     Args:
       config: a tf.compat.v1.ConfigProto, as for the user's session.
-      offload: the run's configuration, where variables come to lie in the host's memory.
+      offload: the run's configuration, if variables may be offloaded to the host's memory.
 
     Raises:
-      ConfigError: they cannot, since that is what this session computes in.
+      ConfigError: they may not, since this session computes in the host's memory.
     """
 
     def __init__(self, config: Any, offload: Config | None = None) -> None:
@@ -42,11 +42,13 @@ class RanksGraph:
         self._kept: dict[Hashable, tf.Tensor] = {}  # what later runs read of earlier ones, because it has a state
 
     def close(self) -> None:
-        """Frees what the ranks hold."""
+        """Frees the ranks' memory."""
         self.session.close()
 
     def device(self, op: tf.Operation) -> str:
-        """Where what nothing else says is computed: with the variable that it uses, else beside the host's memory."""
+        """Returns the device of operations without a device: that of their variable, else the one beside the host's
+        memory.
+        """
         handles = [t.op.device for t in op.inputs if t.dtype == tf.resource]
         return str(op.device or next(iter(handles), self._computes))
 
@@ -59,13 +61,13 @@ class RanksGraph:
         alone: bool = False,
         on_host: Collection[str] = (),
     ) -> Run:
-        """The ranks' programs side by side in the graph, as a function of what is fed.
+        """Adds the ranks' programs side by side to the graph, and returns them as a function of the feeds.
 
         Args:
-          name: begins that of the nodes; made unique.
-          arguments: the programs' inputs; fed: names of the tensors of the user's graph that they are fed with.
+          name: prefix of the nodes' names; made unique.
+          arguments: the programs' inputs; fed: names of the tensors of the user's graph that feed them.
           alone: not all ranks make this run, so it must not advance random streams that they share.
-          on_host: names of the variables that lie in the host's memory beside an accelerator.
+          on_host: names of the variables in the host's memory beside an accelerator.
         """
         tag = make_unique_name(name)
         inputs: list[Any] = []
@@ -112,4 +114,4 @@ class RanksGraph:
 
 
 class PlainSession(session.Session):  # type: ignore[misc]
-    """A session of this process alone, whatever stands for ``tf.compat.v1.Session`` at the time."""
+    """A session of this process alone, whatever class replaces ``tf.compat.v1.Session`` at the time."""

@@ -1,4 +1,4 @@
-"""Saves from a session whose variables lie split: each rank writes its parts into the files that a tf Saver names."""
+"""Saves a session's split variables: each rank writes its parts into the files of a tf Saver."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _Part = tuple[str, str, Callable[[], Any]]
 
 
 class CheckpointRuns:
-    """The runs of a session that write checkpoints: on the first rank, but for what others have.
+    """Executes a session's runs that write checkpoints: on the first rank, with parts from other ranks.
 
     Args:
       run_on_all: a run of all ranks, as the session makes it.
-      saves_behind: what writes checkpoints for operations and tensors.
+      saves_behind: returns the SaveV2 operations behind operations and tensors.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class CheckpointRuns:
         feeds: Feeds,
         settings: Settings,
     ) -> list[Any]:
-        """Runs and returns what is fetched, once the files are there; no rank goes on before. Collective between
+        """Runs and returns the fetched values once the files are complete, on all ranks. Collective between
         processes.
 
-        What changes variables runs on all ranks, with the values that are then to be written.
+        Operations that change variables run on all ranks; the files get the new values.
 
         Raises:
-          ProgramError: what changes variables waits for a checkpoint.
+          ProgramError: an operation that changes variables waits for a checkpoint.
           CheckpointError: a rank could not write; on every rank.
         """
         files, rest = [op for op in saves if op.type == "SaveV2"], [*fetches, *targets]
@@ -94,7 +94,9 @@ class CheckpointRuns:
         feeds: Feeds,
         settings: Settings,
     ) -> dict[tf.Tensor, Any]:
-        """Runs all but the ``rest``, which waits for a checkpoint. Returns the fetched and the saved values."""
+        """Runs all operations except ``rest``, which waits for a checkpoint. Returns the fetched and the saved
+        values.
+        """
         tensors = dict.fromkeys(t for t in fetches if t not in rest)
         tensors.update(dict.fromkeys(t for save in files for t in (save.inputs[0], *save.inputs[3:])))
         first = dict.fromkeys(op for op in targets if op not in rest)
@@ -104,8 +106,8 @@ class CheckpointRuns:
     def _write(
         self, files: Sequence[tf.Operation], found: Mapping[tf.Tensor, Any], feeds: Feeds, options: Any
     ) -> frozenset[str]:
-        """Writes what the first rank alone cannot, or what was ``found``. Returns the names of the operations done by
-        that.
+        """Writes the files for which other ranks have parts, or with the values in ``found``. Returns the names of the
+        executed operations.
         """
         done = set()
         for op in files:
@@ -126,16 +128,16 @@ def _list_saved_variables(save: tf.Operation) -> list[str]:
 
 
 def _list_saved_tensors(save: tf.Operation) -> list[tf.Tensor]:
-    """Returns the tensor that names a SaveV2's files, and what it writes that is no variable's value."""
+    """Returns the tensor with a SaveV2's file name, and its inputs that are not a variable's value."""
     return [save.inputs[0], *(t for t in save.inputs[3:] if _find_variable(t) is None)]
 
 
 def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.ndarray], held: SessionVariables) -> None:
-    """Does what a SaveV2 does, each rank with what it has. Collective between processes.
+    """Executes a SaveV2 in parallel, with a part from each rank. Collective between processes.
 
     Args:
       path: of the files.
-      values: of what is no variable's value, and of variables of which it is not the present value that is written.
+      values: of inputs that are not variables, and of variables whose written value is not the present one.
 
     Raises:
       CheckpointError: a rank could not write; on every rank.
@@ -176,7 +178,7 @@ def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nd
 
 
 def _act_together(when: str, act: Callable[[], None], path: str, context: Context) -> None:
-    """Acts on every rank; raises CheckpointError on all of them where one fails."""
+    """Calls ``act`` on every rank; raises CheckpointError on all of them if one fails."""
     said = [b""]
     try:
         with tf_context.eager_mode():
@@ -199,13 +201,12 @@ def _act_together(when: str, act: Callable[[], None], path: str, context: Contex
 
 
 def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[tuple[int, _Part]]:
-    """Returns (rank, what it writes) for a variable that lies split, or elsewhere than on the first rank, or waits for
-    its value.
+    """Returns (rank, its entries) for a variable that is split, or not on the first rank, or deferred.
 
-    A value that is waited for is computed, and not kept.
+    A deferred value is computed, and not kept.
 
     Args:
-      spec: the slice of what the checkpoint calls ``key`` that the variable is; "": all of it.
+      spec: the slice of ``key`` in the checkpoint that the variable is; "": all of it.
     """
     initial = held.find_deferred(name)
     if initial is not None:
@@ -241,7 +242,7 @@ def _list_parts(key: str, spec: str, name: str, held: SessionVariables) -> list[
 
 
 def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
-    """Returns the slice that a region of a variable is; the variable itself may be a slice."""
+    """Returns the slice of the checkpoint's tensor for a region of a variable, which may be a slice itself."""
     if not spec:
         return format_spec(region, shape)
     *whole, slices = spec.split(" ")
@@ -250,7 +251,7 @@ def _format_slice(spec: str, region: Region, shape: tuple[int, ...]) -> str:
 
 
 def _find_variable(tensor: tf.Tensor) -> str | None:
-    """Returns the name of the variable whose value a tensor is; None: it is something else."""
+    """Returns the name of the variable whose value a tensor is; None if it is computed otherwise."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     if tensor.op.type != "ReadVariableOp" or tensor.op.inputs[0].op.type != "VarHandleOp":

@@ -1,4 +1,4 @@
-"""Defines ``wh.Session``: TensorFlow 1 sessions whose runs are spread over the ranks."""
+"""Defines ``wh.Session``: TensorFlow 1 sessions whose runs are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         finally:
             self._capture_only = False
         raise ProgramError(
-            "nothing is computed by this run",
+            "this run computes nothing",
             given=repr(fetches),
             expected="fetches that are not fed",
             action="fetch a tensor or operation of the step",
@@ -147,7 +147,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         asked.ParseFromString(callable_options.SerializeToString())
         if asked.tensor_connection:
             raise ProgramError(
-                "a run that feeds a tensor with another one cannot be spread over ranks",
+                "a run that feeds a tensor with another one cannot be distributed",
                 given="tensor_connection",
                 expected="values",
                 action="feed values, or connect the tensors when the graph is built",
@@ -162,7 +162,9 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         return call
 
     def run(self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None) -> Any:
-        """Runs as TensorFlow's session does. Batches of ``wh.shard`` may be fed: each rank feeds its rows of them."""
+        """Executes a run as TensorFlow's session does. Batches of ``wh.shard`` may be fed: each rank feeds its rows of
+        them.
+        """
         feeds, self._fed.rows = replace_fed_rows(feed_dict, self._whale)
         try:
             return super().run(fetches, feeds, options, run_metadata)
@@ -230,7 +232,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
     def _find_operations(
         self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], ops: Any
     ) -> list[tf.Operation]:
-        """Returns the operations of some kinds that run for what is wanted."""
+        """Returns the operations of some types that run for ``wanted``."""
         key = ops, tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
         if key not in self._saving:
             with self._lock:
@@ -238,7 +240,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         return self._saving[key]
 
     def _begin_datasets(self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray], options: Any) -> set[str]:
-        """Begins iterators over datasets that are each rank's own. Returns the names of what has run."""
+        """Initialises iterators over per-rank datasets. Returns the names of the executed operations."""
         if not self._whale.has_local_batch:
             return set()
         if begins := self._find_operations(wanted, feeds, BEGINS):
@@ -253,7 +255,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
         done: Collection[str],
         settings: tuple[Any, Any],
     ) -> list[Any]:
-        """Runs on all ranks; ``settings`` are the options and metadata buffers of Session.run."""
+        """Executes a run on all ranks; ``settings`` are the options and metadata buffers of Session.run."""
         if not fetches and not targets:
             return []
         feeds, answers = self._scaled.extend_run([*fetches, *targets], feeds)
@@ -287,7 +289,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
             raise
 
     def _settle(self, key: Hashable) -> None:
-        """Moves variables to where a run has them; forgets runs that were compiled for other layouts."""
+        """Moves variables to the layout of a run; forgets runs compiled for other layouts."""
         moved = self._variables.move_to_layouts(self._layouts[key])
         for other, layouts in list(self._layouts.items()) if moved else ():
             if any(name in layouts and layouts[name] != self._layouts[key][name] for name in moved):
@@ -296,7 +298,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
             self._one_rank.forget()
 
     def _find_fed_rows(self, feeds: Mapping[tf.Tensor, np.ndarray]) -> dict[str, tuple[int, ...]]:
-        """Maps fed tensors of which each rank has a part of its own to the rows of every rank. Collective with local
+        """Maps fed tensors of which each rank has its own part to the rows of every rank. Collective with local
         batches.
         """
         context = self._whale
@@ -356,7 +358,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
 
 
 def _is_only_filling_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
-    """Tells whether a run only puts something into queues, as those of queue runners do."""
+    """Tells whether a run only enqueues, as those of queue runners do."""
     return bool(targets) and not fetches and all(op.type in _QUEUE_WRITERS for op in targets)
 
 
@@ -365,7 +367,7 @@ class Session(DistributedSession, tf.compat.v1.Session):  # type: ignore[misc]
 
 
 class InteractiveSession(DistributedSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
-    """Takes the place of tf.compat.v1.InteractiveSession: the default session from its making on."""
+    """Replaces tf.compat.v1.InteractiveSession: the default session from its creation on."""
 
 
 class _PlanOnly(BaseException):
@@ -404,7 +406,7 @@ def _find_read(program: Program, ref: Ref) -> Node | None:
 
 
 def _list_updates(program: Program, read: Node) -> list[str]:
-    """Returns the names of the nodes that change what is read, or may."""
+    """Returns the names of the nodes that change, or may change, the variable that is read."""
     users = program.consumers.get(read.inputs[0], ())
     return list(dict.fromkeys(node.name for node, _ in users if node.op not in READS))
 
@@ -412,10 +414,10 @@ def _list_updates(program: Program, read: Node) -> list[str]:
 # Runs what brings data into a session's runs (iterators, dequeues, Python functions) on the first rank, ahead of the
 # rest.
 class Sources:
-    """The sources of a session's graph, found once for each set of fetches.
+    """The data sources of a session's graph, cached for each set of fetches.
 
     Args:
-      lock: held while they are looked for.
+      lock: held while the graph is searched.
     """
 
     def __init__(
@@ -433,12 +435,13 @@ class Sources:
         plan_only: bool,
         batches: BatchReaders | None = None,
     ) -> tuple[dict[tf.Tensor, np.ndarray], set[str]]:
-        """Runs what brings data in (iterators, dequeues). Returns (all that is fed then, names of what has run).
+        """Runs the data sources (iterators, dequeues). Returns (all feeds including their values, names of executed
+        operations).
 
         Args:
           wanted: fetches and targets.
-          plan_only: nothing runs; what would be brought in has its shapes, and no values.
-          batches: the ranks that run it; None: the first one.
+          plan_only: nothing runs; sources get shapes, and no values.
+          batches: the ranks that run them; None: the first one.
         """
         given, done = dict(feeds), set[str]()
         while True:
@@ -470,7 +473,7 @@ class Sources:
                 done.add(source.operation.name)
 
     def _find_expected_shapes(self, outputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Sequence[int]]]:
-        """Returns the shapes of what a source will bring, known from the graph or else from the last run."""
+        """Returns the shapes of a source's outputs, known from the graph or else from the last run."""
         found: list[tuple[tf.Tensor, Sequence[int]]] = []
         for t in outputs:
             shape = t.shape.as_list() if t.shape.is_fully_defined() else self._seen.get(t.name)

@@ -1,4 +1,4 @@
-"""Tracks where the values of a session's variables are, and builds the operations that move them."""
+"""Tracks which ranks have the values of a session's variables, and builds the operations that move them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from whale.runtime.variables.split_variable import cut_part, gather_on_rank
 
 @dataclass(frozen=True, slots=True)
 class VariableSharding:
-    """The ranks that have a variable's present value: all of it on each, or its tiles on those in ``order``."""
+    """The ranks that have a variable's present value: a replica on each, or its tiles on those in ``order``."""
 
     ranks: frozenset[int]
     tiles: Tiles | None = None
     order: tuple[int, ...] = ()
 
     def find_place(self, rank: int) -> int | None:
-        """Returns the tile that a rank has; None: it has none, or the variable does not lie split."""
+        """Returns the tile that a rank has; None: it has none, or the variable is not split."""
         if self.tiles is None or rank not in self.ranks:
             return None
         return self.order.index(rank) % self.tiles.count
 
     def can_serve(self, wanted: VariableSharding) -> bool:
-        """Tells whether the value already lies as wanted."""
+        """Tells whether the present sharding includes the wanted one."""
         if wanted.tiles is None:
             return self.tiles is None and wanted.ranks <= self.ranks
         return (self.tiles, self.order) == (wanted.tiles, wanted.order)
 
 
 def find_sharding(use: VariableUse, size: int) -> VariableSharding:
-    """Returns where a run of ``size`` ranks has a variable."""
+    """Returns the sharding of a variable in a run of ``size`` ranks."""
     if use.tiles is None:
         return VariableSharding(use.ranks)
     order = use.place or tuple(range(size))
@@ -46,7 +46,7 @@ def find_sharding(use: VariableUse, size: int) -> VariableSharding:
 
 
 class ShardingMoves:
-    """Operations that gather the parts of variables, cut whole values, and free what nobody reads.
+    """Builds operations that gather split variables, split whole values, and free unused values.
 
     Args:
       handle: in ``graph``, of (a variable's name, the position of one of this process's ranks, dtype).
@@ -58,11 +58,11 @@ class ShardingMoves:
         self._number = 0  # counts exchanges, equal on all ranks
 
     def forget(self, name: str) -> None:
-        """Forgets a variable's operations, so that they are built again: it lies in another memory now."""
+        """Forgets a variable's operations, because it has moved to other memory."""
         self._made.pop(name, None)
 
     def gather_everywhere(self, name: str, held: TensorType, now: VariableSharding) -> Sequence[tf.Operation]:
-        """Returns operations that give every rank the whole value. Collective."""
+        """Returns operations that gather the whole value on every rank. Collective."""
 
         def make_operations() -> list[tf.Operation]:
             number, self._number = self._number, self._number + 1
@@ -75,7 +75,7 @@ class ShardingMoves:
         return self._make_once(name, ("together", now), make_operations)
 
     def cut_to_tiles(self, name: str, held: TensorType, lying: VariableSharding) -> Sequence[tf.Operation]:
-        """Returns operations by which every rank that is to have a tile keeps that tile of a whole value."""
+        """Returns operations by which every rank keeps only its tile of a whole value."""
         tiles, dtype = lying.tiles or Tiles(), tf.as_dtype(held.dtype)
 
         def keep_tile(position: int, place: int) -> tf.Operation:

@@ -1,4 +1,4 @@
-"""Holds the variables of a session, and moves their values before each run that needs them to lie otherwise."""
+"""Stores the variables of a session, and changes their layouts before each run that needs others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Layout = tuple[VariableUse, TensorType, bool]  # the last: in the host's memory 
 
 
 def _is_used(program: Program, variable: Variable) -> bool:
-    """Tells whether a run does more with a variable than to ask whether it has a value."""
+    """Tells whether a run uses a variable other than by asking whether it is initialised."""
     return any(n.op != "VarIsInitializedOp" for n, _ in program.consumers.get(Ref(variable.node), ()))
 
 
@@ -43,18 +43,18 @@ def list_used_names(program: Program) -> list[str]:
 
 
 def list_changed_names(program: Program) -> list[str]:
-    """Returns the names of the variables that a run writes, or hands to something that may."""
+    """Returns the names of the variables that a run writes, or passes to an op that may."""
     of_variable = ((v, program.consumers.get(Ref(v.node), ())) for v in program.variables)
     return [find_name(program.by_name[v.node]) for v, users in of_variable if any(n.op not in READS for n, _ in users)]
 
 
 def _make_seeds(seed: int, variable: int, number: int) -> tuple[int, int]:
-    """Returns seeds for a random op that has none: another stream for each."""
+    """Returns seeds for a random op without seeds: a different stream for each."""
     return seed, (variable << 32) + number
 
 
 class SessionVariables:
-    """The values that this process's ranks hold of a session's variables.
+    """The variables of a session on this process's ranks.
 
     Args:
       ranks_graph: the graph and the session in which the ranks' variables live.
@@ -78,11 +78,11 @@ class SessionVariables:
         self._moves = ShardingMoves(context, self._graph, self.handle)
 
     def find_deferred(self, name: str) -> DeferredInitial | None:
-        """Returns the value that a variable waits for; None: it waits for none."""
+        """Returns the deferred value of a variable; None: it has none."""
         return self._held.get(name)
 
     def find_sharding(self, name: str) -> VariableSharding:
-        """Returns where the value of a variable is."""
+        """Returns the ranks that have the value of a variable."""
         return self._now.get(name, self._everywhere)
 
     def find_type(self, name: str) -> TensorType:
@@ -90,7 +90,7 @@ class SessionVariables:
         return self._types[name]
 
     def read(self, name: str, position: int, dtype: tf.DType) -> np.ndarray:
-        """Reads what this process's rank number ``position`` holds of a variable."""
+        """Reads the value or part of a variable on this process's rank number ``position``."""
         if (name, position) not in self._reads:
             with self._graph.as_default():
                 handle = self.handle(name, position, dtype)
@@ -98,7 +98,7 @@ class SessionVariables:
         return np.asarray(self._inner.run(self._reads[name, position]))
 
     def is_not_whole_here(self, name: str) -> bool:
-        """Tells whether some rank lacks the value of a variable: it lies elsewhere, in parts, or is waited for."""
+        """Tells whether some rank lacks the whole value of a variable: it is elsewhere, split, or deferred."""
         return name in self._held or not self.find_sharding(name).can_serve(self._everywhere)
 
     def find_deferred_assignments(self, captured: Captured, graph: tf.Graph) -> DeferredAssignments:
@@ -112,11 +112,11 @@ class SessionVariables:
         return {v.node: lying.tiles for v, lying in named if lying is not None and lying.tiles is not None}
 
     def refuse_alone(self, names: Iterable[str]) -> None:
-        """Raises ProgramError when a run of the first rank alone uses a variable that not every rank has whole."""
+        """Raises ProgramError if a run of the first rank alone uses a variable that is not replicated."""
         for name in names:
             if self.is_not_whole_here(name):
                 raise ProgramError(
-                    "what fills a queue uses a variable of which ranks have parts, or no value yet",
+                    "a queue is filled from a variable that is split over ranks, or not initialised yet",
                     op=name,
                     given="a run of one rank, in which nothing can be exchanged: its threads run in no common order",
                     expected="variables that all ranks have whole",
@@ -124,7 +124,7 @@ class SessionVariables:
                 )
 
     def find_wanted_layouts(self, compiled: Compiled) -> dict[str, Layout]:
-        """Maps the names of the variables that a run reads or writes to how it uses them, and their types."""
+        """Maps the names of the variables that a run reads or writes to their layouts and types in it."""
         program, by_node = compiled.program, find_variable_uses(compiled.program, compiled.plan)
         everyone = VariableUse(self._everywhere.ranks, True)
         used = [v for v in program.variables if _is_used(program, v)]
@@ -134,9 +134,7 @@ class SessionVariables:
         }
 
     def wait(self, waiting: DeferredAssignments, paths: Mapping[tf.Tensor, str]) -> None:
-        """Records the values that a run's deferred assignments gave. Collective between processes where it draws
-        without seeds.
-        """
+        """Records a run's deferred assignments. Collective between processes if a value is drawn without seeds."""
         recorded = [what for _, what in waiting.found.values() if isinstance(what, RecordedInitializer)]
         seed = 0 if all(what.is_seeded for what in recorded) else self._draw_seed()
         for i, (name, what) in enumerate(waiting.found.values()):
@@ -152,7 +150,7 @@ class SessionVariables:
         self._make({name: self._divided[name] for name in names if name in self._divided})
 
     def move_to_layouts(self, wanted: Mapping[str, Layout]) -> list[str]:
-        """Moves variables to where a run has them. Collective between processes where some do not lie so yet.
+        """Changes variables to the layouts of a run. Collective between processes if some layouts differ.
 
         Returns the names of those for which other runs are better planned again.
         """
@@ -173,13 +171,13 @@ class SessionVariables:
         return moved
 
     def bring_whole(self, names: Iterable[str]) -> None:
-        """Brings values of variables to every rank. Collective between processes where some rank lacks one."""
+        """Replicates the values of variables. Collective between processes if some rank lacks one."""
         apart = {name: self._everywhere for name in names if self.is_not_whole_here(name)}
         self._make({name: lying for name, lying in apart.items() if name in self._held})
         self._bring(apart)
 
     def _bring(self, wanted: Mapping[str, VariableSharding]) -> None:
-        """Moves variables that have values to where they are wanted, some megabytes at a time."""
+        """Moves initialised variables to the wanted layouts, some megabytes at a time."""
         together: list[str] = []
         for name in (name for name, lying in wanted.items() if not self.find_sharding(name).can_serve(lying)):
             together.append(name)
@@ -206,7 +204,7 @@ class SessionVariables:
                 self._leave(name, wanted[name])
 
     def _leave(self, name: str, lying: VariableSharding) -> None:
-        """Frees a variable on the ranks that are not to have it."""
+        """Frees a variable on the ranks that do not need it any more."""
         self._run(self._moves.free(name, self._types[name], self.find_sharding(name).ranks - lying.ranks))
         self._now[name] = lying
 
@@ -227,7 +225,7 @@ class SessionVariables:
         return int.from_bytes(self.context.comms[0].broadcast_bytes(key, data, 0, timeout_s), "little")
 
     def _make(self, wanted: Mapping[str, VariableSharding]) -> None:
-        """Gives the ranks' variables the values that they wait for, where they are to lie."""
+        """Initialises deferred variables on the ranks of their layouts."""
         self._assign(made for name, lying in wanted.items() for made in self._make_values(name, lying))
 
     def _make_values(self, name: str, lying: VariableSharding) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -244,7 +242,7 @@ class SessionVariables:
                 self.context.comms[0].allgather_bytes("whale/first_values/turn", b"", TURN_TIMEOUT_S, purpose)
 
     def _assign(self, values: Iterable[tuple[str, int, np.ndarray]]) -> None:
-        """Gives variables of this process's ranks their values, several in a run."""
+        """Assigns values to variables of this process's ranks, several in a run."""
         feeds: dict[tf.Tensor, np.ndarray] = {}
         assigns: list[tf.Operation] = []
 
@@ -290,7 +288,7 @@ class SessionVariables:
 
 
 def _compute_first_value(initial: DeferredInitial, lying: VariableSharding, rank: int) -> np.ndarray:
-    """Returns what a rank holds of an initial value; nothing else refers to its memory."""
+    """Computes a rank's part of an initial value, in memory that nothing else refers to."""
     place = lying.find_place(rank)
     with tf_context.eager_mode():
         part = initial.compute_whole() if place is None else initial.make_part(lying.tiles, place).read_value()  # type: ignore[arg-type]

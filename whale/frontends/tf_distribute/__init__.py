@@ -1,1 +1,1 @@
-"""Implements ``wh.Strategy()``, which takes the place of tf.distribute's strategies in scripts as they are written."""
+"""Implements ``wh.Strategy()``, which replaces tf.distribute's strategies in unchanged scripts."""

@@ -1,8 +1,8 @@
-"""Turns a ``tf.function`` whose body calls ``strategy.run`` into a step of all ranks.
+"""Converts a ``tf.function`` whose body calls ``strategy.run`` to a step of all ranks.
 
-TensorFlow's functions are asked for that when they are called for the first time: while one is traced, ``strategy.run``
-ends the trace, and the function becomes a ``wh.function``. One that takes batches out of a distributed dataset itself
-runs in Python from then on, and what it passes to ``strategy.run`` is the step.
+This is detected at the function's first call: while it is traced, ``strategy.run`` ends the trace, and the function
+becomes a ``wh.function``. A function that itself takes batches from a distributed dataset runs in Python from then on,
+and the function passed to ``strategy.run`` is the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STEP, _MODE = "_whale_step", "_whale_mode"
 
 
 class _TraceEnd(BaseException):
-    """A signal that ends a trace; AutoGraph and scripts catch nothing that is no Exception."""
+    """A signal that ends a trace; AutoGraph and scripts catch only subclasses of Exception, which it is not."""
 
 
 class _StepFound(_TraceEnd):
@@ -33,7 +33,7 @@ class _StepFound(_TraceEnd):
 
 
 class _BatchesTaken(_TraceEnd):
-    """The signal that the function takes batches out of a distributed dataset."""
+    """The signal that the function takes batches from a distributed dataset."""
 
 
 # Whether the graph that is built is of a tf.function whose call can still be carried out in another way.
@@ -87,9 +87,9 @@ def _become(fn: Any, mode: str) -> str:
 
 
 def is_inside_step() -> bool:
-    """Tells whether what is called now is part of a step already, or else has to become one.
+    """Tells whether the present call is part of a step already, or else has to become one.
 
-    Ends the trace where a tf.function has to become a step first.
+    Ends the trace if a tf.function has to become a step first.
     """
     if capturing.get():
         return True
@@ -99,7 +99,7 @@ def is_inside_step() -> bool:
 
 
 def refuse_taking(what: str) -> None:
-    """Refuses to take a batch out of ``what`` in a graph, which would take it once and for all."""
+    """Raises an error for taking a batch from ``what`` in a graph, which would take it only once, in tracing."""
     if not tf.executing_eagerly():
         _end(_BatchesTaken, what, "loop over the batches in Python, and pass each to the step")
 
@@ -116,16 +116,17 @@ def _end(signal: type[_TraceEnd], what: str, action: str) -> NoReturn:
 
 
 class CompiledSteps:
-    """The steps that ``strategy.run`` was given in Python, each compiled once."""
+    """Caches the steps that ``strategy.run`` was given in Python, each compiled once."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Function] = {}
 
     def find_step(self, fn: Callable[..., Any]) -> Any:
-        """Returns a function's step; a nested one, defined anew for each call, keeps its step while it means the same.
+        """Returns a function's step; a nested function, defined again for each call, keeps its step if its code and
+        closure are equal.
 
         Raises:
-          ProgramError: it holds a tensor of the function around it, whose value would be the first one's for ever.
+          ProgramError: it captures a tensor of the enclosing function, whose first value would be used for ever.
         """
         cells = getattr(fn, "__closure__", None) or ()
         held = tuple(cell.cell_contents for cell in cells if _is_filled(cell))

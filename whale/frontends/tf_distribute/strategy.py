@@ -58,7 +58,7 @@ class Strategy:
     ) -> None:
         if devices is not None or cluster_resolver is not None:
             raise ProgramError(
-                "a strategy of Whale is of all ranks",
+                "a Whale strategy always uses all ranks",
                 given=f"devices={devices!r}" if devices is not None else "a cluster_resolver",
                 expected="wh.Strategy(); a process for each device",
                 action="start as many processes as there are devices: `whale run -np 4 script.py`",
@@ -69,7 +69,7 @@ class Strategy:
         context = require_current("wh.Strategy()")
         if context.planning.own_programs is not None:
             raise ProgramError(
-                "wh.Strategy() and hvd.init() mean different programs",
+                "wh.Strategy() and hvd.init() cannot be used in one process",
                 given="wh.Strategy() after hvd.init()",
                 expected="one program of all ranks, or a program of each rank",
                 action="remove one of the two",
@@ -110,7 +110,7 @@ class Strategy:
         return self._steps.find_step(fn)(*args, **kwargs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
-        """Returns ``value``, which is that of all replicas already; with ``axis`` its sum or mean along it.
+        """Returns ``value``, which is already reduced over all replicas; with ``axis`` its sum or mean along it.
 
         Raises:
           ProgramError: another reduction than SUM or MEAN.
@@ -128,11 +128,11 @@ class Strategy:
         return tf.nest.map_structure(lambda tensor: _REDUCTIONS[name](tensor, axis=axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Returns ``value``, which is whole on every rank already."""
+        """Returns ``value``, which is already whole on every rank."""
         return tf.nest.map_structure(tf.convert_to_tensor, value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns a tuple of the one replica's one value."""
+        """Returns a tuple with the value of the single replica."""
         return (value,)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
@@ -142,7 +142,9 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], Any], options: Any = None
     ) -> DistributedDataset:
-        """Returns what ``dataset_fn`` makes for one pipeline of one replica, of which each rank reads its rows."""
+        """Calls ``dataset_fn`` for one pipeline of one replica, and returns its dataset, of which each rank reads its
+        rows.
+        """
         context = _require_context("strategy.distribute_datasets_from_function()")
         one = tf.distribute.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)
         return DistributedDataset(dataset_fn(one), context)
@@ -150,7 +152,7 @@ class Strategy:
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        """Returns what ``value_fn`` makes for the one replica."""
+        """Returns the value of ``value_fn`` for the single replica."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
 
     def __getattr__(self, name: str) -> Any:
@@ -183,21 +185,21 @@ class Extended:
         return self._strategy.run(fn, args, kwargs)
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
-        """Returns ``value``, which is that of all replicas already."""
+        """Returns ``value``, which is already reduced over all replicas."""
         return self._strategy.reduce(reduce_op, value)
 
     def batch_reduce_to(self, reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any = None) -> list[Any]:
-        """Reduces each value as ``reduce_to`` does; its destination changes nothing."""
+        """Reduces each value as ``reduce_to`` does; its destination is ignored."""
         return [self._strategy.reduce(reduce_op, value) for value, _ in pairs]
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
     ) -> Any:
-        """Calls ``fn`` with the variable, which is one for all replicas."""
+        """Calls ``fn`` with the variable, which all replicas share."""
         return fn(var, *args, **(kwargs or {}))
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """Returns an empty scope: variables are made where they would be anyway."""
+        """Returns an empty scope: colocation is not needed."""
         return contextlib.nullcontext()
 
     def variable_created_in_scope(self, variable: Any) -> bool:
@@ -216,7 +218,7 @@ def _require_context(what: str) -> Context:
 
 def _refuse(what: str) -> NoReturn:
     raise ProgramError(
-        "a strategy of Whale does not have this",
+        "wh.Strategy does not support this",
         given=what,
         expected="scope, run, reduce, gather, experimental_local_results, experimental_distribute_dataset, "
         "distribute_datasets_from_function, cluster_resolver, extended",
@@ -225,7 +227,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def install() -> None:
-    """Patches checkpoints to be written once; while no run goes on they are written as TensorFlow does."""
+    """Patches checkpoints to be written once; without a run they are written as in TensorFlow."""
     kind = tf.train.Checkpoint
     if hasattr(kind._write, "_whale_original"):
         return
@@ -276,10 +278,10 @@ def _write_once(write: Any, prefix: str, context: Context) -> str:
 
 
 class DistributedDataset(ShardedDataset):
-    """A dataset as ``wh.shard`` makes it, for loops as scripts for strategies write them.
+    """A dataset sharded by ``wh.shard``, for loops in scripts for strategies.
 
     Raises:
-      ProgramError: it is no tf.data.Dataset.
+      ProgramError: it is not a tf.data.Dataset.
     """
 
     def __init__(self, dataset: Any, context: Context) -> None:
@@ -319,7 +321,7 @@ class DistributedIterator:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
 
     def get_next_as_optional(self) -> Any:
-        """Refuses: what a graph asks an optional for, Python says by StopIteration."""
+        """Raises an error: use get_next and StopIteration instead of an optional."""
         raise ProgramError(
             "batches are taken in Python",
             given="get_next_as_optional()",

@@ -1,1 +1,1 @@
-"""Element by element arithmetic of a rank's program in fewer operations."""
+"""Fuses elementwise arithmetic of a rank's program into fewer operations."""

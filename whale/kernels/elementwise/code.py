@@ -23,7 +23,9 @@ Step = tuple[str, tuple[Value, ...]]
 
 @dataclass
 class Instructions:
-    """Instructions on values that have no places yet: (operation, operands); a result has its instruction's number."""
+    """Collects instructions, (operation, operands), whose results have no registers yet; a result has its instruction's
+    number.
+    """
 
     steps: list[Step] = field(default_factory=list)
 
@@ -44,9 +46,9 @@ class Instructions:
 def place_instructions(
     steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Value, ...]
 ) -> tuple[str, ...] | None:
-    """Returns the instructions as text, with places for their results; None where there are too many temporary ones.
+    """Returns the instructions as text, with registers for their results; None if there are too many temporary values.
 
-    Results of ``SUMS`` have places of their own, in their order.
+    Results of ``SUMS`` have registers of their own, in their order.
     """
     last: dict[Value, int] = {}
     for i, (_, operands) in enumerate(steps):

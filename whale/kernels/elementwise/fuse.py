@@ -1,4 +1,6 @@
-"""Fuses elementwise arithmetic into one operation, WhaleElementwise, which goes once over memory where many did."""
+"""Fuses elementwise arithmetic into one operation, WhaleElementwise, which passes over memory once instead of many
+times.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's 
 
 
 def fuse_elementwise(program: Program) -> Program:
-    """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as may be."""
+    """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as possible."""
     return change_other_graphs(program, _fuse_graph)
 
 
 def _simplify(program: Program) -> Program:
-    """Simplifies what gradients that TensorFlow writes contain.
+    """Simplifies patterns in gradients built by TensorFlow.
 
     Reductions over no dimension become copies, and constants no longer wait for arithmetic.
     """
@@ -58,9 +60,9 @@ def _fuse_graph(program: Program) -> Program:
 
 
 def _make_operation(program: Program, group: Group, name: str) -> tuple[Node, list[Ref]] | None:
-    """Returns the operation that computes what a group does, and the tensors that its results replace.
+    """Returns the operation that replaces a group, and the tensors that its results replace.
 
-    None where a group has more operands, results or temporary values than the operation's text can name.
+    Returns None if a group has more operands, results or temporary values than the operation's text can name.
     """
     whole, nodes = group
     names = {node.name for node in nodes}
@@ -108,14 +110,14 @@ def _make_operation(program: Program, group: Group, name: str) -> tuple[Node, li
 
 
 class _Repeat(NamedTuple):
-    """A node that repeats a tensor, and the type of what it repeats."""
+    """A node that repeats a tensor, and the type of the tensor that it repeats."""
 
     node: Node
     given: TensorType
 
 
 def move_repeats_last(program: Program) -> Program:
-    """Makes arithmetic on repeated rows or columns, and scalars, come before these are repeated.
+    """Moves arithmetic on repeated rows, columns or scalars before the repetition.
 
     The gradient of a mean divides a whole tensor by a number after each of its rows was made the same.
     """
@@ -145,7 +147,9 @@ def _is_movable(program: Program, node: Node) -> bool:
 
 
 def _find_common_repeat(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:
-    """Returns how all operands but scalars are repeated, if in one way, which makes the size of the result."""
+    """Returns how all operands but scalars are repeated to the size of the result, if they are in the same way; else
+    None.
+    """
     found = [repeats[ref] for ref in node.inputs if ref in repeats]
     if not found or any((one.given, one.node.outputs) != (found[0].given, node.outputs) for one in found):
         return None

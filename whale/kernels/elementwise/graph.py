@@ -1,4 +1,4 @@
-"""Fuses nodes of a graph: finds those that belong together, and puts one operation in their place."""
+"""Fuses nodes of a graph: groups them, and puts one operation in place of each group."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def list_predecessors(node: Node) -> Iterable[str]:
 def join_places(
     program: Program, places: Mapping[str, _Place], alike: Callable[[_Place, _Place], bool]
 ) -> Callable[[str], str]:
-    """Returns a function from a node with a place to its group's name.
+    """Groups connected nodes; returns a function from the name of a node in ``places`` to its group's name.
 
-    Nodes are in one group if one waits for the other and ``alike`` holds for their places.
+    Nodes are in one group if one waits for the other and ``alike`` is true for their places.
     """
     parent = {name: name for name in places}
 
@@ -39,11 +39,11 @@ def join_places(
 
 
 def replace_by_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
-    """Replaces nodes by the operations that were made of them, each where the last of its nodes was.
+    """Replaces nodes by the operations made from them, each at the position of the last of its nodes.
 
     Args:
-      made: node that is replaced -> what stands for it.
-      moved: tensor of such a node that others read -> the one in its place.
+      made: replaced node -> its operation.
+      moved: tensor of such a node that others read -> its replacement.
     """
     last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
     nodes: dict[str, Node] = {}

@@ -1,7 +1,7 @@
 """Groups the nodes that become one elementwise operation.
 
-A group's nodes have results of one shape, or are sums of such results, and each reads another one's. No way leads out
-of a group and back into it: nodes have levels, which rise where a way leaves a group, and a group's nodes have one
+A group's nodes have results of one shape, or are sums of such results, and each reads another one's. No path leads out
+of a group and back into it: nodes have levels, which rise where a path leaves a group, and a group's nodes have one
 level. All of them come after the same exchanges with other ranks, so that no exchange waits for another one that it did
 not wait for before.
 """
@@ -23,12 +23,12 @@ _QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder", "WhaleUpdate"
 
 
 class _Place(NamedTuple):
-    """A key that is equal for nodes that may be joined.
+    """A key that is equal for nodes that may be fused.
 
     Attributes:
-      type: of its result, or of what it sums.
-      recomputed: whether it was computed before, and is computed again to save memory.
-      level: of the group; met: what it waits for of what other ranks, or threads, do first (a bit each).
+      type: of its result, or of the tensor it sums.
+      recomputed: whether the node recomputes an activation to save memory.
+      level: of the group; met: bit set of the exchanges and other synchronising nodes it waits for.
     """
 
     type: TensorType
@@ -89,7 +89,7 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
 
 
 def _may_synchronize(node: Node) -> bool:
-    """Tells whether others may have to do something before the node ends."""
+    """Tells whether other ranks or threads may have to act before the node ends."""
     return (
         node.op in EXCHANGES
         or (node.stateful and node.op not in _QUIET)
@@ -98,9 +98,9 @@ def _may_synchronize(node: Node) -> bool:
 
 
 def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collection[str]) -> None:
-    """Moves a node to the place of its readers, if they have one in common: its result is then no tensor any more.
+    """Moves a node to the place of its readers, if they have a common one, so that its result is not stored any more.
 
-    A node stays where several operands as large as its result would have to be held instead.
+    A node stays if several operands as large as its result would have to be stored instead.
     """
     needed = {ref.node for ref in program.outputs}.union(program.effects)
     waited_for = {name for node in program.nodes for name in node.controls}
@@ -118,7 +118,7 @@ def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collecti
 
 
 def _join_groups(program: Program, places: Mapping[str, _Place]) -> list[list[Node]]:
-    """Joins nodes to groups; a group that is too large for an operation's text is cut in the program's order."""
+    """Joins nodes to groups; a group that is too large for an operation's text is split in the program's order."""
     top = join_places(program, places, _Place.__eq__)
     whole: dict[str, list[Node]] = {}
     for node in program.nodes:

@@ -53,8 +53,8 @@ def find_broadcast_kind(given: TensorType, whole: TensorType) -> str:
 
 
 def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the result's type of a node that is elementwise arithmetic, whose operands are as
-    ``find_broadcast_kind`` says.
+    """Returns the result's type if a node is elementwise arithmetic with operands that ``find_broadcast_kind``
+    supports.
     """
     if len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
@@ -88,16 +88,18 @@ def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
 
 
 def _is_contraction_result(program: Program, node: Node) -> bool:
-    """Tells whether ``node`` takes a contraction's result, with its bias or without.
+    """Tells whether ``node`` reads a contraction's result, directly or behind its bias.
 
-    TensorFlow's own kernels add the bias, and rectify, while they compute it.
+    TensorFlow's own kernels fuse the bias, and the activation, into the contraction.
     """
     made = program.by_name[node.inputs[0].node]
     return made.op in _BIASED or (made.op == "BiasAdd" and _is_contraction_result(program, made))
 
 
 def find_sum_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the type of what a node sums over its first dimensions; None: it does not, or too little to matter."""
+    """Returns the type of the tensor that a node sums over its first dimensions; None if it does not, or it is too
+    small.
+    """
     if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
     whole, sum_type = program.find_type(node.inputs[0]), node.outputs[0]

@@ -1,1 +1,1 @@
-"""Operations of a rank's program that products of matrices do faster on processors."""
+"""Replaces operations of a rank's program by matrix products that are faster on CPUs."""

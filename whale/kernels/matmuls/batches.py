@@ -1,7 +1,7 @@
-"""Replaces batches of products that have a matrix in common by one product of matrices, in what one rank runs.
+"""Replaces batches of products that share a matrix by one matrix product, in a rank's program.
 
 Keras' projections (EinsumDense, and with it all of its attentions) multiply a batch of matrices by one: TensorFlow
-computes a product for each of the batch, and for the weight's gradient as many weights, which it adds up.
+computes a product for each matrix of the batch, and as many gradients of the weight, which it adds up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _list_factors(program: Program, batch: Node) -> list[Factor]:
 
 
 def _has_one_matrix(program: Program, node: Node) -> bool:
-    """Tells whether each matrix of a batch is multiplied by the same one."""
+    """Tells whether all matrices of a batch are multiplied by the same one."""
     if node.op not in _BATCHES:
         return False
     left, right = _list_factors(program, node)
@@ -58,7 +58,7 @@ def _has_one_matrix(program: Program, node: Node) -> bool:
 
 
 def _find_sums(program: Program) -> dict[str, Node]:
-    """Finds sums of all the products of a batch over the rows of each matrix; returns each with its batch.
+    """Finds nodes that sum all products of a batch over the rows of each matrix; returns each with its batch.
 
     Nothing else reads such a batch.
     """

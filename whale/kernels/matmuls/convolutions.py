@@ -51,7 +51,7 @@ def _replace_in_graph(program: Program) -> Program:
 
 
 def _list_factors(program: Program, node: Node) -> list[Factor]:
-    """Returns the operands of the product that a convolution would be; [] where it cannot become one."""
+    """Returns the operands of the product equivalent to a convolution; [] if there is none."""
     if node.op not in _PRODUCTS or node.attrs.get("data_format", "NHWC") != "NHWC":
         return []
     found = [Factor(node.inputs[i], program.find_type(node.inputs[i]), turn) for i, turn in zip(*_PRODUCTS[node.op])]
@@ -72,7 +72,9 @@ def _is_small_pointwise(node: Node, factors: list[Factor]) -> bool:
 
 
 def _is_few_points_gradient(node: Node, factors: list[Factor]) -> bool:
-    """Tells whether the node is the gradient of a filter with many weights for its points."""
+    """Tells whether the node computes the gradient of a filter with many weights compared with the points of the
+    image.
+    """
     if node.op != _FILTERS or node.outputs[0].elements < _MANY_WEIGHTS or factors[1].matrix[0] > _FEW_POINTS:
         return False
     known = node.attrs["padding"] in _PADDINGS and set(node.attrs.get("dilations", (1,))) == {1}
@@ -82,7 +84,7 @@ def _is_few_points_gradient(node: Node, factors: list[Factor]) -> bool:
 
 
 def _emit_patches(products: ProductNodes, node: Node, image: Factor, gradient: Factor) -> Factor:
-    """Emits the gathering of an image's patches for the gradient of a filter: of each point, in the filter's order."""
+    """Emits the patches of an image for the gradient of a filter: those of each point, in the filter's order."""
     height, width, depth, _ = require_static_shape(node.outputs[0])
     attrs = {
         "T": DType(image.type.dtype),

@@ -31,9 +31,9 @@ class Equation:
     """A product of two tensors.
 
     Attributes:
-      left, right: what is multiplied.
+      left, right: the operands.
       terms: the letters of their dimensions, and of the result's.
-      rows, columns, summed: the letter of the left one and the result, of the right one and the result, of both.
+      rows, columns, summed: the letter shared by left and result, by right and result, by left and right.
     """
 
     left: Ref
@@ -50,17 +50,17 @@ class Equation:
 
     @property
     def is_written(self) -> bool:
-        """Tells whether the result ends with rows or columns, which the kernel writes side by side."""
+        """Tells whether the result ends with rows or columns, which the kernel writes contiguously."""
         return self.terms[2][-1] in self.rows + self.columns
 
     @property
     def is_batch(self) -> bool:
-        """Tells whether matrices lie whole, one behind the other."""
+        """Tells whether matrices are contiguous, one after the other."""
         left, right, out = (term[:-2] for term in self.terms)
         return left == right == out
 
     def make_node(self, of: Node) -> Node:
-        """Returns the kernel's node in place of ``of``, which makes the result."""
+        """Returns the kernel's node that replaces ``of``."""
         left, right, out = self.terms
         turned = out[-1] == self.rows
         attrs = {
@@ -149,7 +149,7 @@ def _find_equation(program: Program, node: Node) -> Equation | None:
 
 
 def _classify_letters(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
-    """Returns the letters of all three terms, and the one letter of each pair; None where there are others."""
+    """Returns the letters of all three terms, and the one letter that each pair shares; None if there are others."""
     left, right, out = (frozenset(term) for term in terms)
     if sum(map(len, terms)) > len(left) + len(right) + len(out) or "." in left | right | out:
         return None
@@ -172,9 +172,9 @@ def _find_letter_sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Map
 
 
 def _follow_transposition(program: Program, ref: Ref, term: str, batch: Collection[str]) -> tuple[Ref, str]:
-    """Returns the tensor that an operand is transposed from, and the letters of its dimensions.
+    """Returns the tensor from which an operand is transposed, and the letters of its dimensions.
 
-    It is the operand itself where that is not transposed, or where what lies side by side would be of other products.
+    It is the operand itself if that is not transposed, or if contiguous elements would belong to different products.
     """
     node = program.by_name[ref.node]
     order = None if node.controls else _find_order(program, node)

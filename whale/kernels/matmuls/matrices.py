@@ -1,4 +1,4 @@
-"""Sees tensors as matrices, and puts products of matrices in place of nodes."""
+"""Views tensors as matrices, and replaces nodes by matrix products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = ("float32", "float64")
 
 
 class Factor(NamedTuple):
-    """An operand of a product: the matrix of its last dimension by all others, or that one transposed."""
+    """An operand of a product: a tensor as matrix (all other dimensions by the last one), possibly transposed."""
 
     ref: Ref
     type: TensorType
@@ -23,7 +23,7 @@ class Factor(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Returns its sizes as a matrix, before it is transposed."""
+        """Returns its sizes as a matrix, before transposition."""
         return find_matrix_sizes(self.type)
 
     @property
@@ -33,13 +33,13 @@ class Factor(NamedTuple):
 
 
 def find_matrix_sizes(t: TensorType) -> tuple[int, int]:
-    """Returns the sizes of a tensor as a matrix of its last dimension by all others."""
+    """Returns the sizes of a tensor viewed as matrix: all other dimensions by the last one."""
     shape = require_static_shape(t)
     return prod(shape[:-1]), shape[-1]
 
 
 def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
-    """Tells whether products may stand for ``node``, with operands and a result of these types."""
+    """Tells whether matrix products support operands and a result of these types, in place of ``node``."""
     if node.attrs.get(COMPILED) or node.marks.on_host:
         return False
     return all(t.dtype in _DTYPES and t.is_static and t.shape and t.elements for t in types)
@@ -47,22 +47,22 @@ def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
 
 @dataclass
 class ProductNodes:
-    """Collects the nodes of a graph in which products stand for some.
+    """Collects the nodes of a graph in which matrix products replace some.
 
     Attributes:
-      emitter: has the nodes.
-      matrices: tensor -> the same as a matrix, which several products may read.
+      emitter: collects the nodes.
+      matrices: tensor -> its reshape to a matrix, which several products may read.
     """
 
     emitter: Emitter = field(default_factory=lambda: Emitter(0, 1, "", "matrix"))
     matrices: dict[Ref, Ref] = field(default_factory=dict)
 
     def keep(self, node: Node) -> None:
-        """Adds a node as it is."""
+        """Adds an unchanged node."""
         self.emitter.nodes[node.name] = node
 
     def add(self, node: Node, factors: Sequence[Factor]) -> None:
-        """Adds a product that waits for what ``node`` does, and a reshape that gives the result its shape and name."""
+        """Adds a product with the control inputs of ``node``, and a reshape with the result's shape and name."""
         e, result = self.emitter, node.outputs[0]
         inputs = []
         for number, one in enumerate(factors):

@@ -1,8 +1,8 @@
-"""Pads operands of products of matrices that oneDNN reads at strides which are bad for caches, in what one rank runs.
+"""Pads operands of matrix products with row strides that make oneDNN slow, in a rank's program.
 
-oneDNN multiplies small matrices, and such with one small side, as they lie, without packing parts of them first. With
-AVX-512 it makes exceptions of rows that are a multiple of 1,024 numbers long, which fall upon each other in the caches;
-its kernels for AVX2 make none and take up to 2.7 times as long for them (`nocopy_checker_avx2` beside
+oneDNN multiplies small matrices, and those with one small side, in place, without packing them first. With
+AVX-512 it excludes rows whose length is a multiple of 1,024 numbers, which collide in the caches;
+its kernels for AVX2 do not, and take up to 2.7 times as long for them (`nocopy_checker_avx2` beside
 `nocopy_checker_avx512` in oneDNN's src/cpu/x64/gemm/gemm_driver.cpp).
 """
 
@@ -28,7 +28,7 @@ _LITTLE = 1 / 8  # of a side, by which more work is still worth it
 
 
 class Padding(NamedTuple):
-    """Zeros behind one operand: which operand, along which dimension, and how many."""
+    """Zeros appended to one operand: which operand, along which dimension, and how many."""
 
     operand: int
     dim: int
@@ -36,7 +36,7 @@ class Padding(NamedTuple):
 
 
 def pad_products(program: Program) -> Program:
-    """Pads the products of one rank's program, and of its functions, that have rows which oneDNN is slow at."""
+    """Pads the products of one rank's program, and of its functions, with rows for which oneDNN is slow."""
     return change_other_graphs(program, _pad_graph)
 
 
@@ -61,13 +61,13 @@ def find_padding(left: Factor, right: Factor) -> Padding | None:
 
 
 def _count_missing_until_packed(side: int, other: int) -> int:
-    """Returns how much larger one side of a result has to be until oneDNN packs; 0: no size is enough."""
+    """Returns by how much one side of a result has to grow until oneDNN packs operands; 0: no size is enough."""
     rest = _UNPACKED - 1 / other
     return _WORD * (int(1 / rest / _WORD) + 1) - side if rest > 0 else 0
 
 
 def _count_copied(padding: Padding, left: Factor, right: Factor) -> int:
-    """Counts the numbers of the larger copy: of the operand, or of the result if its rows become longer."""
+    """Counts the elements of the larger copy: of the operand, or of the result if its rows become longer."""
     result = left.sides[0] * right.sides[1] if padding.operand else 0
     return max((left, right)[padding.operand].type.elements, result)
 
@@ -98,7 +98,7 @@ def _find_node_padding(program: Program, node: Node) -> Padding | None:
 
 
 def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
-    """Adds a product of a padded operand, and a slice that takes the result out of it under the node's name."""
+    """Adds a product of a padded operand, and a slice of its result under the node's name."""
     name, result = node.name, node.outputs[0]
     source = node.inputs[padding.operand]
     given = program.find_type(source)

@@ -1,1 +1,1 @@
-"""The updates of many variables, of which each rank runs a few large operations instead of many small ones."""
+"""Fuses the updates of many variables into a few large operations on each rank."""

@@ -1,4 +1,4 @@
-"""Writes what a unit computes of each element as the text of an update (whale_ops/core/compute/update_program.h)."""
+"""Writes the elementwise computation of a unit as the text of an update (whale_ops/core/compute/update_program.h)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Arithmetic:
     """The arithmetic of a unit, as the text of an update, with its operands.
 
     Attributes:
-      lines: its program; units with equal ones can be one operation.
+      lines: its program; units with equal programs can be fused.
       handles: of the variables that it writes, in the program's numbering; so are ``tensors``, ``scalars``, ``rows``.
       results: its values that other nodes read.
-      replaced: names of the nodes that it stands for. Reads of variables that others need stay.
+      replaced: names of the nodes that it replaces. Reads of variables that other nodes need stay.
     """
 
     lines: tuple[str, ...]
@@ -35,7 +35,7 @@ class Arithmetic:
 def write_arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
     """Writes ``unit`` as an update.
 
-    None where it needs too many operands, or assigns one variable's old value to another.
+    Returns None if it needs too many operands, or assigns one variable's old value to another.
     """
     reading = _UnitReader(program, unit, found)
     for node in unit.nodes:
@@ -62,7 +62,7 @@ def write_arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmeti
 
 
 class _UnitReader:
-    """Reads a unit's nodes one by one and turns them into instructions."""
+    """Converts a unit's nodes one by one to instructions."""
 
     def __init__(self, program: Program, unit: Unit, found: Accesses):
         self.program, self.unit, self.found = program, unit, found
@@ -123,14 +123,14 @@ class _UnitReader:
         return table.setdefault(ref, Value(kind, len(table)))
 
     def _find_written_value(self, ref: Ref) -> Value | None:
-        """Returns the value that a read sees of a variable that this unit writes; None: it reads something else."""
+        """Returns the value that a read sees of a variable that this unit writes; None: it reads another variable."""
         if self.program.by_name[ref.node].op != "ReadVariableOp":
             return None
         handle = self.found.handle.get(ref.node, "")
         return self.values.get((handle, self.found.version.get(ref.node, -1)))
 
     def list_kept_reads(self, outputs: Collection[str]) -> set[str] | None:
-        """Returns the unit's reads that stay nodes; None: one of them sees a value that nobody outside can see."""
+        """Returns the unit's reads that stay nodes; None: one of them sees an intermediate value that is not stored."""
         kept: set[str] = set()
         for node in self.unit.nodes:
             if node.op != "ReadVariableOp":

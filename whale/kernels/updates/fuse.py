@@ -21,14 +21,14 @@ GROUP_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The share that one variable has in an operation (or several variables that have to be updated together)."""
+    """The part of a fused operation for one variable (or several that have to be updated together)."""
 
     unit: Unit
     does: Arithmetic
 
 
 def fuse_updates(program: Program) -> Program:
-    """Fuses the updates of one rank's own graph into as few operations as may be; large ones happen in place."""
+    """Fuses the updates of one rank's own graph into as few operations as possible; large ones are in place."""
     return order_in_place_updates(_fuse_graph(program), UPDATE)
 
 
@@ -56,7 +56,7 @@ def count_written_together(program: Program) -> tuple[int, int]:
 
 
 def _find_exchange(program: Program, does: Arithmetic) -> str:
-    """Returns the name of the exchange that brings what an update takes; "": none.
+    """Returns the name of the exchange that provides the operand of an update; "": none.
 
     The update starts when that has ended, and waits for no other exchange.
     """
@@ -65,7 +65,7 @@ def _find_exchange(program: Program, does: Arithmetic) -> str:
 
 
 def _replace_nodes(program: Program, operations: list[list[_Part]]) -> Program:
-    """Puts an operation in place of each list's nodes, where the last of them was."""
+    """Puts an operation in place of each list of nodes, at the position of the last one."""
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for i, parts in enumerate(operations):

@@ -1,7 +1,7 @@
-"""Lets large variables be updated in place: their updates wait for all that reads their old value.
+"""Lets large variables be updated in place, by making updates wait for all readers of the old value.
 
-A kernel that updates a variable whose value somebody still holds writes to memory of its own: a copy of a weight, for
-as long as the gradient of what came before it is computed.
+A kernel that updates a variable whose value is still referenced writes to new memory: a copy of a weight, for
+as long as the gradient of the preceding layer is computed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ LARGE_BYTES = 1 << 20
 
 
 def order_in_place_updates(program: Program, fused: str) -> Program:
-    """Makes updates of large variables in one rank's program wait for all that reads the old values.
+    """Makes updates of large variables in one rank's program wait for all readers of the old values.
 
-    What needs an update's result may read the old value, too; it cannot be waited for.
+    Nodes that need an update's result may read the old value, too; the update cannot wait for these.
 
     Args:
       fused: the op that updates several variables.
@@ -41,7 +41,7 @@ def order_in_place_updates(program: Program, fused: str) -> Program:
 
 
 def _find_readers(program: Program, large: set[str]) -> dict[str, list[str]]:
-    """Returns, for each variable, the nodes that compute with its value, in the order of the program."""
+    """Returns, for each variable, the nodes that read its value, in the order of the program."""
     of: dict[str, str] = {}  # node whose output is a variable's value -> the variable
     found: dict[str, list[str]] = {}
     for node in program.nodes:
@@ -56,7 +56,7 @@ def _find_readers(program: Program, large: set[str]) -> dict[str, list[str]]:
 
 
 def _order_updates_late(program: Program, updates: set[str]) -> list[Node]:
-    """Orders the nodes so that each update comes after all that need not come after an update."""
+    """Orders the nodes so that each update comes after all nodes that do not depend on an update."""
     place = {node.name: i for i, node in enumerate(program.nodes)}
     waits_for = {n.name: dict.fromkeys([*(r.node for r in n.inputs), *n.controls]) for n in program.nodes}
     after: dict[str, list[str]] = {}

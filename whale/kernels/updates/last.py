@@ -1,4 +1,4 @@
-"""Makes updates wait for all exchanges of a step: a rank has taken a step whole, or has changed nothing yet."""
+"""Makes updates wait for all exchanges of a step, so that a rank takes a step completely, or changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEETS = EXCHANGES | {"WhaleCheck", "WhaleBarrier"}
 
 
 def order_updates_last(program: Program) -> Program:
-    """Makes the updates of one rank's program wait for its exchanges, but for updates that exchanges wait for."""
+    """Makes the updates of one rank's program wait for its exchanges, except for updates on which exchanges depend."""
     meeting = [node.name for node in program.nodes if _runs_any_of(node, program, _MEETS)]
     if not meeting:
         return program
@@ -60,7 +60,7 @@ def _list_nodes(body: Program | None) -> tuple[Node, ...]:
 
 
 def _find_predecessors(program: Program, names: list[str]) -> set[str]:
-    """Returns all that the nodes of these names wait for, without themselves unless one waits for another."""
+    """Returns all predecessors of these nodes; the nodes themselves only if another one of them depends on them."""
     nodes = [program.by_name[name] for name in names]
     return find_waited_for(
         program, [name for node in nodes for name in (*(ref.node for ref in node.inputs), *node.controls)]

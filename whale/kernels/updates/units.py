@@ -1,9 +1,9 @@
 """Finds the nodes that update variables element by element, and groups them into units.
 
-A unit is what becomes a part of one operation: writes of variables, and the arithmetic around them that takes tensors
-of the variable's shape, scalars, and long rows of its last sizes. No way leads out of a unit and back into it: nodes
-have levels, which rise where a way leaves a unit, and a unit's nodes have one level. Units of one level do not wait for
-each other either, so any of them may run together.
+A unit becomes a part of one operation: writes of variables, and the arithmetic around them on tensors of the variable's
+shape, scalars, and long rows of its last sizes. No path leads out of a unit and back into it: nodes have levels, which
+rise where a path leaves a unit, and a unit's nodes have one level. Units of one level do not wait for each other
+either, so any of them may run together.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from whale.kernels.updates.in_place import LARGE_BYTES
 class Accesses:
     """The reads and writes of each variable.
 
-    A program orders what writes a variable and whatever else touches it, so the order of its nodes is one in which they
-    may run, and a value of a variable is told by how many writes came before.
+    Control edges order a variable's writes and all other accesses, so the order of a program's nodes is a valid one,
+    and a variable's value is identified by the number of writes before it.
 
     Attributes:
       handle: node that reads or writes one variable -> the variable's handle node.
-      version: the same nodes -> how many writes of the variable have happened when it has run.
-      seen: handles that only such nodes and calls take, which hand them to nobody else.
+      version: the same nodes -> number of writes of the variable up to and including it.
+      seen: handles that only such nodes and calls read, which pass them to no other node.
     """
 
     handle: dict[str, str]
@@ -58,7 +58,7 @@ def find_accesses(program: Program) -> Accesses:
 
 
 def is_read(node: Node, found: Accesses) -> bool:
-    """Tells whether ``node`` yields the whole value of a variable that others may update together."""
+    """Tells whether ``node`` reads the whole value of a variable whose updates may be fused."""
     return node.op == "ReadVariableOp" and found.handle.get(node.name, "") in found.seen
 
 
@@ -109,9 +109,9 @@ def is_row(given: TensorType, whole: TensorType) -> bool:
 
 
 def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorType]:
-    """Returns the nodes that belong to updates, each with the type of the tensors that it is about.
+    """Returns the nodes that belong to updates, each with the type of the tensors that it handles.
 
-    These are writes, what is computed from them or assigned by them, and what is computed for nothing else. Equal types
+    These are writes, nodes computed from them or assigned by them, and nodes that only they use. Equal types
     are one object.
     """
     by_name, consumers = program.by_name, program.consumers
@@ -165,7 +165,7 @@ def _is_fitting(kind: TensorType) -> bool:
 
 
 def _find_arithmetic_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the result's type of elementwise arithmetic, if a unit can do it."""
+    """Returns the result's type of elementwise arithmetic, if units support it."""
     if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _is_fitting(node.outputs[0]):
         return None
     kind = node.outputs[0]

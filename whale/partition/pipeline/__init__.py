@@ -1,1 +1,3 @@
-"""The pipeline: stages of groups of ranks, micro-batches as loops of function calls, schedules, sends and receives."""
+"""Implements pipelines: stage groups of ranks, micro-batches as loops of function calls, schedules, sends and
+receives.
+"""

@@ -1,4 +1,4 @@
-"""Takes a rank without rows through micro-batches: it communicates as often as those that have some."""
+"""Lets a rank without rows take part in the communication of micro-batches, as often as the ranks with rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from whale.sharding_rules.graph import list_called_functions
 
 
 def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
-    """Returns strategies by which a rank without rows takes part where others exchange theirs, in each micro-batch."""
+    """Returns strategies with which a rank without rows takes part in the other ranks' exchanges, in each
+    micro-batch.
+    """
     found: dict[str, Strategy] = {}
     known: set[str] = set()  # values made from constants alone, or by ranks that have no rows either
     for node in program.nodes:
@@ -32,7 +34,7 @@ def of_no_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
 
 
 def bodies_of(program: Program, node: Node) -> list[str]:
-    """Returns the names of the bodies of a loop or branch, and of those inside."""
+    """Returns the names of the bodies of a loop or branch, including nested ones."""
     names = [f.name for f in list_called_functions(node)] if node.op in HAS_BODIES else []
     return [
         *names,

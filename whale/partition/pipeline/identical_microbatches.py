@@ -1,4 +1,4 @@
-"""Finds out which micro-batches of a rank run the same functions."""
+"""Finds which micro-batches of a rank run the same functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MicrobatchKind:
 
 
 def find_kinds(program: Program, plan: Plan) -> list[MicrobatchKind]:
-    """Returns the kinds of micro-batches of a rank's program, in the order of their numbers."""
+    """Returns the kinds of micro-batches of a rank's program, ordered by micro-batch number."""
     alike = _KindFinder(program, plan)
     return [kind for run in alike.find_runs() for kind in alike.find_kinds(run)]
 
@@ -89,7 +89,7 @@ class _KindFinder:
 
 @_wrapping
 def evaluate_varying(varying: tuple[np.ndarray, np.ndarray], number: int, dtype: Any) -> np.ndarray:
-    """Returns the value of a constant in micro-batch ``number``; ``varying`` is its value in number 0, and the step."""
+    """Returns the value of a constant in micro-batch ``number``; ``varying`` is (value in number 0, increment)."""
     return (varying[0] + number * varying[1]).astype(dtype)
 
 
@@ -99,7 +99,9 @@ def _read_value(node: Node) -> np.ndarray:
 
 
 def _find_differences(a: Program, b: Program) -> dict[str, np.ndarray] | None:
-    """Returns the integer constants of ``b`` that have another value in ``a``; None: the programs differ in more."""
+    """Returns the integer constants of ``b`` that differ in ``a``, with the difference; None: the programs differ
+    otherwise.
+    """
     if len(a.nodes) != len(b.nodes) or a.effects != b.effects or a.functions.keys() != b.functions.keys():
         return None
     found: dict[str, np.ndarray] = {}
@@ -126,14 +128,14 @@ def _has_same_attributes(x: Node, y: Node) -> bool:
 
 
 def may_carry(node: Node) -> bool:
-    """Tells whether an attribute of the node names a function, as that of a loop, a branch or a call does."""
+    """Tells whether an attribute of the node may name a function, as that of a loop, a branch or a call does."""
     return any(
         isinstance(v, Func) or (isinstance(v, tuple) and v and isinstance(v[0], Func)) for v in node.attrs.values()
     )
 
 
 def give_own_bodies(program: Program, number: int) -> Program:
-    """Gives the loops and branches of one kind of micro-batches bodies of their own, with names of their own."""
+    """Gives the loops and branches of one kind of micro-batch their own bodies, under unique names."""
     if number == 0 or not program.functions:
         return program
     names = {name: f"{name}/micro_batch_{number}" for name in program.functions}

@@ -1,7 +1,7 @@
-"""Rolls the micro-batches of a rank's program up: one function per phase, called once for each micro-batch.
+"""Rolls up the micro-batches of a rank's program: one function per phase, called once for each micro-batch.
 
-What is computed before and after the micro-batches stays in the main graph; sums over them are carried from call to
-call, rows that are wanted whole are joined after the last one. The calls are in one order, behind control edges.
+Nodes computed before and after the micro-batches stay in the main graph; sums over micro-batches are passed from call
+to call, rows that are gathered are concatenated after the last one. Control edges keep the calls in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ACCUMULATES_FLAGS = {"sum": "LogicalOr", "prod": "LogicalAnd", "max": "LogicalO
 
 @dataclass
 class Function:
-    """The signature of the function that runs one phase: (what, of what) for each argument and result."""
+    """The signature of the function of one phase: (kind, source) of each argument and result."""
 
     name: str
     arguments: list[tuple[str, Any]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Function:
 
 
 class Body:
-    """The body of one function in the making."""
+    """Builds the body of the function of one phase."""
 
     def __init__(self, kind: MicrobatchKind, phase: str, function: Function, phase_of: Callable[[str], str | None]):
         self.kind, self.phase, self.function, self.phase_of = kind, phase, function, phase_of
@@ -49,7 +49,7 @@ class Body:
         self.outputs: list[Ref] = []
 
     def take(self, ref: Ref) -> Ref:
-        """Returns ``ref`` inside the function: computed here, or passed in as an argument."""
+        """Returns ``ref`` inside the function: computed there, or passed in as an argument."""
         stack = [ref.node] if self._is_here(ref.node) else []
         while stack:
             name = stack.pop()
@@ -112,7 +112,9 @@ class Body:
         return Node(node.name, "AddV2", (Ref(names[2]), Ref(names[3])), (), kind, (t,), node.scope)
 
     def emit_accumulated(self, join: Ref, source: Ref) -> Ref:
-        """Emits the sum, or other reduction, of what earlier micro-batches made of ``join`` and this one's part."""
+        """Emits the reduction of the earlier micro-batches' accumulated value of ``join`` and this one's
+        contribution.
+        """
         t = self.kind.program.find_type(source)
         reduction = self.kind.program.by_name[join.node].attrs["reduction"]
         mine = self.take(source)
@@ -126,13 +128,13 @@ class Body:
         return Ref(name)
 
     def add_result(self, what: str, of: Ref, value: Ref) -> None:
-        """Makes the function return ``value``; ``what`` and ``of`` say what it is to the caller."""
+        """Makes the function return ``value``; ``what`` and ``of`` identify it to the caller."""
         self.function.results.append((what, of))
         self.function.types.append(self.nodes[value.node].outputs[value.index])
         self.outputs.append(value)
 
     def finish(self, effects: Iterable[str]) -> Program:
-        """Returns the function's program, with the nodes that run for their effects, and all that these read."""
+        """Returns the function's program, with the nodes executed for their effects, and all their operands."""
         effects = tuple(effects)
         for name in effects:
             if name not in self.nodes:
@@ -152,7 +154,7 @@ _JOINS = (ALL_REDUCES - {HOROVOD_ALL_REDUCE}) | {"WhaleAllGather"}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One phase of one micro-batch."""
+    """A call: one phase of one micro-batch."""
 
     phase: str
     micro_batch: int
@@ -165,16 +167,16 @@ def outline(
     calls: Sequence[Call] = (),
     phase: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """Puts what the micro-batches of a rank's program compute into functions.
+    """Moves the nodes of a rank's program that are computed for each micro-batch into functions.
 
     Args:
       plan: over the program's micro-batches (``whale.partition.pipeline.plan_microbatches.time_plan``).
       each: nodes that are computed for each micro-batch.
-      calls: their order; what a phase reads of another one has to be made before. Default: one phase, in order.
+      calls: their order; a phase must come after the phases whose results it reads. Default: one phase, in order.
       phase: of each node of ``each``; "" where there is none.
 
     Raises:
-      PlanError: the plan moves something between micro-batches that is neither a sum nor a gathering.
+      PlanError: the plan moves data between micro-batches other than by a sum or a gather.
     """
     if not each:
         return program
@@ -183,7 +185,7 @@ def outline(
 
 
 def find_phase(call: Node) -> str:
-    """Returns the phase that a call of a micro-batch runs."""
+    """Returns the phase of a call."""
     return call.name.removeprefix(f"{TIME}/").rpartition("_")[0]
 
 
@@ -209,7 +211,7 @@ class _Outliner:
         return self._main(first, last)
 
     def _look(self, kind: MicrobatchKind, number: int) -> None:
-        """Finds what is computed for each micro-batch, and what is made of all of them."""
+        """Finds the nodes computed for each micro-batch, and the values reduced over all of them."""
         kind.program = give_own_bodies(kind.program, number)
         self.functions.update(kind.program.functions)
         behind: set[str] = set()  # what lowering made of the sums and gatherings
@@ -242,7 +244,7 @@ class _Outliner:
     # -- functions
 
     def _find_phase(self, kind: MicrobatchKind, name: str) -> str | None:
-        """Returns the phase that computes a node of each micro-batch; None: whichever phase reads it."""
+        """Returns the phase that computes a node of each micro-batch; None: any phase that reads it."""
         if name in self.each:
             return self.phases.get(name, "")
         node = kind.program.by_name[name]
@@ -252,7 +254,9 @@ class _Outliner:
         return None
 
     def _list_wanted(self, kind: MicrobatchKind) -> list[Ref]:
-        """Lists what the main graph reads of the micro-batches: sums, gatherings, values that are the same in each."""
+        """Lists the micro-batches' values that the main graph reads: sums, concatenations, values equal in all of
+        them.
+        """
         found: dict[Ref, None] = {}
         for node in kind.program.nodes:
             if kind.region[node.name] == "outer":
@@ -344,7 +348,7 @@ class _Outliner:
         return previous
 
     def _start(self, kind: MicrobatchKind, ref: Ref) -> Ref:
-        """Emits what the first call adds to: a scalar that changes nothing."""
+        """Emits the initial value of an accumulator: a scalar that is neutral for the reduction."""
         node = kind.program.by_name[ref.node]
         dtype = node.outputs[0].dtype
         value = np.array(find_identity(node.attrs["reduction"], dtype), find_numpy_dtype(dtype))
@@ -402,7 +406,7 @@ class _Outliner:
         )
 
     def _find_called_functions(self) -> dict[str, Program]:
-        """Returns the functions that are called, or that other nodes carry as attributes."""
+        """Returns the functions that are called, or stored in attributes of other nodes."""
         found: dict[str, Program] = {}
         stack = [f.name for n in self.nodes.values() if may_carry(n) for _, f in iterate_function_refs(n)]
         while stack:

@@ -61,9 +61,9 @@ def find_batch_rows(program: Program, plan: Plan, position: int, micro_batches: 
 
 
 def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_batches: int) -> bool:
-    """Tells whether the rows that ranks bring themselves can stay where they are.
+    """Tells whether rows that ranks pass themselves can stay on these ranks.
 
-    They can if ranks need none of others' rows, or each rank has equally many rows of every micro-batch.
+    They can if ranks need no rows of others, or each rank has equally many rows of every micro-batch.
 
     Args:
       rows: of every rank, of each input.
@@ -74,7 +74,7 @@ def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_bat
 
 
 def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
-    """Returns the rows of the ranks along each axis, where they bring equally many themselves for every micro-batch.
+    """Returns the rows of the ranks along each axis, if they pass equally many themselves for every micro-batch.
 
     Args:
       program: of all ranks.
@@ -88,7 +88,7 @@ def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchProgram:
-    """The program of a rank, its rows, and the plan of its micro-batches; one for all ranks that run the same."""
+    """The program of a rank, its rows, and the plan of its micro-batches, shared by all ranks with the same program."""
 
     program: Program
     rows: Mapping[str, Shard]
@@ -104,15 +104,15 @@ def divide_in_micro_batches(
     own: Collection[tuple[int, ...]],
     known: list[MicrobatchProgram],
 ) -> Program:
-    """Rewrites what ``rank`` runs on all its rows to micro-batches that run one after the other.
+    """Rewrites the program of ``rank``, which processes all its rows, to micro-batches that run one after the other.
 
     Args:
-      program: what it runs on all its rows.
+      program: the rank's program for all its rows.
       own: see ``find_own_rows``.
       known: of ranks of the same plan; this one's is added if none runs the same but for values.
 
     Raises:
-      PlanError: a value of all micro-batches is needed before the last one is through.
+      PlanError: a value of all micro-batches is needed before the last one is finished.
     """
     rows = find_batch_rows(program, plan, rank, plan.micro_batches)
     if not plan.batch_inputs:
@@ -136,7 +136,7 @@ def divide_in_micro_batches(
 # as well, in the order of the batch: a dimension of rows is seen as (turns, micro-batches), and ranks join and cut
 # turns. So a micro-batch's rows are brought together without those of others, and nothing is moved beforehand.
 def make_interleaved_split(rows: int, micro_batches: int) -> Shard:
-    """Returns how ``rows`` rows of a rank are cut into micro-batches in turn."""
+    """Returns the interleaved split of a rank's ``rows`` rows into micro-batches."""
     return shard(0, (1,) * micro_batches, rows // micro_batches)
 
 
@@ -159,7 +159,7 @@ def interleave_rows(program: Program, micro_batches: int, rows: Collection[tuple
 
 
 def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[tuple[int, ...]]) -> list[Node]:
-    """Puts ``node`` between two views of what it moves, where that has rows, or as many indices as if it had."""
+    """Puts ``node`` between two reshapes of the tensor it moves, if that has rows, or as many indices as if it had."""
     if node.op not in _OPS or not node.outputs[0].is_static or not graph.find_type(node.inputs[1]).is_static:
         return [node]
     turns: dict[int, int] = {}  # dimension -> indices of one turn
@@ -171,7 +171,9 @@ def _view_rows(graph: Program, node: Node, micro_batches: int, rows: Collection[
 
 
 def _put_in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_batches: int) -> list[Node]:
-    """Makes ``node`` see dimensions as (turns, indices of one), and marks that of rows where there is just one."""
+    """Reshapes the operands of ``node`` to dimensions (turns, indices of one), and marks the row dimension if it is
+    unique.
+    """
     e = Emitter(0, 1, "", "")
     source, made = graph.find_type(node.inputs[1]), node.outputs[0]
 

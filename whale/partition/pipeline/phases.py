@@ -1,7 +1,8 @@
-"""Assigns what a stage computes of a micro-batch to its forward and its backward pass, by structure.
+"""Assigns a stage's nodes of a micro-batch to its forward and its backward pass, by structure.
 
-Backward is what depends on something that a later stage has sent back, and what neither a later stage nor a fetch
-needs: the gradients that the last stage begins with. Weights' gradients are what no earlier stage waits for.
+Backward nodes are those that depend on a tensor that a later stage has sent back, and those that neither a later stage
+nor a fetch needs: the gradients that the last stage begins with. Weights' gradients are nodes that no earlier stage
+waits for.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def _add_what_is_fetched(
     back: Collection[str],
     sent_back: Collection[str],
 ) -> None:
-    """Adds to ``forward`` what a fetched loss or metric of all micro-batches is made of.
+    """Adds the nodes from which a fetched loss or metric of all micro-batches is computed to ``forward``.
 
-    Of the last stage, what takes least to compute: the loss. Otherwise a fetched norm of gradients would make backward
-    passes part of it; so nothing else is added that an earlier stage waits for.
+    Of the last stage, only the cheapest nodes are added: the loss. Otherwise a fetched norm of gradients would make
+    backward passes part of the forward pass; so nothing else is added that an earlier stage waits for.
     """
     before: dict[str, set[str]] = {}
     for name in _read_for_outputs(program, each):
@@ -100,7 +101,7 @@ def _add_what_is_fetched(
 
 
 def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
-    """Returns the nodes of a micro-batch that are read by something computed once and fetched."""
+    """Returns the nodes of a micro-batch that fetched nodes outside of the micro-batches read."""
     found, seen = set(), set[str]()
     stack = [r.node for r in program.outputs]
     while stack:
@@ -114,10 +115,11 @@ def _read_for_outputs(program: Program, each: Collection[str]) -> set[str]:
 
 
 def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Mapping[str, str]) -> Program:
-    """Moves the nodes by which ranks gather parts of an input, which has no stage, to the first stage that reads them.
+    """Moves the nodes that gather parts of an input between ranks, and have no stage, to the first stage that reads
+    them.
 
     Args:
-      agreed: stages of nodes on other ranks: one without rows reads nothing of what it sends to them.
+      agreed: stages of nodes on other ranks: a rank without rows does not read what it sends to them.
     """
     first = dict(agreed)  # node -> the first of the stages that read it
     moved: dict[str, Node] = {}
@@ -134,7 +136,7 @@ def in_stages_of_readers(program: Program, stages: Mapping[str, int], agreed: Ma
 
 
 def _numbers(program: Program, stages: Mapping[str, int]) -> dict[str, int]:
-    """Returns the number of each node's stage; nodes that lowering added get that of their operands, free nodes
+    """Returns the stage number of each node; nodes added by lowering get their operands' stage, free nodes
     none.
     """
     at: dict[str, int] = {}

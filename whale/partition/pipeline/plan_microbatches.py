@@ -1,16 +1,16 @@
 """Plans micro-batches: time is one more mesh axis, whose coordinates run one after the other.
 
-The program of a rank (lowered already for the axes of ranks) is planned over ``micro_batches`` coordinates like over
+The program of a rank (already lowered for the axes of ranks) is planned over ``micro_batches`` coordinates like over
 ranks: ``S`` in time are slices, ``P`` is accumulated, ``B`` is computed once. Three regions follow:
 
-    before   what does not depend on the micro-batch: variables as they are read, constants
-    each     what is computed once for each micro-batch
-    after    what needs all of them: reductions over ranks, updates, metrics
+    before   nodes that do not depend on the micro-batch: reads of variables, constants
+    each     nodes that are computed once for each micro-batch
+    after    nodes that need all of them: reductions over ranks, updates, metrics
 
-A second round is not made. What is summed over the micro-batches and read again by ``each`` is computed on the whole
-batch before, if it depends on inputs only (the number of tokens that a mask leaves); its reader is computed on the
-whole batch after, if no update depends on it (the deviation of a metric), or no product of a layer (rows of gradients
-that an optimizer clips by their norm, or divides by sums of squares); everything else is an error.
+There is no second round of micro-batches. If ``each`` reads a sum over the micro-batches, the sum is computed on the
+whole batch before, if it depends on inputs only (the number of tokens that a mask leaves); its reader is computed on
+the whole batch after, if no update depends on it (the deviation of a metric), or no product of a layer (rows of
+gradients that an optimizer clips by their norm, or divides by sums of squares); everything else is an error.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _layouts(
 
 
 def _computed_once(layout: GraphLayout) -> GraphLayout:
-    """Replicates in time what runs on the first coordinate only: it runs once."""
+    """Replicates in time the nodes placed on the first coordinate only: they run once."""
 
     def of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(B if p == FIRST else p for p in placements)
@@ -122,7 +122,7 @@ def _computed_once(layout: GraphLayout) -> GraphLayout:
 
 
 def _crosses(r: Reshard) -> bool:
-    """Tells whether the reshard needs what all micro-batches have made."""
+    """Tells whether the reshard needs results of all micro-batches."""
     if isinstance(r.source, Replicate):
         return False
     return not (isinstance(r.source, Shard | PerRank) and isinstance(r.target, Partial | PerRank)) and not (
@@ -131,7 +131,7 @@ def _crosses(r: Reshard) -> bool:
 
 
 def _level_of(plan: Plan, level: Mapping[str, int], ref: Ref, wanted: Placement) -> int:
-    """Returns the level at which a tensor is there as ``wanted``."""
+    """Returns the level at which a tensor is available as ``wanted``."""
     if plan.strategies[""][ref.node].outputs[ref.index] == wanted:
         return level[ref.node]
     r = plan.reshard_of["", ref, wanted]
@@ -144,7 +144,7 @@ def _is_each(strategy: Strategy) -> bool:
 
 
 def _levels(program: Program, plan: Plan) -> dict[str, int]:
-    """Maps each node to how often the micro-batches have begun (odd) and have ended (even) before it."""
+    """Maps each node to its level: the number of starts (odd) and ends (even) of the micro-batches before it."""
     strategies, level = plan.strategies[""], dict[str, int]()
     leading: set[str] = set()  # to what each micro-batch computes
     for node in reversed(program.nodes):
@@ -168,9 +168,7 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
 
 
 def _moved_once(program: Program, plan: Plan) -> dict[str, Strategy]:
-    """Returns strategies for communication of sums of which each micro-batch has a part: it runs once, after
-    the last.
-    """
+    """Returns strategies that run communication of sums, of which each micro-batch has a part, once after the last."""
     found: dict[str, Strategy] = {}
     for node in program.nodes:
         if node.op in EXCHANGES and any(
@@ -181,11 +179,11 @@ def _moved_once(program: Program, plan: Plan) -> dict[str, Strategy]:
 
 
 def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict[str, Strategy]:
-    """Returns strategies of nodes that have to be computed once, so that the micro-batches are gone through once; empty
-    if they are.
+    """Returns strategies that make nodes run once, so that one round of micro-batches suffices; empty if it does
+    already.
 
     Raises:
-      PlanError: there is no such way.
+      PlanError: one round cannot suffice.
     """
     strategies = plan.strategies[""]
     found: dict[str, Strategy] = {}
@@ -230,8 +228,8 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
 
 
 def _leading_to_products(program: Program) -> set[str]:
-    """Returns the nodes from which a layer is computed, forward or backward, but not what an optimizer makes of rows of
-    gradients.
+    """Returns the nodes from which a layer is computed, forward or backward, but not an optimizer's computations on
+    rows of gradients.
     """
     found: set[str] = set()
     for node in reversed(program.nodes):
@@ -246,8 +244,9 @@ def _has_products(program: Program, node: Node) -> bool:
 
 
 def _takes_whole(strategy: Strategy) -> bool:
-    """Tells whether a node waits for all micro-batches anyway; its result was divided only because that costs nothing,
-    as the gradient of a table is that has as many rows as the batch has words.
+    """Tells whether a node waits for all micro-batches anyway, and its result was divided only because that is free.
+
+    An example is the gradient of a table with as many rows as the batch has words.
     """
     return all(isinstance(p, Replicate) for p in strategy.inputs)
 
@@ -257,13 +256,13 @@ def _is_whole(ref: Ref, strategies: Mapping[str, Strategy], once: Collection[str
 
 
 def _has_no_rows(node: Node, strategies: Mapping[str, Strategy], once: Collection[str]) -> bool:
-    """Tells whether nothing that a node reads is made in rows: it was divided only because that costs nothing."""
+    """Tells whether no operand of a node has rows of the batch: it was divided only because that is free."""
     made = (strategies[r.node].outputs[r.index] for r in node.inputs if r.node not in once)
     return not any(isinstance(p, Shard | PerRank) for p in made)
 
 
 def _leading_to_updates(program: Program) -> set[str]:
-    """Returns the nodes that some effect of the program depends on: an update, a message."""
+    """Returns the nodes on which some effect of the program depends: an update, or a printed message."""
     found: set[str] = set()
     stack = list(program.effects)
     while stack:
@@ -280,7 +279,7 @@ def _once(node: Node, why: str) -> Strategy:
 
 
 def _summed_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
-    """Returns the tensors that all micro-batches together make and that lead to ``node`` of a second round."""
+    """Returns the sums over all micro-batches from which ``node`` of a second round is computed."""
     strategies = plan.strategies[""]
     found, seen, stack = dict[Ref, None](), {node.name}, [node]
     while stack:
@@ -300,11 +299,11 @@ def _summed_before(program: Program, plan: Plan, level: Mapping[str, int], node:
 def _on_whole_batch(
     program: Program, strategies: Mapping[str, Strategy], ref: Ref, reader: Node, parts: int
 ) -> dict[str, Strategy]:
-    """Returns strategies that compute ``ref``, and all it is made from, on the whole batch before the first
+    """Returns strategies that compute ``ref``, and all nodes before it, on the whole batch before the first
     micro-batch.
 
     Raises:
-      PlanError: it depends on more than inputs, and variables that the step does not write.
+      PlanError: it depends on other values than inputs, and variables that the step does not write.
     """
     found: dict[str, Strategy] = {}
     stack, seen = [ref.node], {ref.node}
@@ -333,21 +332,19 @@ def _on_whole_batch(
 
 
 def _is_kept(program: Program, handle: Ref) -> bool:
-    """Tells whether nothing in a step may write a variable: what is read of it is known before the first
-    micro-batch.
-    """
+    """Tells whether no node of a step may write a variable, so that its value is known before the first micro-batch."""
     return all(reader.op in READS for reader, _ in program.consumers.get(handle, ()))
 
 
 def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
-    """Raises PlanError for rows that ranks bring together, which a scope around some of the layers does."""
+    """Raises PlanError for rows that ranks gather because a scope is around some of the layers only."""
     if not has_split_scopes(program):
         return  # the operation itself wants all rows
     for reader, _ in program.consumers.get(ref, ()):
         if reader.op in ("WhaleAllGather", "WhaleAllToAll"):
             wants = _that_wants(program, reader)
             raise PlanError(
-                "the rows of a micro-batch would be brought together at the border of a scope that divides otherwise",
+                "the rows of a micro-batch would be gathered at the border of a scope that divides tensors differently",
                 op=f"{wants.name} ({wants.op})",
                 given=f"{parts} micro-batches; every rank has rows of its own of {ref}, and all are wanted at once",
                 expected="rows in multiples of the micro-batches, a wh.split scope around the whole model, or none",
@@ -356,7 +353,7 @@ def _refuse_joined_rows(program: Program, ref: Ref, parts: int) -> None:
 
 
 def _that_wants(program: Program, node: Node) -> Node:
-    """Returns the operation of the user's program for whose sake lowering added a node."""
+    """Returns the operation of the user's program for which lowering added a node."""
     while node.name.startswith("whale/"):
         found = next((reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())), None)
         if found is None:
@@ -366,8 +363,8 @@ def _that_wants(program: Program, node: Node) -> Node:
 
 
 def _summed_inside(plan: Plan, node: Node) -> Ref | None:
-    """Returns a tensor inside a loop or branch of a micro-batch that is wanted of all: it cannot wait for the
-    others.
+    """Returns a tensor inside a loop or branch of a micro-batch that is reduced over all of them, which is impossible
+    there.
     """
     bodies = {func.name for func in list_called_functions(node)}
     return next((r.ref for r in plan.reshards if r.graph in bodies and _crosses(r)), None)

@@ -1,4 +1,4 @@
-"""Removes from a rank's program what would tie a micro-batch to others."""
+"""Removes dependencies from a rank's program that would unnecessarily tie micro-batches to each other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name wha
 
 
 def prepared(program: Program) -> Program:
-    """Removes order and operands of no consequence that would tie a micro-batch to others: that something without
-    effects waits for something without effects, or for an assertion, which is of the whole batch; what ones and zeros
-    are like. What is computed again for the backward pass waits for it. Scopes name no ranks, which were told what they
-    compute already.
+    """Removes control edges and operands without effect that would tie a micro-batch to others.
+
+    These are control edges between nodes without effects, or from an assertion, which concerns the whole batch; and
+    operands that only give a shape to ones and zeros. Recomputed nodes keep their control edges from the backward pass.
+    Scopes lose their ranks, since the ranks' work is divided already.
     """
     if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
         program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
@@ -63,7 +64,7 @@ def prepared(program: Program) -> Program:
 
 
 def _is_nothing(node: Node) -> bool:
-    """Tells whether a node makes no rows: what a rank without any computes of its own."""
+    """Tells whether a node makes no rows, so that a rank without rows computes it as well."""
     if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
         return False
     t = node.outputs[0]
@@ -71,7 +72,7 @@ def _is_nothing(node: Node) -> bool:
 
 
 def acts(program: Program, node: Node) -> bool:
-    """Tells whether a node does more than compute and look: a branch or loop that only reads variables does not."""
+    """Tells whether a node has effects; a branch or loop that only reads variables has none."""
     if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
         return False
     bodies = [program.functions[f.name] for f in list_called_functions(node)] if node.op in HAS_BODIES else []
@@ -79,7 +80,7 @@ def acts(program: Program, node: Node) -> bool:
 
 
 def _asserts(program: Program, node: Node) -> bool:
-    """Tells whether all that a node does is to fail where a condition does not hold."""
+    """Tells whether a node only fails if a condition is false."""
     if node.op == "Assert" or node.op not in HAS_BODIES:
         return node.op == "Assert"
     bodies = [program.functions[f.name] for f in list_called_functions(node)]

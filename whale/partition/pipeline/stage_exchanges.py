@@ -21,11 +21,11 @@ from whale.partition.spmd import list_unread_communication
 def connect_stages(
     stages: Stages, program: Program, rank: int, comm: str, rows: Mapping[Ref, Shard], check: tuple[str, str]
 ) -> Program:
-    """Replaces the ends of a stage group's program, on one rank, by sends and receives.
+    """Replaces the inputs and outputs of a stage group's program, on one rank, by receives and sends.
 
     Args:
-      rows: what travels for each micro-batch -> how these cut the part that a rank has.
-      check: (fingerprint, what a person would call this run), which all ranks compare.
+      rows: tensor sent for each micro-batch -> how these cut the part that a rank has.
+      check: (fingerprint, description of this run for people), which all ranks compare.
     """
     return _Connector(stages, program, rank, comm, rows).run(check)
 
@@ -79,7 +79,7 @@ class _Connector:
         self.effects.append(name)
 
     def _receive(self, node: Node) -> dict[Ref, Ref]:
-        """Receives each output that is read; returns where each one is now."""
+        """Emits receives for each output that is read; returns the tensors that replace them."""
         found = {}
         source, travelling = int(node.attrs["source"]), self.stages.cuts[self.number].keys
         for index, key in enumerate(node.attrs["keys"]):
@@ -122,7 +122,7 @@ class _Connector:
     def _join_along(
         self, name: str, dtype: str, pieces: list[tuple[tuple[Span, ...], Ref]], block: tuple[Span, ...], dim: int
     ) -> Ref:
-        """Joins pieces that differ in no dimension before ``dim``."""
+        """Joins pieces that differ only in dimensions from ``dim`` on."""
         if len(pieces) == 1:
             return pieces[0][1]
         groups: dict[Span, list[tuple[tuple[Span, ...], Ref]]] = {}
@@ -167,7 +167,7 @@ class _Connector:
             self._add(f"{name}/sent", "WhaleSend", (Ref(COMMUNICATOR), value), attrs, (), marks)
 
     def _emit_cut(self, name: str, source: Ref, t: TensorType, part: Part) -> Ref:
-        """Cuts the part that one rank gets out of the tensor that this one has."""
+        """Emits the slice of this rank's tensor for one receiving rank."""
         e, shape, dtype = self.emitter, require_static_shape(t), t.dtype
         for dim, blocks, first, count in part.cut:
             at = f"{name}/along_{dim}"
@@ -187,13 +187,13 @@ class _Connector:
         return f"{key}@{source}to{target}/{ends}"
 
     def _make_marks(self, key: str, t: TensorType, part: Part, edge: tuple[int, int]) -> Marks:
-        """Returns the marks of what sends or receives a part of a tensor."""
+        """Returns the marks of a node that sends or receives a part of a tensor."""
         if key not in self.rows:
             return NO_MARKS
         return Marks(micro_batch_rows=str(self._find_rows(key, t, part.spans is None)), edge=edge)
 
     def _find_rows(self, key: str, t: TensorType, direct: bool) -> Shard:
-        """Returns how micro-batches cut this rank's part of a tensor that travels between stage groups."""
+        """Returns how micro-batches cut this rank's part of a tensor sent between stage groups."""
         cut = self.rows[key]
         if direct and not self.stages.plan.others:
             return cut

@@ -29,7 +29,7 @@ from whale.passes.settings import PlanSettings
 
 
 def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[StageGroup, ...]) -> Plan:
-    """Plans a program with stages: as one group would run all of it, and what travels between the groups.
+    """Plans a program with stages: the whole program for one group's mesh, and the transfers between the groups.
 
     Raises:
       PlanError: see ``plan_program``; an option that pipelines lack.
@@ -59,7 +59,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
 
 @dataclass(frozen=True, slots=True)
 class _GroupKind:
-    """The properties shared by groups that keep to one plan: number of ranks, axes, shares of rows; (): even."""
+    """The properties shared by groups with the same plan: number of ranks, axes, shares of rows; (): even."""
 
     size: int
     mesh: tuple[Axis, ...]
@@ -67,7 +67,7 @@ class _GroupKind:
 
 
 def _find_kind(group: StageGroup, settings: PlanSettings) -> _GroupKind:
-    """Returns the kind of a stage group; of shares for every rank of the run it has those of its own ranks."""
+    """Returns the kind of a stage group; of the run's shares it keeps those of the group's ranks."""
     shares, size = settings.batch.shares, len(group.ranks)
     mesh = settings.stage_meshes.get(group.ranks) or make_mesh_of_size(settings, size)
     if len(shares) != settings.size:
@@ -128,13 +128,13 @@ def _plan_kinds(
 
 
 def _plan_kind(program: Program, settings: PlanSettings, groups: Sequence[StageGroup], plan: int) -> Plan:
-    """Makes the plan of this number: of the whole program on the mesh of the groups that keep to it."""
+    """Makes plan number ``plan``: of the whole program on the mesh of the groups that use it."""
     found = plan_program(in_positions(program, groups, plan), settings)
     return replace(found, fingerprint=compute_fingerprint(program))
 
 
 def _find_shared_inputs(program: Program, settings: PlanSettings, kind: _GroupKind) -> tuple[BatchInput, ...] | None:
-    """Returns the batch inputs with the rows of every rank of a group that has shares; None: they are to be found."""
+    """Returns the batch inputs with the rows of every rank of a group with given shares; None: no shares are given."""
     asked = settings.batch
     if not kind.shares:
         return asked.inputs
@@ -147,9 +147,10 @@ def _find_shared_inputs(program: Program, settings: PlanSettings, kind: _GroupKi
 
 
 def make_mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
-    """Returns the axes of a stage group of ``size`` ranks: those of the mesh, the first adapted to the number of ranks.
+    """Returns the axes of a stage group of ``size`` ranks: those of the mesh, with the first adapted to the number of
+    ranks.
 
-    An inner axis that does not fit into the group is as large as the ranks can be divided.
+    An inner axis that does not fit into the group gets the largest size that divides the ranks.
     """
     given = [a for a in settings.mesh if a.name != STAGE and a.size > 1]
     if prod(a.size for a in given) == size or not given:
@@ -163,7 +164,9 @@ def make_mesh_of_size(settings: PlanSettings, size: int) -> tuple[Axis, ...]:
 
 
 def _find_known_layouts(settings: PlanSettings, kind: _GroupKind) -> dict[str, Tiles]:
-    """Returns the layouts of variables that earlier programs have fixed, as far as groups of a kind can have them."""
+    """Returns the layouts of variables that earlier programs have fixed, where they are possible for a kind of
+    group.
+    """
     sizes = {kind.size, *(a.size for a in kind.mesh)}
     return {name: tiles for name, tiles in settings.split.tiles.items() if sizes.issuperset(tiles.sizes)}
 
@@ -171,10 +174,10 @@ def _find_known_layouts(settings: PlanSettings, kind: _GroupKind) -> dict[str, T
 def lower_stage_groups(
     expanded: Program, plan: Plan, ranks: Sequence[int], comm: str, what: str, settings: PlanSettings
 ) -> list[Program]:
-    """Lowers a program under a plan of ``plan_stage_groups`` to what each of ``ranks`` runs.
+    """Lowers a program under a plan of ``plan_stage_groups`` to the program of each of ``ranks``.
 
     Raises:
-      PlanError: the stages cannot be gone through in micro-batches as the schedule asks.
+      PlanError: the stages cannot run in micro-batches in the order of the schedule.
     """
     rows: dict[Ref, Shard] = {}
     microbatched = plan.micro_batches > 1
@@ -202,7 +205,7 @@ def lower_stage_groups(
 
 
 class _ScheduleCache:
-    """A cache of ``WholeSchedule`` by coordinates, with one entry for those that run the same."""
+    """Caches ``WholeSchedule`` by coordinates, with one entry for coordinates with the same program."""
 
     def __init__(self, expanded: Program, stages: Stages, settings: PlanSettings):
         self.expanded, self.stages, self.settings = expanded, stages, settings
@@ -227,9 +230,10 @@ class _ScheduleCache:
 
 
 def _find_first_readers(plan: Plan) -> list[tuple[int, ...]]:
-    """Returns coordinates along a plan's axes that together read all that any of them reads for each micro-batch.
+    """Returns coordinates along a plan's axes that together read all tensors that any coordinate reads for each
+    micro-batch.
 
-    The first coordinates alone may have what is fetched; those without rows read nothing of what the others gather.
+    The first coordinates alone may have fetched tensors; those without rows do not read what the others gather.
     """
     along: list[list[int]] = []
     more = False
@@ -262,7 +266,7 @@ def _refuse(settings: PlanSettings, groups: Sequence[StageGroup]) -> None:
 
 
 def _keep_own_variables(plan: Plan, groups: Sequence[StageGroup], cuts: Sequence[Cut]) -> Plan:
-    """Keeps in each plan only the variables that the stages of its groups have; they lie over the groups' ranks."""
+    """Keeps in each plan only the variables of its groups' stages, divided over the groups' ranks."""
 
     def reduce_plan(one: Plan, number: int) -> Plan:
         mine = {v.node for g, part in zip(groups, cuts) if g.plan == number for v in part.program.variables}

@@ -1,8 +1,8 @@
-"""Cuts a program into the part that each stage group (one group of ranks) runs, and what travels between groups.
+"""Cuts a program into the parts that stage groups (groups of ranks) run, and the tensors sent between groups.
 
 The plan is made for the whole program over a mesh like a group's; groups of other meshes have plans of their own. A
-group then runs its nodes as its plan says. A tensor that another group makes arrives as it is made, from the rank of
-the same coordinates, or between unlike meshes as ``whale.ir.crossing`` says.
+group then runs its nodes under its plan. A tensor from another group arrives in the layout of its producer, from the
+rank of the same coordinates, or between different meshes as ``whale.ir.crossing`` says.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Cut:
 
     Attributes:
       program: its part; a tensor from elsewhere is an output of a ``WhaleStageInput`` with its producer's name.
-      taken: tensors that come from other groups, with the number of the group.
-      given: tensors that go to other groups.
+      taken: tensors received from other groups, with the number of the group.
+      given: tensors sent to other groups.
       fetched: outputs of the program that come from another group: number of the output -> of the group.
     """
 
@@ -36,7 +36,7 @@ class Cut:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Returns the names by which tensors from other groups travel."""
+        """Returns the names of tensors received from other groups."""
         return frozenset([*map(str, self.taken), *(FETCH_KEY.format(i) for i in self.fetched)])
 
 
@@ -62,7 +62,7 @@ class _Cutter:
         self.program = self._with_tokens(program)
 
     def _with_tokens(self, program: Program) -> Program:
-        """Replaces each control edge between groups by a small tensor to be sent."""
+        """Replaces each control edge between groups by sending a small tensor."""
         nodes: list[Node] = []
         tokens: dict[str, str] = {}
         for node in program.nodes:
@@ -104,7 +104,9 @@ class _Cutter:
         return found
 
     def _taken(self, needed: Sequence[Collection[str]]) -> list[dict[Ref, int]]:
-        """Returns what each group reads of others, and of which, given the names of the nodes that it needs."""
+        """Returns the tensors that each group reads from others, with their group, given the names of the nodes it
+        needs.
+        """
         found: list[dict[Ref, int]] = [{} for _ in needed]
         for node in self.program.nodes:
             # The control edges between groups that are left are to tokens.
@@ -172,9 +174,9 @@ def _group_numbers(program: Program, groups: Sequence[StageGroup], free: Collect
 
 
 def without_waits(program: Program) -> Program:
-    """Removes NoOps from ``program``: what waits for one waits for what that waits for.
+    """Removes NoOps from ``program``: nodes that wait for one wait for its predecessors instead.
 
-    A result that only waits, so that whoever fetches it has the rest done, need not: the rest is done for its effects.
+    A NoOp that is a fetched result can go as well: its predecessors are executed for their effects.
     """
     behind: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for
 

@@ -1,4 +1,4 @@
-"""Rolls a rank's stages up into micro-batches that run in the order of a schedule."""
+"""Rolls up a rank's stages into micro-batches that run in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _TRAVELS = ("WhaleRecv", "WhaleSend", "Const")
 
 @dataclass(frozen=True, slots=True)
 class AgreedPhases:
-    """The phase and stage of what is computed for each micro-batch, as coordinates with rows know them.
+    """The phase and stage of each node computed per micro-batch, according to the coordinates with rows.
 
-    A coordinate without rows reads nothing of what it sends, so it cannot tell by itself.
+    A coordinate without rows does not read what it sends, so it cannot infer them by itself.
 
     Attributes:
-      kinds: of what is computed for each micro-batch, F, B or W (see ``whale.partition.pipeline.phases``).
-      stages: the stage that it belongs to.
+      kinds: F, B or W for each node computed per micro-batch (see ``whale.partition.pipeline.phases``).
+      stages: the node's stage.
     """
 
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -42,17 +42,19 @@ class AgreedPhases:
 
     @staticmethod
     def merge(coordinates: Sequence[WholeSchedule]) -> AgreedPhases:
-        """Merges what some coordinates know: each node's earliest kind, and the stage that the first of them names."""
+        """Merges the information of several coordinates: each node's earliest kind, and the stage from the first of
+        them.
+        """
         kinds = {name: k for kind in "WBF" for one in coordinates for name, k in one.kinds.items() if k == kind}
         return AgreedPhases(kinds, {name: stage for one in reversed(coordinates) for name, stage in one.stages.items()})
 
 
 class WholeSchedule:
-    """The program of one coordinate as if it had all stages, in micro-batches: what all its ranks have to agree on.
+    """The program of one coordinate as if it had all stages, in micro-batches: the basis on which all its ranks agree.
 
     Attributes:
       rows: tensors of the program that have the rows of the batch -> how these are cut into micro-batches.
-      kinds: of what is computed for each micro-batch, F, B or W; stages: the stage that it belongs to.
+      kinds: F, B or W for each node computed per micro-batch; stages: the node's stage.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class WholeSchedule:
 
         Args:
           number: of the stage group; at: coordinates in its mesh, () for the first ones.
-          agreed: what other coordinates know.
+          agreed: information from other coordinates.
         """
         plan = self.plan = stages.plan
         levels, mesh = stages.make_level_partitioner(number), stages.meshes[number]
@@ -97,11 +99,11 @@ class WholeSchedule:
         """Rolls up the program of this coordinate's rank in stage group ``number``, in the schedule's order.
 
         Args:
-          program: what it runs on all its rows.
+          program: the rank's program for all its rows.
 
         Raises:
-          PlanError: a value of all micro-batches is needed before the last one is through; the chunks of the groups
-            are not alike; a tensor is cut otherwise by its sender than by its receiver.
+          PlanError: a value of all micro-batches is needed before the last one is finished; the chunks of the groups
+            differ; a tensor is cut differently by its sender and its receiver.
         """
         program = self._prepare(program)
         travels = (node for node in program.nodes if node.op in _TRAVELS and node.marks.micro_batch_rows)
@@ -142,9 +144,9 @@ class WholeSchedule:
         waiting = count_credits(rows)
 
         def count_room(edge: tuple[int, int]) -> int:
-            """Returns how many results of one kind may be under way between two stage groups.
+            """Returns how many results of one kind may be in flight between two stage groups.
 
-            That is one that is read and those that may wait; past other stages, no more is sent than is alive.
+            That is one being read and those that may wait; past other stages, no more are sent than are alive.
             """
             return 1 + waiting.get(edge, count_live_micro_batches(rows[edge[0]]))
 
@@ -160,7 +162,7 @@ class WholeSchedule:
 
 
 def _find_split(node: Node) -> Shard:
-    """Returns how micro-batches cut what ``node`` sends or receives for each of them."""
+    """Returns how micro-batches cut the tensor that ``node`` sends or receives for each of them."""
     placement = parse_placement(node.marks.micro_batch_rows)
     assert isinstance(placement, Shard)
     return shard(placement.dim, placement.sizes, placement.blocks)
@@ -174,10 +176,10 @@ def _find_split(node: Node) -> Shard:
 # whoever is faster than its reader waits for it, instead of filling memory.
 @dataclass(frozen=True)
 class _OutsideBody:
-    """A function without its sends and receives.
+    """A function after its sends and receives were moved out.
 
     Attributes:
-      body: receives have become arguments, what was sent are results.
+      body: receives have become arguments, sent tensors are results.
       received, sent: the nodes, in the order of these arguments and results.
     """
 
@@ -190,7 +192,8 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
     """Moves the sends and receives of rows of a rank's outlined program from its functions to the main graph.
 
     Args:
-      room: (number of the sending stage group, of the receiving one) -> results of one kind that may be under way.
+      room: (number of the sending stage group, of the receiving one) -> number of results of one kind that may be
+          in flight.
     """
     taken = {name: _take_out(body) for name, body in program.functions.items()}
     if not any(o.received or o.sent for o in taken.values()):
@@ -236,7 +239,7 @@ def hoist_sends(program: Program, room: Callable[[tuple[int, int]], int]) -> Pro
 
 
 def _find_latest(before: Sequence[str], count: int) -> tuple[str, ...]:
-    """Returns, as controls, the one of ``before`` that has to be over before there is room for one more."""
+    """Returns, as controls, the one of ``before`` that has to finish before another result may be in flight."""
     return (before[-count],) if len(before) >= count else ()
 
 
@@ -270,6 +273,6 @@ def _find_edge(node: Node) -> tuple[int, int]:
 
 
 def _change_key(node: Node, number: str) -> Node:
-    """Gives what is sent or received for each micro-batch the key of one of them."""
+    """Gives a send or receive per micro-batch the key of micro-batch ``number``."""
     attrs = {**node.attrs, "key": f"{node.attrs['key']}/{number}"}
     return replace(node, attrs=attrs, marks=node.marks.replace_marks(micro_batch_rows="", edge=None))

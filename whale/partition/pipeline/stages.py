@@ -1,8 +1,9 @@
-"""Partitions the stage groups of a pipeline, axis by axis of their meshes, and says how tensors travel between them.
+"""Partitions the stage groups of a pipeline, axis by axis of their meshes, and determines how tensors are sent between
+them.
 
-Stages           the parts of a program under a plan with stages, and the layouts in which tensors cross Stages.part
-what the ranks of a group run, axis by axis; Stages.lowered: one rank's, for all axes Stages.edges     what travels in a
-step
+Stages           the parts of a program under a plan with stages, and the layouts in which tensors are sent
+Stages.part      the program of a group's ranks, axis by axis; Stages.lowered: one rank's, for all axes
+Stages.edges     the tensors sent in a step
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ Ends = Callable[[Program, tuple[int, ...]], Mapping[str, Strategy]]
 
 
 class StagePartitioner(AxisPartitioner):
-    """Partitions a stage group's part of a program, under the plans of the whole program as far as the part goes.
+    """Partitions a stage group's part of a program under the plans of the whole program.
 
-    Where ranks run the same as those with the first coordinates, but for values, they keep to the plan of these,
-    whatever the rest of the program is there.
+    Ranks that run the same part as the first coordinates, but for values, use the first coordinates' plan,
+    even if the rest of the program differs.
     """
 
     def __init__(self, whole: AxisPartitioner, part: Program, ends: Ends):
         """Takes the partitioner of the whole program, and a part of it.
 
         Args:
-          whole: partitions the program that the part is of; part: as no axis has divided it yet.
+          whole: partitions the whole program; part: before any axis has divided it.
         """
         super().__init__(part, whole.settings, whole.axes, whole.rows, whole.models)
         self.whole, self.ends = whole, ends
 
     def program(self, at: tuple[int, ...]) -> Program:
-        """Returns what the ranks with these first coordinates run of the part."""
+        """Returns the part's program for the ranks with these first coordinates."""
         if at not in self._programs:
             self._programs[at] = self.lower_program(at)
         return self._programs[at]
@@ -83,7 +84,7 @@ class Stages:
 
     Attributes:
       cuts: of the expanded program, one for each group.
-      rows: tensors that travel for each micro-batch -> how these cut them.
+      rows: tensors sent for each micro-batch -> how these cut them.
     """
 
     def __init__(self, expanded: Program, plan: Plan, settings: PlanSettings, rows: Mapping[Ref, Shard]):
@@ -99,7 +100,7 @@ class Stages:
         self.meshes = [make_mesh(plan.find_group_plan(g), g.ranks) for g in groups]
 
     def make_level_partitioner(self, number: int) -> AxisPartitioner:
-        """Returns the partitioner of the program as the ranks of a group would run it if they had all stages."""
+        """Returns the partitioner of the program as if a group's ranks ran all stages."""
         return self._of_plan[self.plan.stage_groups[number].plan]
 
     def locate(self, rank: int) -> tuple[int, tuple[int, ...]]:
@@ -108,20 +109,20 @@ class Stages:
         return number, self.meshes[number].find_coordinates(rank)
 
     def make_part_partitioner(self, number: int) -> StagePartitioner:
-        """Returns the partitioner of what the ranks of a group run, with the ends of its program still there."""
+        """Returns the partitioner of a group's part, before sends and receives replace its inputs and outputs."""
         program = in_positions(self.cuts[number].program, self.plan.stage_groups, self.plan.stage_groups[number].plan)
         return StagePartitioner(
             self.make_level_partitioner(number), program, partial(self._find_end_strategies, number)
         )
 
     def lower_part(self, part: StagePartitioner, rank: int, comm: str) -> Program:
-        """Lowers a group's part to what one rank runs of it."""
+        """Lowers a group's part to the program of one rank."""
         number, at = self.locate(rank)
         program = map_to_ranks(part.lower_program(at), self.meshes[number], rank, comm)
         return self.make_level_partitioner(number).cut_own_rows(program, self.expanded, at)
 
     def _find_end_strategies(self, number: int, program: Program, at: tuple[int, ...]) -> dict[str, Strategy]:
-        """Returns the strategies of a program's ends, where tensors come in and go out, over the axis after ``at``."""
+        """Returns the strategies of a part's inputs and outputs over the axis after ``at``."""
         travelling, found = self.cuts[number].keys, {}
         for node in program.nodes:
             if node.op == STAGE_INPUT:
@@ -139,11 +140,11 @@ class Stages:
     # -- layouts of what travels
 
     def is_direct(self, source: int, target: int) -> bool:
-        """Tells whether both groups have the same mesh, and rows on it, so that coordinates correspond."""
+        """Tells whether both groups have the same mesh and row division, so that coordinates correspond."""
         return self.plan.stage_groups[source].plan == self.plan.stage_groups[target].plan
 
     def find_sent_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """Returns a tensor's layout, over each axis up to the one after ``at``, as it leaves the ranks of a group.
+        """Returns a tensor's layout, over each axis up to the one after ``at``, when a group's ranks send it.
 
         Args:
           at: first coordinates of these ranks.
@@ -156,28 +157,28 @@ class Stages:
         )
 
     def find_received_layout(self, key: str, source: int, target: int, at: tuple[int, ...]) -> Layout:
-        """Returns a tensor's layout, over each axis up to the one after ``at``, as it reaches the ranks of a group."""
+        """Returns a tensor's layout, over each axis up to the one after ``at``, when a group's ranks receive it."""
         made = self._find_made_layout(key, target, at)
         if self.is_direct(source, target):
             return made
         return self._change_layout(key, made, self.meshes[target], at, find_received_placement, True)
 
     def list_parts_for(self, key: str, source: int, target: int, reader: int) -> list[Part]:
-        """Lists what the rank at position ``reader`` of the target's mesh receives."""
+        """Lists the parts that the rank at position ``reader`` of the target's mesh receives."""
         if self.is_direct(source, target):
             return [Part(reader, reader)] if self._has_some(key, source, reader) else []
         makers = self._find_blocks(key, source, target, source)
         return list_parts(makers, self._find_blocks(key, source, target, target), reader)
 
     def list_parts_from(self, key: str, source: int, target: int, maker: int) -> list[Part]:
-        """Lists what the rank at position ``maker`` of the source's mesh sends."""
+        """Lists the parts that the rank at position ``maker`` of the source's mesh sends."""
         if self.is_direct(source, target):
             return self.list_parts_for(key, source, target, maker)
         found = (self.list_parts_for(key, source, target, reader) for reader in range(len(self.meshes[target].ranks)))
         return [part for of_one in found for part in of_one if part.sender == maker]
 
     def _has_some(self, key: str, number: int, position: int) -> bool:
-        """Tells whether the rank at a position of a group's mesh has some of a tensor as it is made."""
+        """Tells whether the rank at a position of a group's mesh produces a part of the tensor."""
         t, at = self.find_type(key), find_coordinates(position, [a.size for a in self.meshes[number].axes])
         return (
             not t.is_static
@@ -185,7 +186,7 @@ class Stages:
         )
 
     def find_block(self, key: str, source: int, target: int, reader: int) -> tuple[Span, ...]:
-        """Returns the block of a tensor that the rank at position ``reader`` of the target's mesh has in the end."""
+        """Returns the block of a tensor that the rank at position ``reader`` of the target's mesh ends up with."""
         found = self._find_blocks(key, source, target, target)[reader]
         assert found is not None
         return found
@@ -204,7 +205,9 @@ class Stages:
         return {}
 
     def _can_cross_in_parts(self, key: str, source: int, target: int) -> bool:
-        """Tells whether a tensor can be sent in the parts in which it is made: both ends see runs of the same size."""
+        """Tells whether a tensor can be sent in the parts in which it is produced: both meshes cut it into runs of the
+        same size.
+        """
         t = self.find_type(key)
         if not t.is_static:
             return True
@@ -237,9 +240,9 @@ class Stages:
         return tuple(found)
 
     def _find_made_layout(self, key: str, number: int, at: tuple[int, ...]) -> Layout:
-        """Returns the layout in which a group makes a tensor, if it makes all, up to the axis after ``at``.
+        """Returns the layout in which a group, if it runs all stages, produces a tensor, up to the axis after ``at``.
 
-        A coordinate with as many rows as the first one makes it as that does, where the size that is cut there is the
+        Coordinates with as many rows as the first one use its layout, if the split size is the
         same.
         """
         levels, t = self.make_level_partitioner(number), self.find_type(key)
@@ -279,7 +282,7 @@ class Stages:
     # -- what is told
 
     def list_edges(self) -> tuple[Edge, ...]:
-        """Lists what travels between stage groups in one step, in logical bytes of all ranks together."""
+        """Lists the tensors sent between stage groups in one step, with the logical bytes of all ranks together."""
         found = []
         for target, part in enumerate(self.cuts):
             travelling = [(str(ref), ref, source) for ref, source in part.taken.items()]
@@ -298,5 +301,5 @@ class Stages:
 
 
 def _is_fitting(p: Placement, t: TensorType) -> bool:
-    """Tells whether a tensor of this type has the size that a placement cuts."""
+    """Tells whether a tensor of this type has the size that a placement splits."""
     return not isinstance(p, Shard) or (t.shape is not None and t.shape[p.dim] == p.extent)

@@ -1,1 +1,3 @@
-"""Analyses of a program as it stands: its scopes, stages, groups of ranks, batch, and what moving tensors costs."""
+"""Analyses of a program that do not change it: its scopes, stages, rank groups, batch, and the cost of moving
+tensors.
+"""

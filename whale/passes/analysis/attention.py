@@ -18,15 +18,16 @@ from whale.sharding_rules.math.einsum import find_product_letters
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The gradient of an attention.
+    """The nodes that compute the gradient of an attention.
 
     Attributes:
-      slope: the product that is the gradient of the shares, and the operand of it that is that of the result.
-      within: the nodes between that and ``scores``, in order.
-      scores: the node that is the gradient of what the softmax read.
-      path: what is done to its elements until it is the gradient of the product, and what that reads, in order.
-      query, key, value: the products that are the gradients of these.
-      sides: what is read of elsewhere, by what is done forward and backward.
+      slope: the product that computes the gradient of the attention weights, and its operand that is the result's
+          gradient.
+      within: the nodes between ``slope`` and ``scores``, in order.
+      scores: the node that computes the gradient of the softmax's operand.
+      path: the elementwise nodes from there to the gradient of the product, with their operands, in order.
+      query, key, value: the products that compute the gradients of these tensors.
+      sides: tensors from outside of the attention that the elementwise nodes read, forward and backward.
     """
 
     slope: str
@@ -42,12 +43,13 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One attention, or the gradient of one whose forward part stands elsewhere in the program.
+    """An attention, or the gradient of one whose forward part is elsewhere in the program.
 
     Attributes:
-      product: of queries and keys; softmax; mixed: the product of the softmax and values, "" where there is none.
-      path: what is done to the elements of the product, and what that reads, in order.
-      sides: what is read of elsewhere by these.
+      product: the product of queries and keys; softmax; mixed: the product of the softmax and values, "" where
+          there is none.
+      path: the elementwise nodes behind the product, with their operands, in order.
+      sides: tensors from outside of the attention that these nodes read.
       query, key, value: these tensors.
       dims: the dimension of the sequence in queries, keys, values and in the result.
       turn: the permutation by which one number for each query [.., queries, 1] broadcasts over the result.
@@ -67,12 +69,12 @@ class Attention:
 
     @property
     def name(self) -> str:
-        """Returns the node by which plans name it."""
+        """Returns the name of the node that identifies this attention in plans."""
         return self.mixed or (self.backward.scores if self.backward is not None else "")
 
 
 def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
-    """Reads a product of two tensors as a contraction: a letter for each dimension of both and of the result,
+    """Returns the letters of a two-operand product as a contraction (as in einsum), for both operands and the result,
     or None.
     """
     if len(node.inputs) != 2 or len(node.outputs) != 1:
@@ -91,7 +93,7 @@ def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
 
 
 def attentions(program: Program) -> list[Attention]:
-    """Finds all attentions of a program with as many keys as queries, of which nothing but their results is read."""
+    """Finds all attentions of a program with as many keys as queries, whose intermediate tensors nothing else reads."""
     found = [one for node in program.nodes if node.op == "Softmax" and (one := _Reader(program, node).read())]
     whole = [one for one in found if one.mixed]
     kept = []
@@ -107,7 +109,7 @@ def _same(again: Attention, first: Attention) -> bool:
 
 
 class _Reader:
-    """Reads the attention around one softmax."""
+    """Recognises the attention around one softmax."""
 
     def __init__(self, program: Program, softmax: Node):
         self.program, self.softmax = program, softmax
@@ -117,7 +119,7 @@ class _Reader:
         self.product = ""
 
     def read(self) -> Attention | None:
-        """Returns the attention; None where it is something else, or where an intermediate tensor is read from
+        """Returns the attention; None if the nodes compute something else, or an intermediate tensor is read from
         outside.
         """
         program, shape = self.program, self.shape
@@ -174,7 +176,7 @@ class _Reader:
         return shape is not None and len(shape) >= 2 and shape[-2:] == self.shape[-2:]
 
     def _back(self, ref: Ref, path: dict[str, None], products: dict[str, None]) -> None:
-        """Collects the nodes that make a tensor with queries and keys, element by element."""
+        """Collects the elementwise nodes that produce a tensor with queries and keys."""
         node = self.program.by_name[ref.node]
         if node.name in self.path or node.name in path or node.name in products or ref in self.sides:
             return
@@ -206,7 +208,7 @@ class _Reader:
         )  # fmt: skip
 
     def _backward(self, uses: list[tuple[Node, int]], product: Node, at: int) -> Backward | None:
-        """Returns the gradient:"""
+        """Returns the gradient of the attention, found backwards from the result; None if it has another form."""
         program = self.program
         values = [(n, i) for n, i in uses if (w := letters(program, n)) and _sums(w, i, -2, -1)]
         others = [n for n, _ in uses if n not in [v[0] for v in values]]
@@ -251,8 +253,8 @@ class _Reader:
         )  # fmt: skip
 
     def _slope(self, weighted: Node, scores: Node) -> tuple[Node, tuple[str, ...]] | None:
-        """Returns the gradient of the shares, where ``scores`` = (it - sum(it x shares)) x shares, and the nodes
-        between.
+        """Returns the product behind the gradient of a softmax, ``scores`` = (g - sum(g x softmax)) x softmax, and the
+        nodes between.
 
         Args:
           weighted: it x shares.
@@ -325,7 +327,7 @@ def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
 
 
 def _turned(shares: str, result: str) -> tuple[int, ...] | None:
-    """Returns the permutation by which [.., queries, 1] broadcasts over a result; None where its features are no one
+    """Returns the permutation by which [.., queries, 1] broadcasts over a result; None if its features are not one
     dimension.
     """
     last = len(shares) - 1

@@ -43,8 +43,8 @@ def named_axes(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
-    """Returns the axes over which the ranks of ``settings`` divide a normalised program; one, where more make no
-    difference.
+    """Returns the mesh axes over which ``settings`` divide a normalised program; a single axis where several would be
+    equivalent.
 
     Raises:
       PlanError: the ranks do not fill the mesh.
@@ -56,7 +56,7 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
 
 
 def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
-    """Returns the coordinate of each of ``size`` ranks on the axis ``data``; () where the mesh says nothing of it.
+    """Returns the coordinate of each of ``size`` ranks on the axis ``data``; () if the mesh does not have that axis.
 
     Args:
       mesh: sizes of axes, outermost first. Ranks that they leave over are on ``data``, the first axis.
@@ -70,14 +70,14 @@ def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
 
 
 def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
-    """Returns the batch inputs with the rows of every rank, as the user asks for them (see ``batch_inputs``)."""
+    """Returns the batch inputs with the rows of every rank, as configured by the user (see ``batch_inputs``)."""
     asked = settings.batch
     coordinates = data_coordinates({a.name: a.size for a in settings.mesh}, settings.size) if asked.shares else ()
     return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local, coordinates)
 
 
 def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
-    """Returns ``given`` and one more axis of all ranks that are left: the first that a scope names, else ``data``."""
+    """Appends an axis of all remaining ranks to ``given``: the first one that a scope names, else ``data``."""
     filled = prod(a.size for a in given)
     if size % filled:
         raise PlanError(
@@ -119,7 +119,7 @@ def _merged(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
 
 
 def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
-    """Returns the placements over one axis of variables that earlier programs have fixed, by handle node.
+    """Returns the placements over one axis, by handle node, of variables whose layout earlier programs have fixed.
 
     Args:
       alone: whether it is the only axis of the program, whatever it was called where they were fixed.
@@ -132,7 +132,7 @@ def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> d
 
 
 def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]:
-    """Returns the tiles of variables as far as the axes of a program have parts of these sizes; the others count as
+    """Returns the tiles of variables whose axes have the sizes of this program's axes; other variables count as
     replicated.
 
     Stage groups have axes of their own.
@@ -177,7 +177,7 @@ def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Progra
 
 
 def _located(path: str, axis: str, axes: Sequence[Axis]) -> str:
-    """Returns a path that names ranks as ``axis`` sees it: the innermost part that does names coordinates along it.
+    """Rewrites the ranks in a path as coordinates along ``axis``, in the innermost part that names ranks.
 
     Raises:
       PlanError: the ranks are no block of the mesh.
@@ -200,7 +200,7 @@ def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> 
     """Returns the coordinates of the ranks that a scope names.
 
     Raises:
-      PlanError: they are not all that some coordinates of one axis have in common with some of each other.
+      PlanError: the ranks are not a block of the mesh: all combinations of some coordinates of each axis.
     """
     found = {find_coordinates(rank, [a.size for a in axes]) for rank in ranks}
     along = [{at[i] for at in found} for i in range(len(axes))]

@@ -54,8 +54,8 @@ def batch_inputs(
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     coordinates: Sequence[int] = (),
 ) -> tuple[BatchInput, ...]:
-    """Finds the inputs that are divided along dimension 0, or along 1 where they are stacks of batches, with each
-    rank's rows.
+    """Finds the inputs that carry the batch (dimension 0, or 1 where they are stacks of batches), with each rank's
+    rows.
 
     Args:
       shares, coordinates: see ``rows_of_ranks``.

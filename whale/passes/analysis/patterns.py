@@ -1,4 +1,4 @@
-"""Puts parts of a program into scopes by the names of layers and variables, which patterns match.
+"""Puts nodes and variables whose names match a user's patterns into scopes.
 
 A pattern is a glob: ``*`` is any text, ``/`` included, ``?`` one character, ``[0-5]`` one of several. It begins and
 ends where parts of a name do: ``decoder/layers_[0-5]`` stands for all that is inside of those layers, whatever they are
@@ -23,11 +23,11 @@ KINDS = ("replica", "stage", "split")  # in the order in which scopes stand insi
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern, and the scope of what it matches.
+    """A glob for names, and the scope for the nodes and variables whose names match.
 
     Attributes:
       text: the glob.
-      kind: of the scope.
+      kind: the scope's kind.
       part: the scope's part of a path: ``split_2(dim=-1)``.
     """
 
@@ -40,17 +40,17 @@ class Pattern:
         return re.compile(r"(?:^|/)" + fnmatch.translate(self.text).removesuffix(r"\Z") + r"(?:/|$)")
 
     def matches(self, name: str) -> bool:
-        """Tells whether the pattern matches the name, or parts of it that follow each other."""
+        """Tells whether the pattern matches the name, or a sequence of its parts."""
         return self._expression.search(name) is not None
 
 
 @dataclass(frozen=True)
 class Named:
-    """A program in scopes by name.
+    """A program after its nodes and variables were put into scopes by name.
 
     Attributes:
-      matched: the patterns that anything of it matches.
-      names: what patterns can match: of scopes around nodes, and of variables.
+      matched: the patterns that match at least one name.
+      names: all names that patterns are compared with: those of name scopes of nodes, and of variables.
     """
 
     program: Program
@@ -59,7 +59,8 @@ class Named:
 
 
 def in_named_scopes(program: Program, patterns: Sequence[Pattern], variables: Mapping[str, str]) -> Named:
-    """Puts the nodes and variables of ``program`` whose names match into scopes; what has a scope keeps it.
+    """Puts the nodes and variables of ``program`` whose names match into scopes; scopes that they already have take
+    precedence.
 
     Of each kind the first pattern that matches counts. What reads a variable stands in its split as well.
 
@@ -111,9 +112,7 @@ def _path(patterns: Iterable[Pattern]) -> str:
 
 
 def nearest(pattern: str, names: Collection[str], count: int = 3) -> list[str]:
-    """Returns the names, or parts of names that follow each other, that are most like a pattern that matches
-    nothing.
-    """
+    """Returns the names, or sequences of their parts, that are most similar to a pattern that matches nothing."""
     parts = [name.split("/") for name in names]
     length = pattern.count("/") + 1
     inside = {"/".join(p[i : i + length]) for p in parts for i in range(max(1, len(p) - length + 1))}

@@ -1,8 +1,9 @@
-"""Groups of ranks: scopes that name the ranks which divide their batch or their tensors.
+"""Handles rank groups: scopes that name the ranks which divide their batch or their tensors.
 
-All ranks run the whole program, as elsewhere; what a group divides has parts of size 0 on the other ranks. So groups
-may be of any size, and overlap, and every byte between them is one of the plan. A path says ranks of the run; what lays
-out a program sees coordinates along its axis (``whale.passes.analysis.axes``), in a stage among the ranks of that.
+All ranks run the whole program; of a tensor that a group divides, the other ranks have parts of size 0. So groups may
+have any size and may overlap, and every byte between them is part of the plan. A path names ranks of the run; the
+passes that choose layouts see coordinates along one axis (``whale.passes.analysis.axes``), within a stage among its
+ranks.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def named_ranks(program: Program) -> dict[str, frozenset[int]]:
 
 
 def brings_rows_together(program: Program) -> bool:
-    """Tells whether ranks need rows of others: where a scope divides tensors, or where its ranks are not all."""
+    """Tells whether ranks need rows of others: a scope divides tensors, or names only some of the ranks."""
     return has_split_scopes(program) or bool(named_ranks(program))
 
 
 class RankGroups:
-    """The placements of the batch's rows under ``wh.replica`` scopes, where some of these name ranks."""
+    """The placements of batch rows under ``wh.replica`` scopes, some of which name ranks."""
 
     def __init__(self, program: Program, parts: int, rows: Mapping[int, Shard]):
         named = named_ranks(program) if parts > 1 and rows else {}
@@ -57,7 +58,7 @@ class RankGroups:
         }
 
     def placed(self, path: str, placement: Placement) -> Placement:
-        """Returns the placement in which the nodes of a scope want rows that are placed as ``placement``."""
+        """Returns the placement that nodes of a scope want for rows that are placed as ``placement``."""
         if not self.active or type(placement) is not Shard or not path or split_scope(path):
             return placement
         for by_group in self.rows.values():
@@ -68,7 +69,9 @@ class RankGroups:
 
 
 def _shared(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
-    """Returns the rows of each rank of a group: in the proportion that all ranks have, where the group's have some."""
+    """Returns the rows of each rank of a group, in the proportion of all ranks' rows; evenly if the group's ranks have
+    none.
+    """
     mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
     if whole.largest - whole.smallest <= 1 or not any(mine):
         return sizes_within(whole.run, ranks, len(whole.sizes))
@@ -89,7 +92,7 @@ def refuse_rank_groups(program: Program, size: int) -> None:
 
 
 def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> Program:
-    """Returns ``program`` whose scopes name positions in the mesh of their stage's group instead of ranks of the run.
+    """Replaces ranks of the run in the scopes of ``program`` by positions in the mesh of their stage group.
 
     Args:
       plan: number of a plan. Scopes in stages whose groups keep to another one name none.
@@ -112,7 +115,7 @@ def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> P
 
 
 def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan: int) -> tuple[int, ...]:
-    """Returns the positions of ranks in the group of their stage; () where the scope is to name none, or all."""
+    """Returns the positions of ranks in their stage group; () where the scope shall name none, or names all of them."""
     mine = tuple(i for i, rank in enumerate(group.ranks) if rank in ranks) if group is not None else ()
     if group is not None and not mine:
         raise PlanError(

@@ -33,7 +33,9 @@ PER_FLOP = 0.02  # a core at 50 GFLOP/s
 
 
 def fraction(placements: Sequence[Placement]) -> float:
-    """Returns the largest share of the work that one coordinate has, given the placements of operands and results."""
+    """Returns the largest share of a node's work that one coordinate does, given the placements of operands and
+    results.
+    """
     best = 1.0
     for p in placements:
         if isinstance(p, Shard):
@@ -44,7 +46,7 @@ def fraction(placements: Sequence[Placement]) -> float:
 
 
 def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
-    """Returns the cost of computing one node under ``strategy`` on the coordinate that has most to do.
+    """Returns the cost of computing one node under ``strategy`` on the coordinate with the most work.
 
     Args:
       touched_bytes: of the whole operands and results; flops: of the whole node, if it is a product or convolution.
@@ -53,22 +55,23 @@ def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
 
 
 def exchange_cost(moved: int, parts: int, reads: bool, together: int = 1) -> float:
-    """Returns the cost of rows that a node exchanges between ranks itself, of ``moved`` bytes in all.
+    """Returns the cost of a node that exchanges rows between ranks itself (an all-to-all), ``moved`` bytes in all.
 
     Args:
-      reads: numbers of ids, the ids, and rows travel one after the other; what is added to rows takes the same route.
-      together: nodes that do so at once.
+      reads: whether rows are read: numbers of ids, ids and rows then travel one after the other; rows to add take
+          one trip.
+      together: the number of nodes whose exchanges are fused.
     """
     return (3 if reads else 1) * LATENCY / together + moved / parts if moved else 0.0
 
 
 @lru_cache(maxsize=1 << 16)
 def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int, unknown_rows: int = 1) -> float:
-    """Returns the cost of resharding a tensor from ``source`` to ``wanted``; infinite where there is no such change.
+    """Returns the cost of resharding a tensor from ``source`` to ``wanted``; infinite where that is impossible.
 
     Args:
-      tensor: the whole of it; parts: size of the mesh axis.
-      unknown_rows: how many there may be where only the run knows.
+      tensor: its global type; parts: size of the mesh axis.
+      unknown_rows: upper bound on the number of rows where only the run knows it.
     """
     if source == wanted:
         return 0.0
@@ -92,9 +95,7 @@ def _fits(wanted: Shard, shape: Dims | None) -> bool:
 
 
 def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:
-    """Returns the cost of one reshard of a tensor of ``tensor_bytes``: bytes per coordinate, and a latency when
-    anything moves.
-    """
+    """Returns the cost of one reshard of ``tensor_bytes``: bytes per coordinate, and a latency when anything moves."""
     moved = count_moved_bytes(source, target, tensor_bytes, parts)
     if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
         return 0.0

@@ -23,9 +23,7 @@ PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}  # these make new me
 
 
 def split_scope(path: str) -> tuple[str, int | None] | None:
-    """Returns (path, ``dim`` as the user named it) of the scope a node is in, if that is a split; the innermost one
-    counts.
-    """
+    """Returns (path, ``dim`` as the user named it) of the innermost scope around a node if it is a split, else None."""
     match = _SCOPE.match(path.rsplit("/", 1)[-1])
     if match is None or match["kind"] != "split":
         return None
@@ -38,7 +36,7 @@ def has_split_scopes(program: Program) -> bool:
 
 
 def axes_of_part(part: str) -> tuple[str, ...] | None:
-    """Returns the axes that a part of a path divides tensors over, where it is a split; None otherwise."""
+    """Returns the axes over which a part of a path divides tensors, if it is a split; else None."""
     match = _SCOPE.match(part)
     if match is None or match["kind"] != "split":
         return None
@@ -46,8 +44,8 @@ def axes_of_part(part: str) -> tuple[str, ...] | None:
 
 
 def without_axis(part: str, axis: str) -> str:
-    """Returns a part of a path as ``axis`` sees it: "" for a split over others, and without the axes' names for its
-    own.
+    """Rewrites a part of a path for ``axis``: "" for a split over other axes, and without axis names for a split over
+    this one.
     """
     axes = axes_of_part(part)
     if axes is None:
@@ -58,7 +56,7 @@ def without_axis(part: str, axis: str) -> str:
 
 
 def with_ranks(part: str, ranks: Sequence[int]) -> str:
-    """Returns a part of a path with other ranks, if it is a replica or a split that names some; (): without any."""
+    """Replaces the ranks that a replica or a split, a part of a path, names; with (), removes them."""
     match = _SCOPE.match(part)
     if match is None or not match["ranks"]:
         return part
@@ -67,19 +65,21 @@ def with_ranks(part: str, ranks: Sequence[int]) -> str:
 
 
 def as_replica(part: str, ranks: Sequence[int]) -> str:
-    """Turns a split, a part of a path, into the replica that an axis along which it divides no tensors sees."""
+    """Replaces a split, a part of a path, by the replica that an axis sees along which the split divides no tensors."""
     return f"replica_{part.partition('(')[0].rpartition('_')[2]}(ranks={'+'.join(map(str, ranks))})"
 
 
 def with_innermost(path: str, change: Callable[[str], str]) -> str:
-    """Applies ``change`` to the innermost part of a path that names ranks, and removes the ranks from the others."""
+    """Applies ``change`` to the innermost part of a path that names ranks, and removes the ranks from the other
+    parts.
+    """
     parts = path.split("/")
     innermost = max(i for i, part in enumerate(parts) if with_ranks(part, ()) != part)
     return "/".join(change(part) if i == innermost else with_ranks(part, ()) for i, part in enumerate(parts))
 
 
 def with_paths(program: Program, change: Callable[[str], str]) -> Program:
-    """Returns ``program`` in other scopes, its functions as well; ``change`` is called once for each path."""
+    """Rewrites the scopes' paths of ``program`` and of its functions; ``change`` is called once for each path."""
     change = cache(change)
 
     def of_graph(graph: Program) -> Program:
@@ -93,13 +93,15 @@ def with_paths(program: Program, change: Callable[[str], str]) -> Program:
 
 @lru_cache(maxsize=4096)
 def sequence_of(path: str) -> int | None:
-    """Returns the dimension along which a node's innermost ``wh.split`` scope divides activations between products."""
+    """Returns the dimension along which the innermost ``wh.split`` scope divides activations between products; None: it
+    does not.
+    """
     return _dimension_of(path, "sequence")
 
 
 @lru_cache(maxsize=4096)
 def context_of(path: str) -> int | None:
-    """Returns the dimension along which a node's innermost ``wh.split`` scope divides all layers."""
+    """Returns the dimension along which the innermost ``wh.split`` scope divides every layer; None: it does not."""
     return _dimension_of(path, "context")
 
 
@@ -110,8 +112,8 @@ def _dimension_of(path: str, way: str) -> int | None:
 
 @lru_cache(maxsize=4096)
 def ranks_of_scope(path: str) -> frozenset[int] | None:
-    """Returns the ranks that a node's ``wh.split`` or ``wh.replica`` scopes name, the innermost that names some; None:
-    all.
+    """Returns the ranks that the innermost ``wh.split`` or ``wh.replica`` scope with ranks names; None stands for all
+    ranks.
     """
     for part in reversed(path.split("/")):
         match = _SCOPE.match(part)
@@ -121,7 +123,7 @@ def ranks_of_scope(path: str) -> frozenset[int] | None:
 
 
 def micro_batches_in(paths: Iterable[str]) -> dict[int, str]:
-    """Returns the numbers of micro-batches that the pipelines in scopes' paths ask for, each with such a scope."""
+    """Maps each number of micro-batches that a pipeline scope in ``paths`` asks for to one such scope."""
     parts = sorted({part for path in set(paths) for part in path.split("/")})
     return {int(match[1]): part for part in parts if (match := _PIPELINE.match(part))}
 

@@ -1,4 +1,4 @@
-"""Finds inputs that are a stack of batches, [k, rows, ...], of which a step takes one batch at a time, mostly in a
+"""Finds inputs that are a stack of batches, [k, rows, ...], from which a step takes one batch at a time, mostly in a
 loop.
 """
 
@@ -14,9 +14,10 @@ _FIRST = 1  # the bit of the first dimension in the masks of a slice
 
 
 def stacks(program: Program) -> frozenset[str]:
-    """Returns the inputs of which nothing is read but elements of dimension 0, one by one; rows are then dimension 1.
+    """Returns the inputs that are stacks of batches: all readers take single elements of dimension 0, so that rows are
+    dimension 1.
 
-    Where one of them has no dimension 1, the elements are rows and no batches, and there are none.
+    If one of these inputs has no dimension 1, its elements are rows rather than batches, and the result is empty.
     """
     shapes = {name: program.by_name[name].outputs[0].shape or () for name in program.inputs}
     apart = [name for name, shape in shapes.items() if shape and _taken_apart(program, program, Ref(name)) is True]
@@ -24,7 +25,7 @@ def stacks(program: Program) -> frozenset[str]:
 
 
 def _taken_apart(program: Program, graph: Program, ref: Ref) -> bool | None:
-    """Tells whether every reader takes one element at a time; None: nobody reads the tensor."""
+    """Tells whether every reader takes one element of a tensor at a time; None if nothing reads the tensor."""
     if ref in graph.outputs:
         return False
     return _all(_by(program, graph, node, place) for node, place in graph.consumers.get(ref, ()))
@@ -36,7 +37,7 @@ def _all(found: Iterable[bool | None]) -> bool | None:
 
 
 def _by(program: Program, graph: Program, node: Node, place: int) -> bool | None:
-    """Tells whether one reader takes one element of the tensor, its operand number ``place``, at a time."""
+    """Tells whether ``node`` takes one element at a time of the tensor that is its operand number ``place``."""
     if node.op in IDENTITIES:
         return _taken_apart(program, graph, Ref(node.name))
     if node.op in ASKS_SHAPE:
@@ -58,7 +59,9 @@ def _by(program: Program, graph: Program, node: Node, place: int) -> bool | None
 
 
 def _inside(program: Program, graph: Program, node: Node, place: int) -> bool | None:
-    """Tells the same of the functions that a loop or a branch gives the tensor to; a loop hands it on as it is."""
+    """Tells whether the functions of a loop or branch take one element of operand ``place`` at a time; a loop may pass
+    it on.
+    """
     first = 0 if node.op in LOOPS else 1
     if place < first:
         return False

@@ -39,12 +39,12 @@ def stage_of(path: str) -> str:
 
 
 def has_stages(program: Program) -> bool:
-    """Tells whether something of the program was built under ``wh.stage``."""
+    """Tells whether any node of the program was built under ``wh.stage``."""
     return any(stage_of(n.scope) for n in program.nodes) or any(stage_of(v.scope) for v in program.variables)
 
 
 def stages_of(program: Program) -> tuple[str, ...]:
-    """Lists the stages in the order of the data; those that run side by side, in the order in which they were
+    """Lists the stages in the order of the data flow; parallel stages come in the order in which their scopes were
     entered.
     """
     stage = {n.name: stage_of(n.scope) for n in program.nodes}
@@ -163,7 +163,7 @@ def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
 
 
 def free_nodes(program: Program) -> set[str]:
-    """Returns the nodes that every stage group may compute for itself."""
+    """Returns the free nodes: those that every stage group may compute for itself."""
     handles = program.variable_of
     shared = set(handles)
     takers: dict[str, list[Node]] = {name: [] for name in handles}
@@ -195,7 +195,7 @@ def free_nodes(program: Program) -> set[str]:
 
 
 def _all_in(free: Collection[str], node: Node) -> bool:
-    """Tells whether all that a node reads or waits for is free."""
+    """Tells whether all operands and control inputs of a node are free."""
     for ref in node.inputs:
         if ref.node not in free:
             return False
@@ -206,7 +206,7 @@ def _all_in(free: Collection[str], node: Node) -> bool:
 
 
 def _is_light(program: Program, node: Node) -> bool:
-    """Tells whether a node may be computed wherever it is read, if what it reads may be."""
+    """Tells whether a node is cheap enough to be computed wherever it is read, provided that its operands are."""
     if node.name in program.inputs:
         return node.op == "Placeholder"
     if not node.inputs and not node.outputs:
@@ -221,7 +221,7 @@ def _is_light(program: Program, node: Node) -> bool:
 
 
 def assign_stages(program: Program, annotated: Program) -> Program:
-    """Puts each node of ``annotated`` that is not free, and does something, into a scope of its stage.
+    """Puts each node of ``annotated`` that is not free, NoOps excepted, into the scope of its stage.
 
     Args:
       program: the same program with the scopes that the user gave, and no others.
@@ -240,7 +240,7 @@ def assign_stages(program: Program, annotated: Program) -> Program:
 
 
 class _Assignment:
-    """Finds the stage of every node that is not free."""
+    """Infers the stage of every node that is not free."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -291,7 +291,7 @@ class _Assignment:
         return (reader for ref in node.list_refs() for reader, _ in self.program.consumers.get(ref, ()))
 
     def _together(self) -> dict[str, list[str]]:
-        """Groups nodes between which something passes that cannot be sent."""
+        """Groups nodes that have to be in one stage, because a tensor between them cannot be sent."""
         leader: dict[str, str] = {n.name: n.name for n in self.program.nodes}
 
         def find(name: str) -> str:
@@ -313,7 +313,9 @@ class _Assignment:
         return {name: members for members in groups.values() if len(members) > 1 for name in members}
 
     def _put_what_stays_together(self) -> None:
-        """Puts each group where it was annotated; a variable that rows are read of, where that happens."""
+        """Moves each group of inseparable nodes to its annotated stage; a variable that is read by rows goes to its
+        lookup's stage.
+        """
         by_name, handles = self.program.by_name, self.program.variable_of
         fetched = {r.node for r in self.program.outputs if self.program.find_type(r).dtype in UNMOVABLE}
         for members in {id(m): m for m in self.together.values()}.values():
@@ -338,9 +340,10 @@ class _Assignment:
                 self.stage[member] = stage
 
     def _nearest(self, node: Node, reads: Mapping[str, str]) -> str:
-        """Returns the stage that has most of what the node reads, weights of several stages left out; of several, the
-        last one, or of gradients that are summed (for a tensor that several stages read) the first one, where backward
-        passes go.
+        """Returns the stage that owns most bytes of a node's operands, not counting weights that several stages read.
+
+        Of several such stages it is the last one; for a sum of gradients (of a tensor that several stages read) it is
+        the first one, where backward passes go.
         """
         near: Counter[str] = Counter()
         for ref in dict.fromkeys(node.inputs):

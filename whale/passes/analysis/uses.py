@@ -1,4 +1,4 @@
-"""Finds what tensors are used for: by updates, and outside of the scopes that divide them."""
+"""Finds which tensors updates use element by element, and which tensors leave the scopes that divide them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
 
 
 def taken_by_updates(program: Program, ref: Ref) -> bool:
-    """Tells whether an update takes the elements of a tensor one by one: a gradient, clipped or scaled as it may be.
+    """Tells whether an update uses the elements of a tensor one by one, as a gradient that may be clipped or scaled.
 
-    On the way it may be cut among ranks, or gathered from them.
+    On the way the tensor may be sliced for ranks, or gathered from them.
     """
     seen, stack = {ref}, [ref]
     while stack:
@@ -34,7 +34,7 @@ def taken_by_updates(program: Program, ref: Ref) -> bool:
 
 
 def _keeps_elements(node: Node) -> bool:
-    """Tells whether each element of a node's result comes from the elements of its operands at that place."""
+    """Tells whether each element of a node's result depends only on the elements of its operands at the same index."""
     return node.op in ALIASES or node.op in EXCHANGES or node.op == "ClipByValue" or is_pointwise(node)
 
 
@@ -45,9 +45,10 @@ def is_pointwise(node: Node) -> bool:
 
 
 def leaving(program: Program) -> frozenset[Ref]:
-    """Finds tensors that leave ``wh.split`` scopes for what the program returns: activations on their way to the loss.
+    """Returns the tensors that leave ``wh.split`` scopes on the way to the program's results: activations that lead to
+    the loss.
 
-    Gradients, which may lead to a norm that is returned, are none of them.
+    Gradients are not among them, although they may lead to a norm that the program returns.
     """
     wanted: set[str] = set()
     stack = [ref.node for ref in program.outputs]

@@ -1,1 +1,3 @@
-"""Chooses layouts under `wh.split`: what may be chosen, candidates, what is not left to cost, and the solver."""
+"""Chooses layouts under `wh.split`: lists the candidates, imposes required shardings, and solves for the lowest
+cost.
+"""

@@ -22,11 +22,11 @@ _MOST_FORMS = 12  # candidates per tensor
 
 
 class Candidates:
-    """Options of nodes and variables, and the placements of tensors that bring them about.
+    """The candidate strategies of nodes and variables, and the tensor placements that they follow from.
 
     Attributes:
-      options: node or handle -> (operands, results) -> the strategy.
-      forms: tensor -> placements that it may have beside being whole.
+      options: node or handle -> (placements of operands, of results) -> the strategy.
+      forms: tensor -> the placements that it may have beside being replicated.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Candidates:
         self._settle_handles()
 
     def keep(self, name: str, good: Callable[[Strategy], bool]) -> bool:
-        """Keeps the options of a node or handle that are ``good``, if there are any; whether there are."""
+        """Keeps only the options of a node or handle that satisfy ``good``, if there are any; tells whether there
+        are.
+        """
         kept = {key: o for key, o in self.options[name].items() if good(o)}
         if kept:
             self.options[name] = kept
@@ -70,7 +72,9 @@ class Candidates:
                 self._note(ref, placement)
 
     def _seed(self) -> None:
-        """Starts from where weights can be cut, and from the placements in which tensors arrive."""
+        """Adds the first candidates: splits of weights, and the placements in which tensors arrive at the scopes'
+        borders.
+        """
         weights: dict[str, dict[frozenset[int], None]] = {}
         for reader, uses in self.region.weights.items():
             for _, handle in uses:
@@ -109,7 +113,7 @@ class Candidates:
                     self._note(ref, self.region.outside.produced[ref])
 
     def _seed_whole(self, lookup: Node, handle: str) -> None:
-        """Adds the candidates of a table, and its ids, on one rank."""
+        """Adds the candidates that place a table, and its ids, on one rank."""
         alone = frozenset({self.tables[handle]})
         self._few.add(alone)
         for ref, t in (
@@ -119,14 +123,14 @@ class Candidates:
             self._note(ref, shard(0, sizes_within(require_static_shape(t)[0], alone, self.region.parts)))
 
     def _seed_result(self, node: Node) -> None:
-        """Adds splits of a result; not those of rows, which micro-batches would cut again."""
+        """Adds splits of a result, except those of rows, which micro-batches divide already."""
         group = self.region.group[node.name]
         for dim, size in enumerate(node.outputs[0].shape or ()):
             if dim > 0 and size is not None and size >= len(group):
                 self._note(Ref(node.name), shard(dim, sizes_within(size, group, self.region.parts)))
 
     def _note(self, ref: Ref, placement: Placement) -> None:
-        """Adds a candidate, unless it is none, or known already."""
+        """Adds a candidate placement of a tensor, unless it is invalid or already known."""
         if not isinstance(placement, Shard | Partial):
             return
         placement = placement.without_halo if isinstance(placement, Shard) else placement
@@ -139,14 +143,14 @@ class Candidates:
         self._waiting.update(self._around.get(ref, ()))
 
     def _within(self, placement: Shard, group: frozenset[int]) -> bool:
-        """Tells whether the ranks of a group have a part each, and no others; of few experts, those that have one."""
+        """Tells whether exactly the ranks of a group have a part each; with few experts, only some of the ranks do."""
         if placement.holders in self._few and placement.holders < group:
             return True
         return placement.smallest > 0 if len(group) == self.region.parts else placement.holders == group
 
     def _spread(self) -> None:
-        """Spreads candidates: each one of a tensor brings about options of the nodes around it, and these bring
-        candidates.
+        """Propagates candidates: each placement of a tensor adds options of the nodes around it, which add
+        placements.
         """
         names = list(self._asked)
         asked: dict[str, set[tuple[int, Placement]]] = {name: set() for name in names}
@@ -202,7 +206,9 @@ class Candidates:
     def _pairs(
         self, node: Node, rows: Rows, at: int, placement: Placement
     ) -> Iterator[tuple[list[Placement], list[Placement | None]]]:
-        """Yields operands and result with two of them cut: rows are exchanged where a table and its ids are."""
+        """Yields placements with both the table (or result) and the ids cut, so that rows are exchanged between
+        ranks.
+        """
         around, result = [*node.inputs, *node.list_refs()], len(node.inputs)
         table, belong = (result if i is None else i for i in (rows.table, rows.values))
         for other in (rows.ids, belong) if at == table else (table,):
@@ -214,7 +220,7 @@ class Candidates:
                 yield [p or B for p in lie[:result]], lie[result:]
 
     def _settle_handles(self) -> None:
-        """Keeps the placements of a variable that all its readers and writers can take, and drops their other
+        """Keeps the placements of a variable that all its readers and writers can use, and drops their other
         options.
         """
         for name in self.region.handles:

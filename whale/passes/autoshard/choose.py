@@ -50,7 +50,9 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
 
 
 def _simplified(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int]) -> TensorForms | None:
-    """Removes readers that never cost anything, and fixes those that want one form only. None: the tensor is free."""
+    """Drops readers that never cost anything and fixes readers that want one form only; None: no choice affects the
+    cost.
+    """
     readers: dict[tuple[int | None, tuple[Placement, ...]], None] = {}
     for reader, forms in tensor.readers:
         if count := matters[forms]:
@@ -63,7 +65,7 @@ def _simplified(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int
 
 
 def _forms_that_matter(tensor: TensorForms) -> dict[tuple[Placement, ...], int]:
-    """Maps what readers want to how many forms these are; 0: none of them ever costs anything."""
+    """Maps the forms that readers want to the number of forms that can cost something; 0: none ever does."""
     sources = dict.fromkeys(tensor.forms)
     found = {}
     for _, forms in tensor.readers:

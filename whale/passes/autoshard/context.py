@@ -32,10 +32,12 @@ def context_seeds(
     program: Program, layers: Mapping[str, int], read: Mapping[str, Sequence[tuple[int, str]]],
     groups: Mapping[str, frozenset[int]], parts: int,
 ) -> dict[Ref, Shard]:  # fmt: skip
-    """Returns the activations around such products, with their wanted placements; flattened ones as they were before.
+    """Returns the activations around products under context parallelism with the placements they should have.
+
+    For a flattened activation it is the tensor from before the reshape.
 
     Args:
-      read: the operands of products that are weights, and whose.
+      read: the operands of products that are weights, and the handles of these.
     """
     found: dict[Ref, Shard] = {}
     for name, at in layers.items():
@@ -51,7 +53,9 @@ def context_seeds(
 
 
 def _unflattened(program: Program, ref: Ref) -> Ref:
-    """Returns the tensor of three dimensions or more that one of fewer is a view of; itself where there is none."""
+    """Returns the tensor of rank 3 or more of which a tensor of lower rank is a view; the tensor itself if there is
+    none.
+    """
     first = ref
     while len(program.find_type(ref).shape or ()) < RANK:
         node = program.by_name[ref.node]
@@ -62,7 +66,7 @@ def _unflattened(program: Program, ref: Ref) -> Ref:
 
 
 def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Shard]) -> bool:
-    """Tells whether a tensor of this shape is divided along its sequence, and nothing else.
+    """Tells whether a tensor of this shape is divided along its sequence only.
 
     Args:
       lengths: how the sequences of the scope's activations are divided.
@@ -81,7 +85,7 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Shard
 def with_sequence(
     program: Program, nodes: Mapping[str, Node], seeds: Mapping[Ref, Shard], parts: int
 ) -> frozenset[Ref]:
-    """Returns the tensors with the sequence, as layers pass it on, in scopes that divide every layer.
+    """Returns the tensors that contain the sequence dimension, under scopes that divide every layer along it.
 
     Args:
       nodes: those of split scopes, by name.
@@ -111,10 +115,10 @@ def _note(found: dict[Ref, Placement], refs: Iterable[Ref], placements: Iterable
 
 
 def whole_activations(program: Program, node: Node, carriers: Collection[Ref], option: Strategy) -> float:
-    """Returns the surcharge of an option that takes activations whole, or makes partial sums of them.
+    """Returns the surcharge of an option that takes whole activations, or produces partial sums of them.
 
     Args:
-      carriers: the tensors in which the sequence stands.
+      carriers: the tensors that contain the sequence dimension.
     """
     whole = [ref for ref, p in zip(node.inputs, option.inputs) if isinstance(p, Replicate)]
     whole += [ref for ref, p in zip(node.list_refs(), option.outputs) if isinstance(p, Partial)]
@@ -122,7 +126,7 @@ def whole_activations(program: Program, node: Node, carriers: Collection[Ref], o
 
 
 def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:
-    """Returns the error for scopes in which no tensor around the products has a sequence that can be divided."""
+    """Creates the error for scopes in which no tensor around the products has a sequence that can be divided."""
     first = program.by_name[next(iter(layers))]
     shapes = dict.fromkeys(f"{program.by_name[n].op} {list(program.by_name[n].outputs[0].shape or ())}" for n in layers)
     at = layers[first.name]

@@ -1,4 +1,4 @@
-"""Prices the choice under split scopes: work of nodes by themselves, and reshards."""
+"""Computes the costs for the choice under split scopes: work of single nodes, and reshards."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def node_costs(
     region: SplitRegion, sequences: Mapping[Ref, Shard], name: str, options: Sequence[Strategy],
     tables: Collection[str] = (),
 ) -> list[float]:  # fmt: skip
-    """Returns what each option of a node, or of a variable's handle, costs by itself, in the unit of ``analysis.cost``.
+    """Returns the cost of each option of a node, or of a variable's handle, without reshards, in the unit of
+    ``analysis.cost``.
 
     Args:
-      tables: handles of tables that may be whole on a rank: what is exchanged for them travels together.
+      tables: handles of tables that may be whole on one rank; their exchanges are fused.
     """
     node = region.nodes.get(name)
     if node is None:
@@ -56,7 +57,9 @@ def node_costs(
 
 
 def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
-    """Returns the work of the rank that has most to do; where one has all of a table, others have other tables."""
+    """Returns the work of the rank with the most to do; a table that is whole on one rank is balanced by tables on
+    others.
+    """
     work = compute_cost(option, touched, flops)
     return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work
 
@@ -64,7 +67,7 @@ def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
 def tensor_forms(
     region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]], together: int = 1
 ) -> list[TensorForms]:
-    """Returns the tensors that nodes of the region make or read.
+    """Returns the forms of each tensor that nodes of the region produce or read, with the cost of changes.
 
     Args:
       number: node or handle -> its number in the choice.
@@ -107,8 +110,9 @@ def tensor_forms(
 def _rows_elsewhere(
     region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
 ) -> frozenset[Placement]:
-    """Returns those of these forms in which a node outside takes rows that it exchanges by their ids, or yields them
-    (``operand`` None), as readily as in the form that it has there: its ids can be cut as any of them.
+    """Returns those ``forms`` in which a node outside of the region can exchange rows by their ids at the same cost.
+
+    This concerns rows that the node reads as ``operand``, or yields (None), and ids that can be cut like the rows.
     """
     rule, lies = find_rule(node.op), region.outside.strategies[node.name]
     op = make_op_view(region.program, node, region.parts)
@@ -142,5 +146,5 @@ def _price(
 
 
 def _is_of_parts(source: Placement, wanted: Placement) -> bool:
-    """Tells whether a change moves parts along one dimension to other sizes along it."""
+    """Tells whether a reshard only changes the sizes of the parts along one split dimension."""
     return isinstance(source, Shard) and isinstance(wanted, Shard) and source.dim == wanted.dim

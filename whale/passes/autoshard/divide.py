@@ -34,7 +34,9 @@ from whale.passes.propagation.propagate import NOTHING
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The outcome: ``strategies`` of nodes (handles of split variables included), ``variables`` that are split."""
+    """The result of `divide`: ``strategies`` of nodes (handles of split variables included), and the split
+    ``variables``.
+    """
 
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
     variables: Mapping[str, Placement] = field(default_factory=dict)
@@ -89,9 +91,11 @@ def divide(
 
 
 def _chosen(region: SplitRegion, sequences: Mapping[Ref, Shard]) -> Division:
-    """Chooses for all split scopes, where ``sequences`` says how activations between products are to be split.
+    """Chooses strategies for all split scopes; ``sequences`` are placements that activations between products should
+    have.
 
-    Tables get ranks before it is known which of them are best whole; once it is, these are spread over the ranks again.
+    Tables are assigned to ranks before it is known which of them are best kept whole; afterwards, these are balanced
+    again.
     """
     tables = whole_tables(region)
     division = _among(region, sequences, tables)
@@ -107,7 +111,9 @@ def _among(
     tables: Mapping[str, int],
     fixed: Mapping[str, Strategy] = NOTHING,
 ) -> Division:
-    """Returns the cheapest choice, in which ``tables`` may be whole on these ranks, and nodes are ``fixed``."""
+    """Returns the cheapest choice in which ``tables`` may be whole on the given ranks and the strategies in ``fixed``
+    are kept.
+    """
     candidates = Candidates(region, sequences, tables, fixed)
     require_shardings(region, candidates)
     names = list(candidates.options)
@@ -122,10 +128,9 @@ def _among(
 
 
 def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """Returns the strategies of nodes outside that read what one rank has of a table: over all ranks, as without
-    tables.
+    """Returns strategies, as without tables on single ranks, for outside nodes that read a table's rows from one rank.
 
-    Left to follow what they read, they and all behind them would be on that rank.
+    Propagation alone would put them, and all nodes behind them, on that rank.
     """
     found: dict[str, Strategy] = {}
     for node in region.nodes.values():

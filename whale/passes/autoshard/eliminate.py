@@ -67,7 +67,9 @@ def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> l
 
 
 def _joined(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """Returns (the other nodes of these tables, the sum of the tables with ``node`` as the first dimension)."""
+    """Sums the cost tables that contain ``node``; returns (the other nodes, the sum with ``node`` as its first
+    dimension).
+    """
     others = tuple(sorted({n for nodes, _ in tables for n in nodes} - {node}))
     place = {n: i for i, n in enumerate((node, *others))}
     total = np.zeros((1,) * len(place))
@@ -81,9 +83,7 @@ def _joined(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.nd
 
 
 def _least(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least along the first dimension, and the first index that has it; NumPy's own reductions take far
-    longer.
-    """
+    """Returns the minimum along the first dimension, and its first index; NumPy's own reductions take far longer."""
     least = np.array(total[0])
     where = np.zeros(least.shape, np.uint16)
     for i in range(1, len(total)):
@@ -107,7 +107,7 @@ def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int]
 
 
 class _Found(NamedTuple):
-    """An order of elimination; the entries of all tables on the way, and of the largest one."""
+    """An order of elimination, with the number of entries of all tables, and of the largest table."""
 
     order: list[int]
     entries: int
@@ -115,14 +115,14 @@ class _Found(NamedTuple):
 
 
 class _Elimination:
-    """The graph of nodes that share a table, as nodes are taken out of it one after the other.
+    """The graph of nodes that share a table, from which nodes are eliminated one after the other.
 
-    Next comes the node whose table is smallest, or by whose going the least is linked that was not (weighted min-fill:
-    Kjaerulff, "Triangulation of graphs - algorithms giving small total state space", 1990), which takes longer to find
-    and leaves far smaller tables where several chains run side by side, as the passes of a model do. The best of some
-    orders, whose choices a seed sways, is several times better than the first one.
+    Next comes the node whose table is smallest, or whose elimination adds the least weight of new edges (weighted
+    min-fill: Kjaerulff, "Triangulation of graphs - algorithms giving small total state space", 1990), which takes
+    longer to find and leaves far smaller tables where several chains run side by side, as the passes of a model do. The
+    best of some orders, whose ties a seed breaks, is several times better than the first one.
 
-    ``fill`` is kept up to date link by link: what the pairs of a node's neighbours weigh that are not linked. It is of
+    ``fill`` is updated edge by edge: the weight of the pairs of a node's neighbours that have no edge. It is of
     integers, so that the order in which these are added does not matter.
     """
 
@@ -141,7 +141,7 @@ class _Elimination:
         self.fill = [self._missing(around) for around in self.near] if by_fill else []
 
     def run(self, most: float) -> _Found | None:
-        """Eliminates all nodes and returns the order; None: its tables have ``most`` entries or more."""
+        """Eliminates all nodes and returns the order; None if its tables have ``most`` entries or more."""
         keys = [self._key(n) for n in range(len(self.sizes))]
         heap = [(key, n) for n, key in enumerate(keys)]
         heapq.heapify(heap)
@@ -166,7 +166,9 @@ class _Elimination:
         return _Found(order, entries, largest)
 
     def _take_out(self, n: int) -> set[int]:
-        """Links the neighbours of a node with each other. Returns the nodes whose keys may be others now."""
+        """Eliminates a node: connects its neighbours with each other. Returns the nodes whose priority may have
+        changed.
+        """
         near, around = self.near, self.near[n]
         changed = set(around)
         for m in around:
@@ -180,7 +182,7 @@ class _Elimination:
         return changed
 
     def _link(self, a: int, b: int) -> set[int]:
-        """Makes neighbours of two nodes. Returns those around both, whose going need not link them any more."""
+        """Adds an edge between two nodes. Returns their common neighbours, whose fill decreases by this edge."""
         one, other = self.near[a], self.near[b]
         both: set[int] = set()
         if self.by_fill:
@@ -194,7 +196,7 @@ class _Elimination:
         return both
 
     def _missing(self, around: set[int]) -> int:
-        """Returns the weight of the pairs of some nodes that are not linked."""
+        """Returns the weight of the pairs of these nodes that have no edge."""
         return sum(self.bits[m] * self._weight(around - self.near[m] - {m}) for m in around) // 2
 
     def _weight(self, nodes: set[int]) -> int:

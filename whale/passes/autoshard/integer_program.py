@@ -28,7 +28,7 @@ _GAP = 1e-4  # the gap to the optimum that is proved, relative to it
 
 @dataclass
 class _Columns:
-    """The columns and rows of the linear program as they are collected."""
+    """The columns and rows of the linear program while they are collected."""
 
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -103,7 +103,9 @@ def _flow(
     forms: Sequence[Placement],
     prices: dict[tuple[Placement, Placement], float],
 ) -> dict[tuple[Placement, Placement], list[tuple[int, float]]]:
-    """Returns, for each pair (produced as p, wanted as q), the columns whose sum says whether it is so."""
+    """Adds flow variables for each pair (produced as p, wanted as q); returns the columns whose sum says whether it is
+    chosen.
+    """
     one = table.column(0.0, 1.0)
     table.row([(one, 1.0)], 1.0, 1.0)
     produced = {
@@ -134,7 +136,7 @@ def _flow(
 
 
 def _solve(table: _Columns, integral: int) -> np.ndarray:
-    """Returns the values of the columns, of which the first ``integral`` are 0 or 1."""
+    """Solves the program and returns the values of the columns; the first ``integral`` are 0 or 1."""
     import highspy  # takes a fifth of a second to load, and only wide split scopes need it
 
     count, rows = len(table.cost), len(table.row_lower)

@@ -1,6 +1,4 @@
-"""Collects what is under split scopes: the nodes whose layouts are chosen, their variables, and the weights among
-these.
-"""
+"""Collects the nodes under split scopes whose layouts are chosen, their variables, and the weights among these."""
 
 from __future__ import annotations
 
@@ -60,8 +58,8 @@ class SplitRegion:
         self.groups = {everyone, *self.group.values()}
 
     def cut_of_image(self, name: str) -> Shard | None:
-        """Returns the split of a convolution's result where its scope names rows or columns, which replicates its
-        weight.
+        """Returns the split of a convolution's result if its scope names image rows or columns; the weight is then
+        replicated.
         """
         node, scope = self.nodes[name], split_scope(self.nodes[name].scope)
         shape = node.outputs[0].shape
@@ -84,8 +82,8 @@ class SplitRegion:
         return count_matmul_flops(node, [self.program.find_type(r) for r in node.inputs])
 
     def _can_choose(self, node: Node) -> bool:
-        """Tells whether the node's layout may be chosen here: it has a rule, and takes nothing but tensors and
-        variables.
+        """Tells whether the node's layout may be chosen here: it has a rule, and its operands are tensors and variables
+        only.
         """
         program, rule = self.program, find_rule(node.op)
         if rule is None or node.op in HAS_BODIES or node.op == "Placeholder":
@@ -105,7 +103,7 @@ class SplitRegion:
         return self.program.by_name[name].op == "WhaleCommunicator"
 
     def _belongs(self, variable: Variable) -> bool:
-        """Tells whether a split scope may decide the variable's placement: it is the scope's, or nothing else
+        """Tells whether a split scope may decide the variable's placement: it belongs to the scope, or nothing else
         uses it.
         """
         readers = {n.name for n, _ in self.program.consumers.get(Ref(variable.node), ())}
@@ -114,9 +112,7 @@ class SplitRegion:
         return not variable.scope and bool(readers) and readers <= self.nodes.keys()
 
     def _weights(self) -> dict[str, list[tuple[int, str]]]:
-        """Maps products and lookups to (operand made from variables of rank 2 or more, and nothing else; their
-        handles).
-        """
+        """Maps products and lookups to (operand computed from variables of rank 2 or more only; handles of these)."""
         found: dict[str, list[tuple[int, str]]] = {}
         alone = self._made_from_weights()
         for node in self.nodes.values():
@@ -129,10 +125,10 @@ class SplitRegion:
         return {name: uses for name, uses in found.items() if uses}
 
     def _made_from_weights(self) -> set[str]:
-        """Returns variables, constants, and what is computed from these alone: normalised weights, scaled ones, their
+        """Returns variables, constants, and nodes computed from these alone: normalised or scaled weights, and their
         sums.
 
-        What ranks along an earlier axis hold of a weight, and gather where it is read, is such a thing as well.
+        A weight that is gathered along an earlier axis where it is read is among them.
         """
         program = self.program
         found: set[str] = set()
@@ -146,11 +142,11 @@ class SplitRegion:
         return found
 
     def _behind(self, ref: Ref) -> list[str]:
-        """Returns the weights that a tensor is made from element by element, leaving out what products and
-        lookups on the way read.
+        """Returns the weights from which a tensor is computed element by element, without those that products and
+        lookups read.
 
-        Weights are variables of rank 2 or more, and as large as the tensor if any is: beside them stand factors of low
-        rank, scales of columns, masks.
+        Weights are variables of rank 2 or more, and as large as the tensor if any is; so low-rank factors, scales of
+        columns and masks are not.
         """
         program, seen = self.program, {ref.node}
         stack, found = [ref.node], []

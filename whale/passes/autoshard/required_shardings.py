@@ -1,4 +1,6 @@
-"""Imposes what is not left to cost: weights are split and read split, and so is every product that can be divided."""
+"""Imposes shardings that cost must not decide: weights are split and read split, and products are divided where
+possible.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def _reads_variables(region: SplitRegion) -> bool:
 
 
 def _along_context(region: SplitRegion, candidates: Candidates) -> None:
-    """Makes products that read a weight yield parts of the sequence, where every layer is divided along it."""
+    """Makes products that read a weight yield parts of the sequence, in scopes that divide every layer along it."""
     split_elsewhere = {handle for uses in region.weights.values() for _, handle in uses}
     lengths = list(dict.fromkeys(region.context.values()))
     found = False

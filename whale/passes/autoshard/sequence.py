@@ -51,9 +51,7 @@ def along_sequence(
 
 
 def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Shard], option: Strategy) -> float:
-    """Returns the surcharge of an option that does not divide the sequence; a product's sum may be passed on as
-    it is.
-    """
+    """Returns the surcharge of an option that does not divide the sequence; a product may pass its partial sum on."""
     pairs = [
         *zip(node.list_refs(), option.outputs),
         *(zip(node.inputs, option.inputs) if node.op in _REDUCTIONS else ()),
@@ -68,14 +66,16 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Shard], option:
 
 
 def kept_whole(activation: TensorType) -> float:
-    """Returns the surcharge of an activation that is not divided along its sequence: as if it were sent so often."""
+    """Returns the surcharge of an activation that is not divided along its sequence: the cost of sending it several
+    times.
+    """
     return _WHOLE * (LATENCY + activation.bytes)
 
 
 def check_sequences(
     program: Program, nodes: Iterable[Node], wanted: Mapping[Ref, Shard], strategies: Mapping[str, Strategy]
 ) -> None:
-    """Raises PlanError where scopes name a sequence and nothing came to be divided along it.
+    """Raises PlanError where scopes name a sequence but no activation is divided along it.
 
     One scope that divides its sequence is enough: others are around a loss, or make the variables.
     """

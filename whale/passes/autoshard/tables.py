@@ -1,4 +1,4 @@
-"""Chooses which tables may be whole, each on one rank, and on which rank.
+"""Chooses which embedding tables may be whole, each on one rank, and on which rank.
 
 Such a table's ids go to its rank, which looks rows up and adds them up to bags; one row of each bag comes back. By rows
 all rows of a bag would travel, and by columns all ids would go to all ranks. Where nothing is added up it moves what
@@ -43,7 +43,7 @@ def whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> di
 
 
 def spread(loads: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Returns each name's rank, so that no rank has much more than others of any of the loads."""
+    """Assigns each name to a rank so that every kind of load is balanced."""
     totals = [max(1, sum(kind)) for kind in zip(*loads.values())]
     shares = {name: [n / total for n, total in zip(load, totals)] for name, load in loads.items()}
     have = [[0.0] * len(totals) for _ in range(ranks)]
@@ -61,8 +61,9 @@ def is_whole(placement: object) -> bool:
 
 
 def _lookups(region: SplitRegion) -> dict[str, list[str]]:
-    """Maps tables that nothing but lookups of a known number of ids reads to these lookups. Updates where the table has
-    its rows read them as well, wherever that is.
+    """Maps tables that only lookups with a known number of ids read to these lookups.
+
+    Updates of the table's rows may read them as well, wherever the table is.
     """
     readers: dict[str, list[str]] = {}
     for name, uses in region.weights.items():
@@ -81,7 +82,7 @@ def _reads_rows(region: SplitRegion, name: str, handle: str) -> bool:
 
 
 def _given(region: SplitRegion, handle: str, lookups: Collection[str]) -> int | None:
-    """Returns the rank that has the table already, or that the scopes of all its lookups name."""
+    """Returns the rank that already has the table, or that the scopes of all its lookups name; else None."""
     known = region.known.get(handle)
     if isinstance(known, Shard) and is_whole(known):
         return next(iter(known.holders))

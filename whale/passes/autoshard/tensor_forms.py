@@ -1,4 +1,4 @@
-"""The description of a tensor for the choice behind a split scope (see ``whale.passes.autoshard.choose``)."""
+"""Describes a tensor for the choice under split scopes (see ``whale.passes.autoshard.choose``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whale.ir.layout import Placement
 
 @dataclass(frozen=True, slots=True)
 class TensorForms:
-    """The forms of one tensor, and what changes between them cost.
+    """The placements that one tensor may have (its forms), and the costs of changes between them.
 
     Attributes:
       forms: its placement, per option of the producer; one form when the producer is fixed.
@@ -28,10 +28,12 @@ class TensorForms:
 
     @property
     def shape(self) -> Hashable:
-        """Returns what is equal for the same tensors of repeated blocks: all but the nodes' numbers."""
+        """Returns a key that is equal for corresponding tensors of repeated blocks: all fields but the nodes'
+        numbers.
+        """
         return self.kind, self.forms, tuple([forms for _, forms in self.readers])
 
     @property
     def nodes(self) -> tuple[int | None, ...]:
-        """Returns the producer and the readers; None where they are fixed."""
+        """Returns the producer and the readers; None for those whose strategy is fixed."""
         return self.producer, *[reader for reader, _ in self.readers]

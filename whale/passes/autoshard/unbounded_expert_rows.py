@@ -1,4 +1,4 @@
-"""Refuses programs that take tokens apart by expert, into as many rows as the run finds, under split scopes."""
+"""Refuses split scopes over programs that partition tokens by expert into dynamically sized tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _TAKE_APART = frozenset({"DynamicPartition", "SplitV", "Slice", "StridedSlice"})
 
 
 def refuse_unbounded_expert_rows(region: SplitRegion) -> None:
-    """Refuses products whose weights a scope divides, and whose rows are parts of one tensor that only the run bounds.
+    """Raises an error for products with split weights whose rows are a dynamically sized part of a tensor.
 
-    Which rank has an expert is no layout of a program that has a product, and variables, for each: every rank would
-    compute every expert, of all tokens.
+    In a program with a product, and variables, for each expert, no layout says which rank has an expert: every rank
+    would compute every expert, of all tokens.
 
     Raises:
       PlanError: there are such products, of two parts of one tensor or more.
@@ -43,8 +43,9 @@ def refuse_unbounded_expert_rows(region: SplitRegion) -> None:
 
 
 def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
-    """Follows a tensor whose number of rows only the run knows back to the op result that took them out of a tensor of
-    known size; None without one.
+    """Follows a tensor of dynamic size back to the result of the op that selected its rows from a tensor of known size.
+
+    Returns None where there is no such op.
     """
     program = region.program
     while None in (program.find_type(ref).shape or ())[:1]:

@@ -1,3 +1,3 @@
-"""Decides what is held, where, and for how long: ZeRO, gathering at use, offload, recomputation, categories of
-memory.
+"""Decides which tensors are kept, where, and for how long: ZeRO, gathering at use, offload, recomputation, memory
+categories.
 """

@@ -39,11 +39,11 @@ def variable_kinds(program: Program) -> dict[str, str]:
 
 
 def tensor_kinds(program: Program) -> dict[Ref, str]:
-    """Returns the category of the tensors that are no activations, in a rank's program or the function of a
+    """Returns the category of every tensor that is not an activation, in a rank's program or the function of a
     micro-batch.
 
-    Gradients are what is reduced over ranks or summed over micro-batches, and what of a variable's shape leads to its
-    update.
+    Gradients are tensors that are reduced over ranks or summed over micro-batches, and tensors of a variable's shape
+    from which its update is computed.
     """
     found: dict[Ref, str] = {}
     waiting: list[Ref] = []

@@ -1,8 +1,8 @@
-"""Gathers weights that are split at each use (ZeRO-3): every use gets a value of its own, which is freed after it.
+"""Gathers split weights separately for each use (ZeRO-3): every use gets its own copy, which is freed after it.
 
 A program reads a weight once and uses the value twice or more: in the forward product, and in the backward one.
-Gathered once, it would stay in memory from the beginning of a step to its end. Here every use has a copy, so that there
-is a gathering for each, but where parts serve as well; and it waits for the product before the last one, or all weights
+Gathered once, it would stay in memory from the beginning of a step to its end. Here every use has a copy, and so its
+own all-gather, except where the shards suffice. An all-gather waits for the product before the last one, or all weights
 would be gathered when the step begins. The order is that of the program, the same on all ranks.
 """
 
@@ -64,9 +64,9 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
 
 
 def _is_of_parts(program: Program, reader: Node) -> bool:
-    """Tells whether parts serve ``reader`` as well: no product or lookup comes of it but by way of a single number.
+    """Tells whether shards suffice for ``reader``: only a scalar computed from them reaches products or lookups.
 
-    So it is with the norm of a weight in a loss, and with the gradient of that.
+    Examples are the norm of a weight in a loss, and its gradient.
     """
     waiting, seen = [reader], {reader.name}
     while waiting:
@@ -84,7 +84,7 @@ def _is_of_parts(program: Program, reader: Node) -> bool:
 
 
 def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collection[str]) -> Iterator[_Use]:
-    """Yields the readers of the value, behind nodes that only pass it on; those of ``kept`` are wanted themselves."""
+    """Yields the readers of the value, through nodes that only pass it on; nodes in ``kept`` are readers themselves."""
     value = Ref((chain or (read,))[-1].name)
     for reader, operand in program.consumers.get(value, ()):
         passes_on = reader.op in PASSED_ON and operand == 0 and not reader.controls and reader.name not in kept
@@ -95,8 +95,8 @@ def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collectio
 
 
 def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]:
-    """Yields the copies of the value for one use: marked in front of what passes it on, where it is whole, and behind
-    it.
+    """Yields the nodes that copy the value for one use, with marks before, at and behind the point where it is
+    gathered.
     """
     scope = use.reader.scope
     value = Ref(use.read.name)

@@ -1,8 +1,8 @@
-"""Hoists reads of weights that loops and branches only read in front of them, where the weights can be split (ZeRO-3).
+"""Hoists reads of weights out of loops and branches that only read them, so that the weights can be split (ZeRO-3).
 
-A body that is given a variable's handle reads it in every iteration. Where the weight is split, each read would be an
-all-gather, by ranks that need not be in the same iteration. So the body is given the value: it is gathered once for the
-loop, and is there as long as that runs.
+A body that takes a variable's handle reads it in every iteration. Where the weight is split, each read would be an
+all-gather, by ranks that need not be in the same iteration. So the body takes the value instead: it is gathered once
+for the loop, and stays in memory as long as that runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def hoist_reads(program: Program, min_bytes: int) -> Program:
 
 
 def _operands(node: Node) -> range:
-    """Returns the range of the operands that the functions get; the first one of a branch chooses it."""
+    """Returns the numbers of the operands that are passed to the functions; a branch's first operand selects the
+    function.
+    """
     if node.op in LOOPS:
         return range(len(node.inputs))
     return range(1, len(node.inputs)) if node.op in BRANCHES else range(0)
@@ -88,7 +90,7 @@ def _shape(node: Node, kind: TensorType) -> Node:
 
 
 def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
-    """Adapts a loop or branch, and its functions, to operands (the numbers in ``kinds``) that are values now, not
+    """Adapts a loop or branch, and its functions, to operands (the numbers in ``kinds``) that are now values instead of
     handles.
     """
     attrs: dict[str, Any] = dict(node.attrs)
@@ -142,6 +144,6 @@ def _with_values(function: Program, arguments: dict[str, TensorType], functions:
 
 
 def _without(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
-    """Drops effects that only pass a value on or yield a constant: the function need not be run for them any more."""
+    """Drops effects of nodes that now only pass a value on or yield a constant, and need not be executed any more."""
     plain = {n.name for n in nodes if n.op in ("Identity", "Const") and not n.stateful}
     return tuple(name for name in effects if name not in plain)

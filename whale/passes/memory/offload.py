@@ -81,10 +81,10 @@ def offloaded(program: Program, level: str) -> tuple[str, ...]:
 
 
 def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
-    """Returns the variables of which a step reads and changes rows, by their numbers, and nothing else.
+    """Returns the variables of which a step only reads and changes rows, by ids.
 
     Raises:
-      PlanError: of one, rows are read, and all of it is changed.
+      PlanError: rows of a variable are read, and all of it is changed.
     """
     found: set[str] = set()
     whole: dict[str, Use] = {}
@@ -111,12 +111,11 @@ def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
 
 
 def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
-    """Maps variables in which a step looks rows up, and which are not in the host's memory, to an op that needs all of
-    one.
+    """Maps variables outside of the host's memory whose rows a step looks up to an op that needs all of their rows.
 
     Args:
       program: normalised.
-      handles: of the variables that lie there.
+      handles: of the variables in the host's memory.
     """
     looked_up: set[str] = set()
     lookups: dict[str, str] = {}  # lookups that could not be made in the variable itself
@@ -163,8 +162,9 @@ def offload(program: Program, handles: Collection[str]) -> Program:
 
 
 def crossing_bytes(program: Program) -> tuple[int, int]:
-    """Returns (bytes to the host, bytes from it) that a step of a rank's program copies, at the most where it has
-    branches; sizes that only the run knows are 0.
+    """Returns (bytes to the host, bytes from it) that a step of a rank's program copies.
+
+    Of branches it takes the most; sizes that are only known in the run count as 0.
     """
     to_host = from_host = 0
     for node in program.nodes:
@@ -188,8 +188,9 @@ def _is_call(node: Node) -> bool:
 
 
 def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
-    """Returns nodes that take such a variable, what is computed from state, and what for it alone and would
-    move more.
+    """Returns the nodes to compute on the host: those that use an offloaded variable, its state, and cheap producers.
+
+    The last are nodes that are computed for these alone and would have more bytes to move behind them than before them.
     """
     there: set[str] = set()
     of_state: set[str] = set()
@@ -214,7 +215,7 @@ def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
 
 
 def _only_for_updates(program: Program) -> set[str]:
-    """Returns what `only_state` does, and state of which a lazy update reads rows."""
+    """Returns the nodes of `only_state`, and the state whose rows a lazy update reads."""
     fetched = {ref.node for ref in program.outputs}
     other = leading_to(
         program, lambda node: node.name in fetched or (node.op not in READS_ROWS and is_model(program, node))
@@ -223,7 +224,7 @@ def _only_for_updates(program: Program) -> set[str]:
 
 
 def _cheaper_there(program: Program, there: Collection[str], kept: Collection[str]) -> set[str]:
-    """Returns nodes whose readers are all in the host's memory, and whose operands are less to move than their
+    """Returns nodes whose readers are all on the host, and whose operands have fewer bytes to move than their
     results.
     """
     crossing = {ref for node in program.nodes if node.name in there for ref in node.inputs}
@@ -247,10 +248,10 @@ def _cheaper_there(program: Program, there: Collection[str], kept: Collection[st
 
 
 class _Crossings:
-    """Rewrites one graph.
+    """Rewrites one graph for offload: inserts copies between the host and the accelerator.
 
     Args:
-      inside: whether it is a branch's or a micro-batch's, whose arguments and results are where the model is computed.
+      inside: whether it is the body of a branch or micro-batch, whose arguments and results are on the accelerator.
     """
 
     def __init__(self, program: Program, handles: Collection[str], inside: bool):
@@ -275,9 +276,7 @@ class _Crossings:
         return self.program.replace_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
 
     def _caller(self, node: Node) -> Node:
-        """Rewrites the functions of a call or branch so that they compute in the host's memory what is to be computed
-        there.
-        """
+        """Rewrites the functions of a call or branch so that their offloaded parts are computed on the host."""
         operands = node.inputs if node.op in CALLS else node.inputs[1:]
 
         def rewritten(func: Func) -> Func:

@@ -51,7 +51,7 @@ def recompute(program: Program, kind: str) -> Program:
     numbers = ways[kind]()
     if kind == "stage" and not numbers:
         raise PlanError(
-            "the model has no stages whose activations could be computed again",
+            "the model has no stages whose activations could be recomputed",
             op=program.name,
             given='memory.recompute="stage"',
             expected="two stages or more",
@@ -59,7 +59,7 @@ def recompute(program: Program, kind: str) -> Program:
         )
     if kind == "marked" and not numbers:
         raise PlanError(
-            "no activation is marked to be held",
+            "no activation is marked to be kept",
             op=program.name,
             given='memory.recompute="marked"',
             expected="marked tensors of the forward pass",
@@ -91,9 +91,7 @@ class _Forward:
         self.twice = {n.name for n in program.nodes if self._may_run_twice(n)}
 
     def _drawn(self) -> set[str]:
-        """Returns what is made from random numbers only, a mask for dropout: it is small, and no part of the batch's
-        rows.
-        """
+        """Returns nodes computed from random numbers only, such as dropout masks."""
         found: set[str] = set()
         for node in self.program.nodes:
             made = node.op in RANDOM or (bool(node.inputs) and not node.stateful)
@@ -116,17 +114,17 @@ class _Forward:
         return not any(t.dtype in UNMOVABLE for t in types)
 
     def marked(self) -> dict[str, int]:
-        """Returns the user's checkpoints, numbered in the order of the program; with what one of them only passes on.
+        """Returns the user's checkpoints, numbered in program order, with nodes that only pass a checkpoint on.
 
         Raises:
-          PlanError: the user marked both what is held and what is computed again.
+          PlanError: the user marked both tensors to keep and tensors to recompute.
         """
         again = {name for name in self.twice if self.program.by_name[name].marks.compute_again}
         found: dict[str, int] = {}
         names = [n.name for n in self.program.nodes if n.marks.checkpoint and n.name not in self.backward]
         if again and names:
             raise PlanError(
-                "activations are marked to be held and to be computed again",
+                "activations are marked both to be kept and to be recomputed",
                 op=names[0],
                 given="wh.checkpoint and wh.recompute in one step",
                 expected="one of the two",
@@ -144,7 +142,9 @@ class _Forward:
         return found
 
     def _around(self, again: set[str]) -> dict[str, int]:
-        """Numbers all that is not computed again by how often one has left what is, or come behind what read it."""
+        """Maps each node that is not in ``again``, the recomputed nodes, to the number of recomputed segments before
+        it.
+        """
         found: dict[str, int] = {}
         level: dict[str, int] = {}
         behind: set[str] = set()  # nodes that read results that are computed again
@@ -162,7 +162,7 @@ class _Forward:
         return found
 
     def sent(self) -> dict[str, int]:
-        """Returns what a stage hands to another one, numbered by stage in the order of the program."""
+        """Returns the tensors that a stage sends to another one, numbered by stage in program order."""
         found: dict[str, int] = {}
         numbers: dict[str, int] = {}
         for node in self.program.nodes:
@@ -175,9 +175,7 @@ class _Forward:
         return found
 
     def chosen(self) -> dict[str, int]:
-        """Chooses the checkpoints with which least is held at once: all that is alive at some places in the forward
-        pass.
-        """
+        """Chooses the checkpoints with the lowest peak memory: all tensors alive at some points of the forward pass."""
         nodes = [n for n in self.program.nodes if n.name not in self.backward and n.name not in self.fixed]
         place = {n.name: i for i, n in enumerate(nodes)}
         last = list(range(len(nodes)))  # where a node is read last in the forward pass
@@ -215,7 +213,7 @@ class _Forward:
 
 
 def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
-    """Returns the places behind which segments of about ``wanted`` bytes end, where little is alive."""
+    """Returns where segments of about ``wanted`` bytes end, at positions where few bytes are alive."""
     found: list[int] = []
     total, best = 0, -1
     i = 0
@@ -231,7 +229,7 @@ def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
 
 
 def _held_at_most(held: list[int], alive: list[int], cuts: list[int]) -> int:
-    """Returns the bytes of the checkpoints so far and of one segment, where they are most."""
+    """Returns the peak bytes of the checkpoints so far and one recomputed segment."""
     most = checkpoints = start = 0
     for cut in (*cuts, len(held) - 1):
         most = max(most, checkpoints + sum(held[start : cut + 1]))
@@ -241,9 +239,7 @@ def _held_at_most(held: list[int], alive: list[int], cuts: list[int]) -> int:
 
 @dataclass
 class _Segment:
-    """A segment that is computed again: its nodes in the order of the program, its first reader, and what it
-    waits for.
-    """
+    """A segment that is recomputed: its nodes in program order, its first reader, and the nodes that it waits for."""
 
     nodes: list[Node]
     first_reader: int
@@ -251,7 +247,7 @@ class _Segment:
 
 
 class _Copies:
-    """The program in the making, with the copies."""
+    """Builds the program with the copies."""
 
     def __init__(self, forward: _Forward, numbers: Mapping[str, int]):
         self.forward, self.program, self.numbers = forward, forward.program, numbers
@@ -308,7 +304,7 @@ class _Copies:
         return found
 
     def _depths(self) -> dict[str, int]:
-        """Maps each node to the last segment that it depends on; -1 for what depends on variables only."""
+        """Maps each node to the last segment that it depends on; -1 for nodes that depend on variables only."""
         end = max(self.numbers.values()) + 1
         found: dict[str, int] = {}
         for node in self.program.nodes:
@@ -319,9 +315,7 @@ class _Copies:
         return found
 
     def _is_copied(self, name: str) -> bool:
-        """Tells whether a forward node is computed again where it is needed; what another segment reads of it
-        is held.
-        """
+        """Tells whether a forward node is recomputed where it is needed; tensors that other segments read are kept."""
         if name not in self.segment or name in self.numbers or name not in self.forward.twice:
             return False
         for ref in self.program.by_name[name].list_refs():
@@ -340,7 +334,7 @@ class _Copies:
                 stack += [r.node for r in self.program.by_name[name].inputs if self._is_copied(r.node)]
 
     def _segment(self, number: int, names: set[str]) -> _Segment | None:
-        """Returns the copies of a segment and what they wait for; None: they would not have to wait for any
+        """Returns the copies of a segment and the nodes they wait for; None if they would not have to wait for a
         gradient.
         """
         reached, first = set(names), -1
@@ -357,7 +351,9 @@ class _Copies:
         return None
 
     def _arrives(self, name: str, number: int, reached: set[str], first: int) -> bool:
-        """Tells whether a node brings a gradient from behind the segment, and no copy of the segment's."""
+        """Tells whether a node provides a gradient from behind the segment, without depending on the segment's
+        copies.
+        """
         return (
             name in self.forward.backward
             and name not in reached

@@ -1,7 +1,7 @@
-"""Computes what one rank holds at the fullest moment of a step, by category: the one figure by which memory is judged.
+"""Computes a rank's peak memory in a step, by category; all decisions about memory use this figure.
 
 step_bytes      of its tensors
-taken_bytes     and what NCCL takes beside them
+taken_bytes     with NCCL's memory added
 at_most_bytes   an upper bound, found without a simulation
 """
 
@@ -21,8 +21,7 @@ _KINDS = ("activations", *(name for name in CATEGORIES if name != "activations")
 
 
 def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int = 0) -> dict[str, int]:
-    """Returns category -> bytes of ``rank`` at the moment of a step of ``program`` (its own) when they are most
-    together.
+    """Returns the bytes of ``rank`` at the memory peak of a step of its ``program``, by category.
 
     Args:
       size: number of ranks.
@@ -40,13 +39,13 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
 
 
 def taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """Returns what `step_bytes` does, with what NCCL takes of the rank's GPU as a category of its own."""
+    """Returns the peak of `step_bytes` with NCCL's memory on the rank's GPU added as a category."""
     return step_bytes(program, rank, settings.size) | nccl_memory(program, rank, settings)
 
 
 def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """Returns what NCCL takes for the communication of ``rank``, as a category; none beside a limit that the user has
-    set.
+    """Returns NCCL's memory for the communication of ``rank``, as a category; nothing where the user has set a
+    limit.
     """
     if settings.exchange.backend != "nccl" or settings.size == 1 or settings.memory.limit_bytes:
         return {}
@@ -54,8 +53,8 @@ def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str
 
 
 def at_most_bytes(program: Program, rank: int, settings: PlanSettings) -> int:
-    """Bounds what ``rank`` can take from above: all tensors of a step at once, in pieces twice as large, and NCCL's
-    memory.
+    """Returns an upper bound on the memory of ``rank``: all tensors of a step at once, fragmented to twice their size,
+    and NCCL.
 
     It needs no simulation.
     """

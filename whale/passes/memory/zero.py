@@ -83,8 +83,9 @@ def state_at_rest(
 
 
 def _read_by_layers(program: Program) -> set[str]:
-    """Returns what a layer or a fetched tensor is computed from. The rest is state of optimizers, which may be looked
-    up too: a number for each row of a table has no dimension besides the rows, of which ids of the whole batch need
+    """Returns the nodes from which a layer or a fetched tensor is computed; all others are optimizer state.
+
+    State may be looked up too: a number for each row of a table has no other dimension, and ids of the whole batch need
     all.
     """
     fetched = {ref.node for ref in program.outputs}
@@ -92,8 +93,8 @@ def _read_by_layers(program: Program) -> set[str]:
 
 
 def gathered_type(program: Program, handle: Ref, min_bytes: int) -> TensorType | None:
-    """Returns the type of a variable that may be split as a weight, and is gathered where it is read; None: it
-    may not.
+    """Returns the type of a variable that may be split as a weight and gathered where it is read; None if it may
+    not.
     """
     variable = program.variable_of.get(handle.node)
     if variable is None or not _is_number(variable):
@@ -107,7 +108,9 @@ def _is_number(variable: Variable) -> bool:
 
 
 def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], parts: int, min_bytes: int) -> None:
-    """Raises PlanError for a weight that has a dimension to be divided along, and is used as no divided one can be."""
+    """Raises PlanError for a weight with a divisible dimension that is used in a way that does not allow splitting
+    it.
+    """
     for variable in group:
         t = variable.type
         cuts = [shard(d, divide_evenly(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
@@ -126,7 +129,7 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
 
 
 def _updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
-    """Groups variables whose handles are operands of one op, which have one layout."""
+    """Groups variables that one op updates, and which therefore need one layout."""
     group_of = {name: [name] for name in uses}
     for use in chain.from_iterable(uses.values()):
         handles = [name for name in use.handles if name in uses]
@@ -139,8 +142,8 @@ def _updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
 
 
 def only_state(program: Program) -> set[str]:
-    """Returns the nodes from whose values only updates of variables are computed: no product, lookup or fetched
-    tensor.
+    """Returns the nodes that only contribute to updates of variables: no product, lookup or fetched tensor uses
+    them.
     """
     fetched = {ref.node for ref in program.outputs}
     other = leading_to(program, lambda node: node.name in fetched or is_model(program, node))
@@ -148,7 +151,7 @@ def only_state(program: Program) -> set[str]:
 
 
 def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
-    """Returns the nodes that are such an end, or from whose values one is computed, however far behind."""
+    """Returns the nodes for which ``is_end`` is true, and all nodes from whose values these are computed."""
     found: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in found or is_end(node):
@@ -158,7 +161,7 @@ def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
 
 
 def is_model(program: Program, node: Node) -> bool:
-    """Tells whether a node is a part of a model: a product, a lookup, or what has parts of its own."""
+    """Tells whether a node belongs to the model: it is a product or a lookup, or has nested functions."""
     if node.op in BRANCHES:  # a branch may hold nothing but updates, every so many steps
         functions = program.functions
         bodies = [replace(functions[func.name], functions=functions) for func in list_called_functions(node)]
@@ -178,7 +181,8 @@ def _common(
     known: Mapping[str, Placement],
     later: Collection[int],
 ) -> Shard | None:
-    """Returns the split that all variables can have, along the first dimension that allows one; None: they stay whole.
+    """Returns the split that all variables support, along the first dimension that allows one; None: they stay
+    replicated.
 
     Dimensions that ``later`` axes divide are avoided: collectives along one axis then do not involve the other.
     """
@@ -227,7 +231,7 @@ def update_strategies(
 
 
 class _Updates:
-    """The walk from the state to what is computed from it and for it, element by element."""
+    """Walks from the optimizer state to its producers and readers, element by element."""
 
     def __init__(self, program: Program, whole: GraphLayout, state: Mapping[str, Placement], parts: int):
         self.program, self.whole, self.state, self.parts = program, whole, state, parts
@@ -260,7 +264,7 @@ class _Updates:
         return self.chosen
 
     def _maker(self, ref: Ref) -> None:
-        """Makes the producer of a tensor that is wanted in parts make a part, where every rank would make all of it."""
+        """Makes the producer of a tensor compute only a part, where every rank would compute all of it redundantly."""
         node = self.program.by_name[ref.node]
         if not self._is_alike(node):
             return
@@ -271,7 +275,7 @@ class _Updates:
             self._take(node, option)
 
     def _reader(self, node: Node, operand: int) -> None:
-        """Splits what is made of a part alone, and makes sums over a part partial."""
+        """Splits nodes that read only parts, and turns their sums into partial sums."""
         if not node.outputs or not self._is_alike(node):
             return
         option = self._option(node, [self.parted.get(r, B) for r in node.inputs], operand)
@@ -293,7 +297,7 @@ class _Updates:
         wanted: Sequence[Placement | None] = (),
         output: int = 0,
     ) -> Strategy | None:
-        """Returns the first way to run the node that takes the operand, or makes the output, as it is placed."""
+        """Returns the first strategy of the node that has the operand, or the output, in the wanted placement."""
         rule = find_rule(node.op)
         if rule is None:
             return None
@@ -305,7 +309,9 @@ class _Updates:
         return None
 
     def _is_alike(self, node: Node) -> bool:
-        """Tells whether every rank would run the node on whole tensors, and no strategy was chosen for it here."""
+        """Tells whether every rank would run the node redundantly on whole tensors, and no strategy was chosen for it
+        yet.
+        """
         strategy = self.whole.strategies[node.name]
         return (
             node.name not in self.chosen

@@ -1,3 +1,3 @@
-"""Rewrites programs before they are planned: inlines calls, folds shapes, decomposes composite ops, sets types and
+"""Rewrites programs before planning: inlines calls, folds shapes, decomposes composite ops, assigns types and
 scopes.
 """

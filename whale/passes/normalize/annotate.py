@@ -1,9 +1,9 @@
-"""Assigns nodes to task graphs: every node ends in the scope of the forward node that it serves, found by structure.
+"""Assigns nodes to task graphs: every node joins the scope of the forward node that it belongs to, found by structure.
 
-Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. What is left here: updates join
+Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. Of the other nodes, updates join
 the scope that reads their variable; any other node joins the scope of its first annotated operand, or else of its
-readers. A split scope takes in less, since the tensors inside are laid out otherwise: what reads its variables, and
-what serves their updates only.
+readers. A split scope takes in fewer nodes, since tensors inside have other layouts: those that read its variables, and
+those that are used for the updates of these only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whale.passes.analysis.stages import assign_stages, stage_of
 
 
 def annotate(program: Program) -> Program:
-    """Gives a scope to every node of ``program`` that can be related to an annotated one, and to its variables."""
+    """Gives a scope to every node and variable of ``program`` that is connected to an annotated node."""
     if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
         return program
     program = _free_updates(program)
@@ -55,9 +55,9 @@ def _in_scope(n: Node, scope: str) -> Node:
 
 
 def _free_updates(program: Program) -> Program:
-    """Takes updates of what a split scope divides, and optimizers' state, out of the other scopes of ``program``.
+    """Removes updates of variables of split scopes, and of optimizer state, from the other scopes of ``program``.
 
-    They are there where ``minimize`` was called inside of an open ``wh.replica``, which says nothing of them.
+    These scopes contain them only because ``minimize`` was called inside of an open ``wh.replica``.
     """
     readers: dict[str, set[bool]] = {v.node: set() for v in program.variables}
     updates: dict[str, list[str]] = {}  # node -> the variables that it updates
@@ -82,7 +82,9 @@ def _free_updates(program: Program) -> Program:
 
 
 def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Mapping[str, str]) -> None:
-    """Takes nodes out of split scopes that the user did not put there: those that serve other variables as well."""
+    """Removes nodes from split scopes if the user did not put them there and they also contribute to other
+    variables.
+    """
     served = _served(program, of_variable)
     reads: dict[str, str] = {}
     for node in program.nodes:
@@ -99,10 +101,10 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
 
 
 def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Collection[str]) -> str:
-    """Returns the split scope that all operands of a node come from, if the node leads to updates only; else "".
+    """Returns the split scope that all operands of a node come from, if the node contributes to updates only; else "".
 
-    The slopes that the parts of a layer send back are added up by nodes of no scope: laid out with what made them,
-    they are added up where they are, and one sum leaves the scope in place of several, for updates of one scope too.
+    Gradients from the parts of a layer are added up by nodes without a scope. With the layout of these gradients, they
+    are added up locally, and one sum leaves the scope instead of several; this also holds for updates of one scope.
     """
     made = {scope[r.node] for r in node.inputs if program.by_name[r.node].inputs}  # constants lie anywhere
     path = next(iter(made)) if len(made) == 1 else ""
@@ -110,8 +112,8 @@ def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Col
 
 
 def _is_between(program: Program, node: Node, path: str) -> bool:
-    """Tells whether all that a node reads, and all that reads it, is in the scope ``path``; sums of gradients are in
-    none.
+    """Tells whether all operands and readers of a node are in the scope ``path``; nodes that sum gradients have no
+    scope.
     """
     readers = [reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())]
     near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
@@ -119,10 +121,9 @@ def _is_between(program: Program, node: Node, path: str) -> bool:
 
 
 def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
-    """Maps each node to the scopes of the variables whose updates it leads to; "" stands for everything else that it
-    leads to.
+    """Maps each node to the scopes of the variables whose updates it contributes to; "" stands for any other use.
 
-    A variable without a scope (an optimizer's) counts as what its readers lead to.
+    For a variable without a scope (an optimizer's), the uses of its readers count.
     """
     handles = program.variable_of
     leads: dict[str, frozenset[str]] = {}
@@ -149,7 +150,7 @@ def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, froze
 
 
 def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:
-    """Makes one task graph per scope, in order of first appearance; nodes outside all scopes are in a default
+    """Makes one task graph per scope, in order of first appearance; nodes outside all scopes form a default
     ``replica``.
     """
     counts: Counter[str] = Counter(n.scope for n in program.nodes)
@@ -166,8 +167,8 @@ def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, 
 def mark_flattened(program: Program) -> Program:
     """Marks reshapes under scopes that divide the sequence, so that they may be cut along any of their dimensions.
 
-    There [rows, sequence, ..] becomes [rows x sequence, ..] and keeps its sequence. Elsewhere they may not, so that no
-    layout in runs comes up where rows, columns or heads are divided.
+    There [rows, sequence, ..] becomes [rows x sequence, ..] and keeps its sequence. Other reshapes are not marked, so
+    that no interleaved layout arises where rows, columns or heads are divided.
     """
 
     def marked(node: Node) -> Node:

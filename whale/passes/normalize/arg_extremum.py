@@ -23,7 +23,7 @@ def is_arg_extremum(program: Program, node: Node) -> bool:
 
 
 def arg_extremum(emit: NodeEmitter) -> list[Ref]:
-    """Computes the output of the emitter's node by simple ones."""
+    """Adds simple nodes that compute the output of the emitter's ArgMax or ArgMin node."""
     node, x = emit.node, emit.node.inputs[0]
     shape = require_static_shape(emit.type_of(x))
     at = int(np.asarray(emit.program.const(node.inputs[1])).reshape(())) % len(shape)

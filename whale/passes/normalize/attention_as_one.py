@@ -1,9 +1,10 @@
 """Replaces attention by one operation whose queries, keys and values are split along the sequence, for ring attention.
 
 ``WhaleAttention`` is the part of the program from queries, keys and values to the result; ``WhaleAttentionGrad`` the
-part from the gradient of the result to theirs, which computes the scores again. Each keeps what it stands for as a
-function of the program, so what a scale, a mask or a cap between the products does is not known here. On a rank keys
-and values travel round, and the softmax is summed up block by block (``whale.partition.ring_attention``).
+part from the gradient of the result to their gradients, which computes the scores again. Each keeps the nodes it
+replaces as a function of the program, so this pass need not know the scale, mask or cap between the products. At run
+time keys and values are sent around the ring of ranks, and the softmax is accumulated block by block
+(``whale.partition.ring_attention``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -
     """Replaces the attentions with the ``chosen`` names by one operation forward and one backward each.
 
     Args:
-      scores_bytes: with more of them on a rank these are computed in blocks; 0: never.
+      scores_bytes: if the scores on a rank are larger, they are computed in blocks; 0: never.
     """
     named = [program.by_name[name] for name in chosen if name in program.by_name]
     # One is called as a product or a multiplication in it is. To look for all of them takes long.
@@ -51,7 +52,7 @@ def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -
 
 
 def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
-    """Replaces the attentions that have more bytes of scores by one operation each; with 0, none."""
+    """Replaces attentions whose scores exceed ``scores_bytes`` by one operation each; with 0, none."""
     if not scores_bytes or not any(n.op == "Softmax" and n.outputs[0].bytes > scores_bytes for n in program.nodes):
         return program
     large = [one.name for one in attentions(program) if program.by_name[one.softmax].outputs[0].bytes > scores_bytes]
@@ -59,11 +60,11 @@ def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
 
 
 def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
-    """Names the attentions that a ring suits, of those under scopes that divide the sequence on every layer.
+    """Names the attentions for which a ring is best, of those under scopes that divide the sequence on every layer.
 
-    A ring moves (p-1)(K + V) bytes forward and twice that backward; giving heads for parts of the sequence moves
+    A ring moves (p-1)(K + V) bytes forward and twice that backward; an all-to-all from sequence to heads moves
     (p-1)/p of queries, keys, values and result, forward and backward, but needs a head for each rank, and
-    holds the shares of all queries and keys of its heads.
+    stores the attention weights of all queries and keys of its heads.
 
     Args:
       limit_bytes: the memory of a rank; 0 where it is not known.
@@ -143,7 +144,7 @@ def _backward(program: Program, one: Attention, ahead: str, name: str, scores_by
 def _body(
     program: Program, name: str, operands: tuple[Ref, ...], inner: tuple[str, ...], results: tuple[str, ...]
 ) -> Program:
-    """Wraps the nodes that an operation stands for as a function of its operands."""
+    """Creates a function from the nodes that an operation replaces, with the operation's operands as arguments."""
     arguments = {ref: f"operand_{i}" for i, ref in reversed(list(enumerate(operands)))}
     nodes = [Node(f"operand_{i}", "Placeholder", (), (), {}, (program.find_type(r),)) for i, r in enumerate(operands)]
     for n in dict.fromkeys(inner):

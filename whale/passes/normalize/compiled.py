@@ -1,9 +1,9 @@
-"""Inlines functions that ask for XLA, with a mark on the nodes that TensorFlow's CPU kernels may not know.
+"""Inlines functions that ask for XLA, and marks the nodes for which TensorFlow may have no CPU kernel.
 
-Communication cannot sit inside a compiled region, so such a function is taken apart. XLA is an optimisation for most of
-it. Some ops need it: on the CPU there is no kernel for the gradients of grouped or dilated convolutions, for three
-dimensions with the channels first, for pooling with the channels first, and none for XLA's own ops. Each of these is
-compiled by itself again in every rank's program (``whale.kernels.xla``).
+Communication cannot be inside a compiled region, so such a function is inlined. For most nodes XLA is only an
+optimisation. Some ops need it: on the CPU there is no kernel for the gradients of grouped or dilated convolutions, for
+three dimensions with the channels first, for pooling with the channels first, and none for XLA's own ops. Each of these
+is compiled separately again in every rank's program (``whale.kernels.xla``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def asks_for_xla(call: Node) -> bool:
 
 
 def marked(program: Program) -> Program:
-    """Marks nodes in the body of a compiled function; functions that it calls are left as they are."""
+    """Marks nodes in the body of a compiled function; functions called from it are not changed."""
     if not any(map(_needs_xla, program.nodes)):
         return program
     return program.replace_nodes(
@@ -30,7 +30,7 @@ def marked(program: Program) -> Program:
 
 
 def called_from(program: Program, functions: Mapping[str, Program]) -> set[str]:
-    """Returns the names of the functions that loops and branches of ``program`` run, and of those that these run."""
+    """Returns the names of the functions that loops and branches of ``program`` run, including nested ones."""
     found: set[str] = set()
     bodies = [program]
     while bodies:

@@ -1,7 +1,7 @@
-"""Computes scalars once that an optimizer computes anew for each variable, though they are the same for all of them.
+"""Computes scalars once that an optimizer computes separately, with equal results, for each variable.
 
 Keras' optimizers read the learning rate and the step's number, and compute the bias corrections, for every variable:
-nearly half of a step's operations. What is one here is looked at once by every pass that follows.
+nearly half of a step's operations. All later passes have fewer nodes to process.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from whale.ir.values import UNMOVABLE
 
 
 def share_scalars(program: Program) -> Program:
-    """Merges equal scalars of updates in ``program``: those made of constants and of reads of scalar variables.
+    """Merges equal scalars of updates in ``program``: those computed from constants and from reads of scalar variables.
 
-    Values are equal that the same operation makes of equal values, and reads that nothing has to come before: these
-    see what a step begins with. Those of different scopes stay apart, since each belongs to a stage.
+    Results of equal operations on equal operands are equal, and so are reads of a variable without control inputs:
+    these return the value from the beginning of the step. Nodes of different scopes are not merged, since each has its
+    stage.
     """
     behind = _behind_updates(program)
     handles = program.variable_of
@@ -47,7 +48,9 @@ def share_scalars(program: Program) -> Program:
 
 
 def _behind_updates(program: Program) -> set[str]:
-    """Returns the names of what updates are computed from element by element, and of the scalars behind it."""
+    """Returns the names of the nodes from which updates are computed element by element, and of the scalars they
+    use.
+    """
     found: set[str] = set()
     nodes = program.by_name
     for node in reversed(program.nodes):
@@ -63,7 +66,7 @@ def _behind_updates(program: Program) -> set[str]:
 
 
 def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
-    """Tells whether a node makes one value, from its operands and attributes alone."""
+    """Tells whether a node has one result that depends on its operands and attributes only."""
     if node.controls or len(node.outputs) != 1:
         return False
     kind = node.outputs[0]
@@ -75,10 +78,11 @@ def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
 
 
 def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
-    """Returns a number that is equal for attributes with which nodes do the same; -1: that cannot be told of these.
+    """Returns a number that identifies attributes up to equal behaviour of their nodes; -1 if equality cannot be
+    decided.
 
     Args:
-      known: the numbers of values, and of attributes that nodes share.
+      known: the numbers assigned so far to values, and to attributes that nodes share.
     """
     shared = getattr(attrs, "shared", None)
     number = known.get(shared) if shared is not None else None

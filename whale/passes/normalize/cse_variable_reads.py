@@ -1,7 +1,7 @@
-"""Merges reads of a variable where a program has several of the same value.
+"""Merges reads of a variable that return the same value.
 
-Version 1 reads a variable anew for every use. Where the variable is split between steps and gathered where it is
-read, each of these would be a gathering.
+TensorFlow 1 reads a variable again for every use. Where the variable is split between steps and gathered where it is
+read, each of these reads would be an all-gather.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from whale.ir.program import Program, Ref
 
 
 def merge_reads(program: Program) -> Program:
-    """Lets one ``ReadVariableOp`` serve all readers of the value that a step begins with.
+    """Replaces reads of a variable's value from the beginning of the step by one ``ReadVariableOp``.
 
-    A reading that nothing has to come before reads that value: one behind a write waits for it. Readings of different
-    scopes stay apart, since each belongs to a stage.
+    Reads without control inputs return that value: a read behind a write waits for it. Reads in different scopes are
+    not merged, since each belongs to a stage.
     """
     first: dict[tuple[Ref, str], str] = {}
     served: dict[str, str] = {}  # a reading -> the one that serves it

@@ -26,20 +26,18 @@ def is_composite(node: Node) -> bool:
 
 
 def has_split_form(program: Program, node: Node) -> bool:
-    """Tells whether ``decompose`` has a form of the node in which the dimension that it searches or sums can be
-    split.
-    """
+    """Tells whether ``decompose`` can rewrite the node so that the dimension it searches or sums can be split."""
     return is_softmax(node) or is_arg_extremum(program, node)
 
 
 def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node: True) -> Program:
-    """Writes the composite nodes of ``program`` that ``predicate`` picks in simple ops, called ``<name>/...``.
+    """Replaces the composite nodes of ``program`` that ``predicate`` selects by simple ops, called ``<name>/...``.
 
     A gradient reads mean and variance from its forward node's reserve spaces: both are decomposed, or neither.
     Bodies of functions are decomposed too.
 
     Raises:
-      ProgramError: a picked node's shape is unknown, or only one of a forward node and its gradient is picked.
+      ProgramError: a selected node's shape is unknown, or only one of a forward node and its gradient is selected.
     """
     functions = {name: _decompose_graph(body, predicate) for name, body in program.functions.items()}
     return replace(_decompose_graph(program, predicate), functions=functions)

@@ -1,4 +1,4 @@
-"""Adds simple nodes in place of a composite one."""
+"""Adds the simple nodes that replace a composite one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from whale.ir.values import Dims, DType, Tensor, TensorType, find_numpy_dtype, r
 
 
 class NodeEmitter:
-    """The nodes that are added for a composite one: called ``<composite>/...``, in its scope, behind what it waits for.
+    """Adds the nodes that replace a composite one: they are called ``<composite>/...``, and have its scope and control
+    inputs.
 
     Attributes:
-      dtype: of what is computed, unless a call names another.
+      dtype: the element type of added nodes, unless a call names another.
     """
 
     def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
@@ -23,7 +24,7 @@ class NodeEmitter:
         self.dtype = self.type_of(node.inputs[0]).dtype
 
     def type_of(self, ref: Ref) -> TensorType:
-        """Returns the type of a tensor of the program, or of a node that was added."""
+        """Returns the type of a tensor of the program, or of an added node."""
         return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
 
     def add(self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any) -> Ref:
@@ -56,7 +57,7 @@ class NodeEmitter:
         return self.node_of(suffix, "Const", (), TensorType(tensor.dtype, tensor.shape), attrs)
 
     def scalar(self, suffix: str, value: float) -> Ref:
-        """Adds a constant of rank 0, of the type that is computed in."""
+        """Adds a scalar constant of the element type ``dtype``."""
         return self.const(suffix, np.asarray(value, find_numpy_dtype(self.dtype)))
 
     def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:

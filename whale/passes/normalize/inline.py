@@ -14,9 +14,10 @@ from whale.passes.normalize.compiled import asks_for_xla, called_from, marked
 def inline(program: Program) -> Program:
     """Replaces every call in ``program`` (of a micro-batch as well) by its function's nodes.
 
-    A body's nodes are called ``call/inner``. What waited for the call waits for all that the body does; what the call
-    waited for precedes the body's stateful nodes. Bodies of While, If and Case are inlined inside. A function that
-    asks for XLA compilation is inlined as well; nodes that need XLA are marked (see whale.passes.normalize.compiled).
+    A body's nodes are called ``call/inner``. Nodes that waited for the call wait for all effects of the body; nodes
+    that the call waited for precede the body's stateful nodes. Bodies of While, If and Case are inlined inside. A
+    function that asks for XLA compilation is inlined as well; nodes that need XLA are marked (see
+    whale.passes.normalize.compiled).
 
     Raises:
       ProgramError: a call calls itself, or its function is not in the program.
@@ -47,7 +48,7 @@ class _Inliner:
         return replace(flat, functions={n: marked(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:
-        """Returns the function ``name``, inlined inside."""
+        """Returns the function ``name`` after inlining the calls in its body."""
         if name in self.active:
             raise ProgramError(
                 "a function calls itself",
@@ -97,7 +98,7 @@ class _Splice:
         self.placeholders = {n.name for n in program.nodes if n.op == "Placeholder"}
 
     def keep(self, node: Node) -> None:
-        """Keeps a node that is no call, with its operands where they are now."""
+        """Adds a node that is not a call, with operands renamed to the inlined nodes."""
         if self.moved:
             inputs = tuple([self.moved.get(r, r) for r in node.inputs])
             if inputs != node.inputs:
@@ -171,7 +172,7 @@ class _Splice:
         return unique
 
     def _keep_type(self, result: Ref, wanted: TensorType) -> None:
-        """Keeps the sizes that only the call knew."""
+        """Keeps static sizes that are known from the call's output types, but not from the body."""
         node = self.nodes.get(result.node)
         if node is None:
             return

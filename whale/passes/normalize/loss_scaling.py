@@ -93,7 +93,7 @@ class _Skipper:
         return bool(handles) and node.op not in READS
 
     def _behind(self, names: Collection[str]) -> set[str]:
-        """Returns what depends on ``names``, by operands or by a variable that is read after its update."""
+        """Returns the nodes that depend on ``names``, by operands or by a variable that is read after its update."""
         found = set(names)
         for node in self.program.nodes:
             is_read_after = node.op == "ReadVariableOp" and not found.isdisjoint(node.controls)
@@ -102,7 +102,9 @@ class _Skipper:
         return found
 
     def _counters(self, behind: Collection[str]) -> set[str]:
-        """Returns updates that do not depend on gradients or inputs, of variables that are read for updates that do."""
+        """Returns updates of counters: they do not depend on gradients or inputs, but their variables are read for such
+        updates.
+        """
         before = {n.name for n in self.gradients}
         for node in reversed(self.program.nodes):
             if node.name in before:
@@ -131,7 +133,7 @@ class _Skipper:
         }
 
     def _steps(self, skipped: Collection[str]) -> set[str]:
-        """Returns counts of updates, as a global step is: integers that are told to wait for what is skipped."""
+        """Returns updates of step counters such as a global step: integers whose update waits for a skipped update."""
         done = {n.name for n in self.program.nodes if n.name in skipped and self._updates(n)}
         for node in self.program.nodes:
             if node.op in ("NoOp", "Const") and not done.isdisjoint(node.controls):
@@ -145,7 +147,7 @@ class _Skipper:
         }
 
     def _answer(self) -> Ref:
-        """Computes whether all gradients are finite."""
+        """Adds nodes that compute whether all gradients are finite."""
         each: list[Ref] = []
         for i, node in enumerate(self.gradients):
             t = node.outputs[0]
@@ -166,7 +168,7 @@ class _Skipper:
             return self._changing_nothing(node, answer)
         if node.op not in ADDS and node.op != _ASSIGNED:
             raise PlanError(
-                "an update that is one op with the optimizer's arithmetic cannot be skipped when gradients overflow",
+                "a fused optimizer op cannot be skipped when gradients overflow",
                 op=f"{node.name} ({node.op})",
                 given='precision.compute_dtype="float16"',
                 expected="updates by assign, assign_add and assign_sub, as the optimizers of Keras 3 make them, or "

@@ -81,7 +81,7 @@ def _computed_low(program: Program) -> set[str]:
 
 
 def _read_by(program: Program, products: Collection[str], between: Mapping[str, Node]) -> set[str]:
-    """Returns the nodes from which a product's operand comes, by ops in between."""
+    """Returns the nodes from which an operand of a product is computed by ops in ``between``."""
     found: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in products or (node.name in between and node.name in found):

@@ -1,7 +1,7 @@
-"""Random operations with a stream of their own are marked with its name, by which programs of other shapes know it.
+"""Marks random operations that have their own stream with a name that programs for other shapes use as well.
 
-In one process, a trace has one kernel for such an operation, whatever the shapes are that it is called with; its stream
-goes on from call to call. A program is for some shapes only.
+In one process, a trace has one kernel for such an operation, whatever the shapes it is called with; its stream
+continues from call to call. A program, however, is compiled for one set of shapes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from whale.ir.program import COMPILED, Node, Program
 
 
 def mark_streams(program: Program) -> Program:
-    """``program`` in which every seeded operation of ``DRAWS`` has the name of its stream: where it stands in it.
+    """Returns ``program`` with every seeded operation of ``DRAWS`` marked with the name of its stream, from its
+    position.
 
-    What XLA compiles draws otherwise, and has none.
+    Operations that XLA compiles draw other numbers, and are not marked.
     """
 
     def marked(graph: Program, path: str) -> Program:

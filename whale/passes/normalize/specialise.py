@@ -1,7 +1,7 @@
 """Gives every loop and branch its own copies of the functions it calls, so that each can have its own layouts.
 
-Functions that other ops carry (datasets, iterators) run whole and may be shared. They are named after the op that
-carries them, too: TensorFlow draws some of their names anew in each process.
+Functions of other ops (datasets, iterators) are not divided and may be shared. They are named after the op that
+uses them, too: TensorFlow gives some of them random names in each process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def specialise(program: Program) -> Program:
         return replace(func, name=name)
 
     def of_value(value: Any, name: str) -> Any:
-        """Renames the functions in ``value``; they are copied as they are, once each."""
+        """Renames the functions in ``value``, and copies each of them once, unchanged."""
         if isinstance(value, tuple):
             return tuple(of_value(item, f"{name}{i}") for i, item in enumerate(value))
         if not isinstance(value, Func) or value.name not in source:

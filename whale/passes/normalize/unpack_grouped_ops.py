@@ -1,9 +1,9 @@
-"""Passes values that a branch saves for its gradient as tensors, not as optionals.
+"""Passes values that a branch saves for its gradient as tensors instead of optionals.
 
-TensorFlow hands what the taken branch computed to the gradient's branch in optionals, and one optional serves a
-different value in each alternative: values of different shapes and layouts share a slot that nothing can be told of.
-Here each saved value gets a result and an argument of its own; an alternative that does not save it yields zeros, which
-nobody reads.
+TensorFlow passes values from the taken branch to the gradient's branch in optionals, and one optional contains a
+different value in each alternative: values of different shapes and layouts share a slot without a static type.
+This pass gives each saved value a result and an argument of its own; an alternative that does not save it yields zeros,
+which nobody reads.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _slots(graph: Program, functions: Mapping[str, Program]) -> list[_Slot]:
 
 
 def _held(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
-    """Returns what the optional ``ref`` holds, () for an empty one; None when it is something else."""
+    """Returns the contents of the optional ``ref``, () for an empty one; None if it is produced otherwise."""
     node = _origin(body, ref)
     if node.op == "OptionalNone":
         return ()
@@ -117,7 +117,7 @@ def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, i
 
 
 def _only_gets(body: Program, argument: int, values: int) -> bool:
-    """Tells whether the body does nothing with the argument but take ``values`` values out."""
+    """Tells whether the body uses the argument only to get ``values`` values from it."""
     pending = [Ref(body.inputs[argument])]
     while pending:
         ref = pending.pop()
@@ -132,7 +132,7 @@ def _only_gets(body: Program, argument: int, values: int) -> bool:
 
 
 def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Program:
-    """Replaces the slot in ``graph`` and ``functions``: its place takes the first value, the others come last."""
+    """Replaces the slot in ``graph`` and ``functions``: the first value takes its place, the others are appended."""
     producer = graph.by_name[slot.producer]
     names = [f.name for f in list_called_functions(producer)]
     values = [(a, ref, functions[names[a]].find_type(ref)) for a, refs in enumerate(slot.saved) for ref in refs]
@@ -169,8 +169,8 @@ def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Prog
 
 
 def _placed(items: tuple, places: list[int], values: list) -> tuple:
-    """Returns ``items`` with ``values`` at ``places``; the first place is taken over, the others follow the
-    last item.
+    """Returns ``items`` with ``values`` inserted: the first one replaces the item at the first of ``places``, the
+    others are appended.
     """
     result = list(items) + [None] * (len(places) - 1)
     for place, value in zip(places, values):
@@ -179,7 +179,7 @@ def _placed(items: tuple, places: list[int], values: list) -> tuple:
 
 
 def _taking(body: Program, argument: int, types: list[TensorType], mine: list[int]) -> Program:
-    """Gives ``body`` tensors of ``types`` for the optional ``argument``; those numbered ``mine`` are what it reads."""
+    """Gives ``body`` tensors of ``types`` for the optional ``argument``; the body reads those numbered ``mine``."""
     old = body.inputs[argument]
     fresh = _fresh_names(body)
     names = [fresh(f"{old}_value_{i}") for i in range(len(types))]
@@ -206,7 +206,9 @@ def _taking(body: Program, argument: int, types: list[TensorType], mine: list[in
 
 
 def _moved(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
-    """Makes a node read arguments in place of what was taken out of optionals, without waiting for those."""
+    """Makes a node read arguments instead of values taken from optionals, without control inputs from the removed
+    nodes.
+    """
     return replace(
         node,
         inputs=tuple(moved.get(r, r) for r in node.inputs),
@@ -227,7 +229,7 @@ def _fresh_names(body: Program) -> Callable[[str], str]:
 
 
 def _nothing(name: str, t: TensorType) -> list[Node]:
-    """Makes nodes that yield zeros, or an empty optional for lists and optionals; the last one yields it."""
+    """Creates nodes that yield zeros, or an empty optional for lists and optionals; the last node has the result."""
     if t.dtype == "variant":
         return [Node(name, "OptionalNone", outputs=(t,))]
     dims = np.array(t.shape, np.int32)

@@ -24,7 +24,7 @@ def is_softmax(node: Node) -> bool:
 
 
 def softmax(emit: NodeEmitter) -> list[Ref]:
-    """Computes the outputs of the emitter's node by simple ones."""
+    """Adds simple nodes that compute the outputs of the emitter's softmax node."""
     node = emit.node
     kind = emit.dtype
     if kind in ("float16", "bfloat16"):
@@ -47,7 +47,7 @@ def softmax(emit: NodeEmitter) -> list[Ref]:
 
 
 def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
-    """Computes loss and gradient for integer labels; one that is no class gives NaN, as on a GPU."""
+    """Computes loss and gradient for integer labels; a label that is not a class gives NaN, as on a GPU."""
     labels = emit.node.inputs[1]
     kind = emit.type_of(labels).dtype
     depth = emit.const("classes", np.array(shape[-1], np.int32))
@@ -68,7 +68,7 @@ def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...])
 
 
 def _dense(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
-    """Computes loss and gradient for a distribution of labels; classes of probability 0 do not count, whatever their
+    """Computes loss and gradient for a distribution of labels; classes of probability 0 contribute nothing for any
     logits.
     """
     labels = emit.cast("labels", emit.node.inputs[1], emit.dtype)

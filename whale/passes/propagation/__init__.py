@@ -1,3 +1,3 @@
-"""Finds a placement for every tensor: propagation, choice under split scopes, reduction of partial sums, per-rank
-values.
+"""Finds a placement for every tensor: by propagation, choice under split scopes, and reduction of partial sums; handles
+per-rank values.
 """

@@ -1,4 +1,4 @@
-"""Finds the placements with which the bodies of loops and conditionals are entered and left."""
+"""Finds the placements of the arguments and results of the bodies of loops and conditionals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
         state = joined
     else:
         raise PlanError(
-            "the layouts of a loop's variables do not settle",
+            "the layouts of a loop's variables do not converge",
             op=f"{node.name} ({node.op})",
             given=", ".join(map(str, state)),
             expected="a placement that the body keeps",
@@ -74,14 +74,14 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
 
 
 def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
-    """Walks through each branch with the operands as they are placed; results take placements that the branches agree
-    on.
+    """Propagates through each branch with the operands as they are placed; results get placements that all branches can
+    give.
 
     Args:
-      graph, current, walk: as of ``loop``; the first operand says which branch is taken.
+      graph, current, walk: as of ``loop``; the first operand selects the branch.
 
     Raises:
-      NeededWhole: a result that cannot be sent would have to be brought elsewhere.
+      NeededWhole: a result that cannot be sent would have to be resharded.
     """
     root, functions = graph.axis.root, [f.name for f in list_called_functions(node)]
     arguments = [B if type(p) in (RankZero, PerRank) else p for p in current[1:]]

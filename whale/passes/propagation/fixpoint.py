@@ -1,4 +1,4 @@
-"""Repeats propagation until it agrees with itself on batch statistics: each rank's own in both passes, or whole in
+"""Repeats propagation until batch statistics are consistent: per rank in the forward and backward pass, or global in
 both.
 """
 

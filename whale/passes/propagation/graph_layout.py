@@ -1,4 +1,4 @@
-"""The layout of one graph: the placements that propagation finds, and that the passes behind it go on with."""
+"""Defines the layout of one graph: the placements that propagation finds, which later passes use."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ class GraphLayout:
     unruled: list[str] = field(default_factory=list)
 
     def place(self, ref: Ref) -> Placement:
-        """Returns the placement in which consumers find a tensor: its preferred one, or that of its producer."""
+        """Returns the placement in which consumers see a tensor: its preferred one, or that of its producer."""
         return self.preferred.get(ref) or self.produced[ref]
 
 
 def fetched(program: Program, produced: Mapping[Ref, Placement]) -> tuple[Placement, ...]:
-    """Returns the placements in which a program's outputs are wanted: whole, but for what cannot be sent."""
+    """Returns the placements in which a program's outputs are wanted: replicated, except for tensors that cannot be
+    sent.
+    """
     return tuple(
         FIRST if produced[r] == FIRST and program.find_type(r).dtype in UNMOVABLE else B for r in program.outputs
     )

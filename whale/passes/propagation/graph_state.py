@@ -1,4 +1,4 @@
-"""The state of propagation on its way through one graph."""
+"""Holds the state of propagation while it walks through one graph."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Axis:
 
 
 class GraphState:
-    """The placements of the tensors of one graph, as far as propagation has come.
+    """The placements of one graph's tensors that propagation has decided so far.
 
     Attributes:
       name: of the function body; "" is the program itself.
-      layout: what was decided.
-      remakable: tensors that may take any placement for nothing.
-      origins: whole tensors made from divided ones -> the placements of these.
-      per_rank: what is each rank's own on purpose.
+      layout: the decisions.
+      remakable: tensors that may take any placement at no cost.
+      origins: replicated tensors made from divided ones -> the placements of these.
+      per_rank: tensors whose values differ between ranks on purpose.
     """
 
     def __init__(self, axis: Axis, name: str):
@@ -73,7 +73,7 @@ class GraphState:
         return (self.name, ref) in self.axis.whole
 
     def reshard_cost(self, ref: Ref, wanted: Placement) -> float:
-        """Returns the cost of having ``ref`` as ``wanted``; infinite when it cannot be had."""
+        """Returns the cost of resharding ``ref`` to ``wanted``; infinite if that is impossible."""
         source = self.layout.produced[ref]
         if source == wanted or self.layout.preferred.get(ref) == wanted:
             return 0.0
@@ -84,9 +84,7 @@ class GraphState:
         return change_cost(tensor, source, wanted, self.parts)
 
     def need(self, ref: Ref, wanted: Placement, reader: Node, also: Sequence[tuple[str, Ref]] = ()) -> None:
-        """Raises NeededWhole when ``ref`` cannot be sent, is placed otherwise than ``wanted`` and cannot be
-        made anew.
-        """
+        """Raises NeededWhole if ``ref`` cannot be sent, is not placed as ``wanted``, and cannot be computed again."""
         source, t = self.layout.produced[ref], self.program.find_type(ref)
         if source in (wanted, FIRST) or t.dtype not in UNMOVABLE or ref in self.remakable:
             return
@@ -95,7 +93,7 @@ class GraphState:
     def on_first_rank(self, node: Node, why: str) -> Strategy:
         """Returns the strategy of a node that runs on the first rank only.
 
-        Operands come broadcast: the others need not have them, but collectives are joint.
+        Operands are broadcast: the other ranks do not need them, but all ranks take part in collectives.
 
         Raises:
           NeededWhole: an operand cannot be brought to all ranks.
@@ -107,10 +105,11 @@ class GraphState:
         return Strategy(inputs, (FIRST,) * len(node.outputs), why, once=True)
 
     def track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
-        """Slices the batch again after ops that had to see everything: correct whatever the dimension means, and free.
+        """Slices the batch again behind ops that needed all rows; this is correct for any meaning of the dimension, and
+        free.
 
-        This holds not only right behind such an op: two halves of the batch that are joined again, or the rows that
-        a loop stacked, are the batch once more.
+        It applies not only directly behind such an op: two halves of the batch that are concatenated again, or rows
+        that a loop stacked, are the batch once more.
         """
         if not self.origins and Shard not in map(type, current):
             return

@@ -1,7 +1,8 @@
-"""Computes only a part of what is made from shapes alone: a broadcast gradient, a mask, zeros of a batch.
+"""Computes only the needed part of tensors that depend on shapes alone: broadcast gradients, masks, zeros of a batch.
 
-Propagation goes forward, so a Tile, Fill or BroadcastTo of whole operands comes out whole and is cut by its readers.
-Where all readers cut it alike, it makes just the part: nothing moves either way, but nothing is made twice.
+Propagation goes forward, so a Tile, Fill or BroadcastTo of replicated operands has a replicated result, which its
+readers slice. If all readers slice it alike, this pass computes just the slice: neither way communicates, but work is
+not doubled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from whale.sharding_rules.graph import make_op_view
 
 
 def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
-    """Changes ``layout`` so that such nodes produce the split that all their readers want."""
+    """Changes ``layout`` so that nodes computed from shapes alone produce the split that all their readers want."""
     strategies, produced = dict(layout.strategies), dict(layout.produced)
     fetched = set(program.outputs)
     for node in program.nodes:

@@ -1,15 +1,15 @@
-"""Finds the batch statistics that each rank takes from its own rows, and what is made of them.
+"""Finds the batch statistics that each rank takes from its own rows, and the tensors computed from them.
 
 Batch normalisation divides by the moments of the batch. Taken from each rank's rows alone they need no communication
-in either direction; that is what data parallel training usually means, and it is not what one device computes. Here
-the moments are found in the graph, by what is computed and not by names:
+in either direction; that is the usual meaning of data parallel training, and it differs from one device. The moments
+are recognised in the graph by what nodes compute, not by names:
 
 * a *mean* over dimensions of rows, and the *variance*: the mean over the same dimensions of the squared difference
   between the same rows and that mean;
-* what is made of them without rows (reciprocal deviation, running averages, gradients) and where that is *spread* over
-  the rows again (a Tile or BroadcastTo): the gradients of the two means.
+* tensors without rows computed from them (reciprocal deviation, running averages, gradients), and the nodes that
+  *spread* these over the rows again (a Tile or BroadcastTo): the gradients of the two means.
 
-Each of them is a sum over the ranks of what their rows contribute. A rank's own mean is its contribution times
+Each of them is a sum over the ranks of their rows' contributions. A rank's own mean is its contribution times
 (all rows / own rows), and so is the gradient that its own mean receives, where the program then divides by all rows.
 So one placement (``whale.ir.layout.PerRank``) and one factor serve both directions; nothing else in the program
 changes. Fused kernels (FusedBatchNorm) keep their own statistics by their rule.
@@ -34,8 +34,8 @@ _MULTIPLES = frozenset({"RealDiv", "Mul", "Neg", "Reshape", *_PASSED_ON})
 
 @dataclass(frozen=True)
 class Moments:
-    """The mean and the variance of one set of rows, what is made of them without rows, and the nodes that spread that
-    over the rows again.
+    """The mean and variance of one set of rows, tensors without rows computed from them, and the nodes that broadcast
+    these over the rows again.
     """
 
     mean: Ref
@@ -46,11 +46,11 @@ class Moments:
 
 @dataclass
 class LocalStatistics:
-    """The moments of a program, by the tensors and nodes that propagation meets.
+    """The moments of a program, indexed by tensors and nodes for propagation.
 
     Attributes:
       statistic: mean or variance -> its moments.
-      spread: name of a spreading node -> its moments.
+      spread: name of a node that broadcasts over rows -> its moments.
     """
 
     statistic: dict[Ref, Moments] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class LocalStatistics:
 
 
 def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> LocalStatistics:
-    """Finds the moments of ``program``, but for those whose mean is among ``without``.
+    """Finds the moments of ``program``, except those whose mean is in ``without``.
 
-    Only the main graph is searched: moments in the bodies of loops and branches stay those of the whole batch. So do
-    those whose gradient was not derived by TensorFlow.
+    Only the main graph is searched: moments in the bodies of loops and branches are those of the whole batch. So are
+    moments whose gradient was not derived by TensorFlow.
     """
     found = [(_mean_of(program, node), Ref(node.name)) for node in program.nodes]
     pairs = {mean: variance for mean, variance in found if mean is not None}
@@ -82,7 +82,7 @@ def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> Lo
 
 
 def _mean_of(program: Program, node: Node) -> Ref | None:
-    """Returns the mean around which ``node`` is a variance, if it is one."""
+    """Returns the mean that ``node`` subtracts if it is a variance; else None."""
     axes = _axes(program, node)
     if axes is None or 0 not in axes:
         return None
@@ -101,7 +101,9 @@ def _mean_of(program: Program, node: Node) -> Ref | None:
 
 
 def _axes(program: Program, node: Node) -> frozenset[int] | None:
-    """Returns the dimensions over which ``node`` is a floating mean that leaves others; None for any other node."""
+    """Returns the dimensions over which ``node`` is a floating-point mean that keeps other dimensions; None for other
+    nodes.
+    """
     if node.op != "Mean" or node.outputs[0].dtype not in FLOATING:
         return None
     shape = program.find_type(node.inputs[0]).shape
@@ -122,8 +124,8 @@ def _source(program: Program, ref: Ref) -> Ref:
 
 
 def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[Ref], frozenset[str], frozenset[str]]:
-    """Returns what is made of ``statistics`` and is not larger, the nodes that spread that over the rows, and the other
-    nodes that make something of the rows' size of it.
+    """Returns the tensors computed from ``statistics`` that are not larger, the nodes that broadcast these over the
+    rows, and the other nodes that compute tensors with rows from them.
     """
     limit = max(program.find_type(r).elements for r in statistics)
     rows = program.find_type(program.by_name[statistics[0].node].inputs[0]).elements
@@ -145,7 +147,9 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
 
 
 def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> bool:
-    """Tells whether rows of this shape are summed likewise elsewhere and meet the result again: a gradient by hand."""
+    """Tells whether rows of this shape are summed alike elsewhere and combined with the result: a hand-written
+    gradient.
+    """
     statistic = program.by_name[mean.node]
     rows, axes = program.find_type(statistic.inputs[0]).shape or (), _axes(program, statistic)
     for node in program.nodes:
@@ -162,9 +166,9 @@ def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> 
 
 
 def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> frozenset[str] | None:
-    """Returns the node that spreads the mean's gradient, which is added to what the variance's gradient becomes.
+    """Returns the node that broadcasts the mean's gradient, which is added to the rows' gradient from the variance.
 
-    The mean may enter linearly, and then nothing of it is left in its gradient; but both gradients end in the gradient
+    The mean may enter linearly, so that its gradient does not depend on it; but both gradients end in the gradient
     of the rows. None: it is not found.
     """
     rows = program.find_type(program.by_name[mean.node].inputs[0])
@@ -186,7 +190,7 @@ def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> f
 
 
 def _spread_behind(program: Program, ref: Ref) -> str | None:
-    """Returns the spreading node of which ``ref`` is a multiple."""
+    """Returns the broadcasting node of whose result ``ref`` is a multiple."""
     while True:
         node = program.by_name[ref.node]
         if node.op in _SPREADS:

@@ -1,6 +1,6 @@
-"""Finds cheapest cuts of networks, for ``whale.passes.propagation.partial_sums``.
+"""Finds minimum cuts of flow networks, for ``whale.passes.propagation.partial_sums``.
 
-Networks of a step are many and small, and a library for graphs takes longer to load than all of them to cut.
+The networks of a step are many and small, and importing a graph library would take longer than cutting all of them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _LEAST = 1e-6  # relative to a capacity, or to 1: with less than this left it co
 
 
 class Network:
-    """A flow network: points, and how much may flow from one to another.
+    """A flow network: points, and the capacity from one to another.
 
     Attributes:
-      after: point -> the points that it flows to, and how much may; before: point -> those that flow to it.
+      after: point -> its successors, with capacities; before: point -> its predecessors.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Network:
         self.before: dict[Hashable, dict[Hashable, None]] = {}
 
     def add(self, point: Hashable, other: Hashable, capacity: float = UNBOUNDED) -> None:
-        """Lets so much flow from ``point`` to ``other``, whatever it was before."""
+        """Sets the capacity from ``point`` to ``other``."""
         for one in (point, other):
             self.after.setdefault(one, {})
             self.before.setdefault(one, {})
@@ -50,10 +50,10 @@ class Network:
             yield found
 
     def reached(self, members: Iterable[Hashable], source: Hashable, sink: Hashable) -> set[Hashable]:
-        """Returns the points on the side of ``source`` of a cheapest cut among ``members``: of several cuts, the
-        nearest one.
+        """Returns the source side of a minimum cut among ``members``; of several minimum cuts, the nearest to
+        ``source``.
 
-        By E. A. Dinic's algorithm: flow along shortest ways, as long as there are any.
+        By E. A. Dinic's algorithm: flow along shortest paths, as long as there are any.
 
         Raises:
           PlanError: unbounded flow goes from source to sink.
@@ -91,7 +91,7 @@ class Network:
                     flow = min(left[a][b] for a, b in steps)
                     if flow == UNBOUNDED:
                         raise PlanError(
-                            "a sum has to be both whole and in parts",
+                            "a sum has to be both replicated and partial",
                             op=next((str(p) for p in way[1:-1]), ""),
                             action="please report it, with the script",
                         )

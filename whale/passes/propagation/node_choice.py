@@ -23,7 +23,7 @@ _MOST_IN_KEY = 4  # operands of nodes of which several are alike
 
 
 class NodeChoice:
-    """Strategies for the nodes of one graph that neither are decided already nor are loops or branches."""
+    """Chooses strategies for the nodes of one graph, except for nodes with fixed strategies, loops and branches."""
 
     def __init__(self, state: GraphState, fixed: Mapping[str, Strategy] = MappingProxyType({})):
         """
@@ -38,7 +38,7 @@ class NodeChoice:
         """Returns the strategy of the node whose operands are placed as ``current``.
 
         Args:
-          like: how it runs in a program that is almost this one; what differs in sizes at most goes first.
+          like: its strategy in a program that is almost the same; strategies that differ only in sizes are preferred.
 
         Raises:
           NeededWhole: an operand cannot be brought to where the node needs it.
@@ -55,11 +55,11 @@ class NodeChoice:
         return found
 
     def _key(self, node: Node) -> Hashable | None:
-        """Returns what the choice for a node follows from, where that is no more than types and placements of its
-        operands.
+        """Returns a cache key for the choice of a node's strategy, if it depends on types and operand placements only;
+        else None.
 
-        The updates of many variables are alike. Types are told apart by their numbers, which is cheaper than by what
-        they are: the program keeps them.
+        The updates of many variables are alike. Types are compared by identity, which is cheaper than by value:
+        the program keeps them alive.
         """
         state = self.state
         if state.axis.whole or state.axis.groups.active:
@@ -97,7 +97,9 @@ class NodeChoice:
         return found
 
     def choose(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
-        """Returns the cheapest strategy that the node's rule allows; on the first rank, where there is none."""
+        """Returns the cheapest strategy that the node's rule allows; without a rule, the node runs on the first
+        rank.
+        """
         rule = find_rule(node.op)
         op = make_op_view(self.state.program, node, self.state.parts)
         if is_list_op(node) and FIRST not in current:
@@ -152,8 +154,8 @@ class NodeChoice:
         return best
 
     def _may_be_divided(self, node: Node) -> bool:
-        """Tells whether a node is divided for its own sake: a product of something made from the batch, or
-        random rows.
+        """Tells whether a node should be divided even if its operands are not: a product of tensors made from the
+        batch, or random rows.
         """
         if self.state.per_rank.draws(node):
             return True
@@ -164,10 +166,10 @@ class NodeChoice:
     def _by_rows(
         self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
     ) -> list[Strategy]:
-        """Returns strategies that split an operand by rows which is split along another dimension, and which no option
-        takes so but for a result of partial sums.
+        """Returns strategies that split an operand by rows although it is split along another dimension.
 
-        Such operands come out of split scopes; an all-to-all moves less than gathering all of it.
+        Only strategies are added that no option covers without partial sums. Such operands come from split scopes; an
+        all-to-all moves less than an all-gather.
         """
         found: dict[Strategy, None] = {}
         for i, (p, t) in enumerate(zip(current, op.inputs)):
@@ -183,8 +185,8 @@ class NodeChoice:
     def _exchanging(self, rule: LineRule, rows: Rows, op: OpView, current: Sequence[Placement]) -> dict[Strategy, None]:
         """Returns strategies that exchange rows by their ids and do not follow from the placements of the operands.
 
-        Ids that are whole are cut as others that read them have them, as the rows are wanted, or as the batch. Where
-        the table is the result, that is cut as it is wanted.
+        Replicated ids are cut as for other nodes that read them, as the rows are wanted, or as the batch. If
+        the result is the table, it is cut as it is wanted.
         """
         found: dict[Strategy, None] = {}
         ids = op.inputs[rows.ids]
@@ -206,7 +208,9 @@ class NodeChoice:
         return found
 
     def _wanted(self, op: OpView) -> dict[Placement, None]:
-        """Returns the placements in which decided nodes want a result, and that of the batch if it has as many rows."""
+        """Returns the placements in which nodes with fixed strategies want a result, and the batch's if it has as many
+        rows.
+        """
         found: dict[Placement, None] = {}
         for reader, i in self.state.program.consumers.get(Ref(op.node.name), ()):
             if reader.name in self.fixed:
@@ -217,7 +221,7 @@ class NodeChoice:
         return found if rows is None else {**found, shard(at, rows.sizes, rows.blocks): None}
 
     def _rows_cut(self, rows: int) -> Shard:
-        """Splits ``rows`` rows as the batch is split, where they are a multiple or a fraction of its rows; else
+        """Splits ``rows`` rows in proportion to the batch's split if one number is a multiple of the other; else
         evenly.
         """
         for s in self.state.axis.rows.values():
@@ -227,7 +231,9 @@ class NodeChoice:
         return shard(0, divide_evenly(rows, self.state.parts))
 
     def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
-        """Returns strategies that divide a product whose operands are whole or partial, but made from the batch."""
+        """Returns strategies that divide a product whose operands are replicated or partial, but computed from the
+        batch.
+        """
         found: dict[Strategy, None] = {}
         for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
             if rule is None or ref not in self.state.origins or not t.is_static:
@@ -240,8 +246,8 @@ class NodeChoice:
         return list(found)
 
     def _cut_as(self, origins: Iterable[Shard], dim: int, size: int) -> Shard:
-        """Splits a dimension as it was split where it comes from; as the batch's rows in their runs, or several times
-        these; as another one of its size; else evenly.
+        """Splits a dimension like the tensors it was computed from: by the batch's rows or a multiple of these, or like
+        another dimension of its size; else evenly.
         """
         alike = sorted((s for s in origins if s.extent == size), key=lambda s: s.dim != dim)
         if alike and alike[0].dim == dim:
@@ -254,7 +260,9 @@ class NodeChoice:
         )
 
     def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
-        """Lists passed on, zeroed or added element by element: one placement for operands and result."""
+        """Returns the strategy for lists that are passed on, zeroed or added: the same placement for operands and
+        result.
+        """
         if all(r in self.state.remakable for r in node.inputs):
             self.state.remakable.update(node.list_refs())
         made = {p for r, p in zip(node.inputs, current) if r not in self.state.remakable} or set(current)
@@ -266,8 +274,7 @@ class NodeChoice:
         )
 
     def cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
-        """Returns the cost of an option: its work on the rank that has most, what has to move, and partial sums to be
-        reduced.
+        """Returns the cost of an option: the work of the busiest rank, reshards, and the reduction of partial sums.
 
         Args:
           touched: bytes of operands and results; flops: of the product, if it is one.
@@ -293,7 +300,9 @@ class NodeChoice:
 
 
 def _as_in(like: Strategy, op: OpView, current: Sequence[Placement]) -> list[Placement]:
-    """Returns the operands' placements of another program where their sizes allow it; else their own."""
+    """Returns the operand placements of another program's strategy where their sizes allow it; else the current
+    ones.
+    """
     found = list(current)
     for i, (p, t) in enumerate(zip(like.inputs, op.inputs)):
         if type(p) is not Shard or (t.shape is not None and p.dim < len(t.shape) and t.shape[p.dim] == p.extent):

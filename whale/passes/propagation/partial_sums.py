@@ -95,8 +95,8 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
 
 
 def _target(program: Program, layout: GraphLayout, ref: Ref) -> Placement:
-    """Returns what a partial tensor is reduced to: a split, where all that do not take it partial want it; else
-    ``B``.
+    """Returns the placement to which a partial tensor is reduced: a split if all readers that do not take it partial
+    want that split; else ``B``.
     """
     wanted = {layout.strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
     finished = [p for p in wanted if type(p) not in (Partial, PerRank)]
@@ -110,9 +110,7 @@ def _widens(program: Program, node: Node) -> bool:
 
 
 def _contributions(program: Program, layout: GraphLayout) -> set[str]:
-    """Finds nodes whose partial sums meet or become each rank's own values: they must stay what each rank
-    contributed.
-    """
+    """Returns nodes whose partial sums are combined with, or become, per-rank values: they must not be reduced."""
     stack: list[str] = []
     for node in program.nodes:
         strategy = layout.strategies[node.name]

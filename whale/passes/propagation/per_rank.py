@@ -1,4 +1,6 @@
-"""Lets propagation treat values that are each rank's own on purpose: statistics of its rows, random rows."""
+"""Lets propagation handle values that differ between ranks on purpose: statistics of each rank's rows, and random
+rows.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from whale.sharding_rules.registry import LineRule
 
 @dataclass(frozen=True)
 class Semantics:
-    """The ways in which a run differs from one device.
+    """The intended differences between a run and one device.
 
     Attributes:
       statistics: batch statistics of each rank's rows; None: of the whole batch.
-      streams: random tensors that have the batch's rows are drawn by each rank from a stream of its own.
+      streams: random tensors that have the batch's rows are drawn by each rank from its own stream.
     """
 
     statistics: LocalStatistics | None = None
@@ -35,11 +37,11 @@ AS_ONE_DEVICE = Semantics()
 
 @dataclass
 class PerRankRows:
-    """The part of one graph's propagation that handles ranks' own values.
+    """Handles per-rank values in the propagation of one graph.
 
     Attributes:
       rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
-      lies: mean of own moments -> the placement of the rows that they are of.
+      lies: per-rank mean -> the placement of the rows it is computed from.
     """
 
     program: Program
@@ -50,7 +52,7 @@ class PerRankRows:
     lies: dict[Ref, Shard] = field(default_factory=dict)
 
     def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
-        """Returns the strategies that the rule allows, and the same for operands that are each rank's own."""
+        """Returns the strategies that the rule allows, also for operands with per-rank values."""
         drawn = self._stream(rule, op, current) if self.semantics.streams and rule.local_stream else None
         if drawn is not None:
             return [drawn]
@@ -66,12 +68,12 @@ class PerRankRows:
         return lifted + options
 
     def draws(self, node: Node) -> bool:
-        """Tells whether each rank may draw its rows of this node's result."""
+        """Tells whether each rank may draw its own rows of this node's random result."""
         rule = find_rule(node.op) if self.semantics.streams else None
         return rule is not None and rule.local_stream != ""
 
     def kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
-        """Returns the placement in which readers see a mean over rows that stays each rank's own."""
+        """Returns the placement in which readers see a mean over rows that remains per rank."""
         ref = Ref(node.name)
         known = self.semantics.statistics
         moments = known.statistic.get(ref) if known is not None and node.op == "Mean" else None
@@ -84,8 +86,8 @@ class PerRankRows:
         return {ref: PerRank(rows.sizes)}
 
     def spread(self, node: Node, produced: Sequence[Placement]) -> Strategy | None:
-        """Returns the strategy of a node that puts own statistics over the rows again: each rank's value over its own
-        rows.
+        """Returns the strategy of a node that broadcasts per-rank statistics over the rank's own rows; None for other
+        nodes.
         """
         known = self.semantics.statistics
         moments = known.spread.get(node.name) if known is not None else None
@@ -102,7 +104,7 @@ class PerRankRows:
         return None
 
     def _stream(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> Strategy | None:
-        """Returns the strategy of a random tensor with the batch's rows, of which each rank draws its own."""
+        """Returns the strategy of a random tensor with the batch's rows if each rank draws its own."""
         for dim, size in enumerate(op.outputs[0].shape or ()):
             rows = self.rows.get(size or 0)
             if rows is None:

@@ -1,6 +1,7 @@
-"""Propagates placements: a strategy for every node, cheapest legal choice, forward, backward and update in one go.
+"""Propagates placements: chooses the cheapest legal strategy for every node, through forward, backward and update
+nodes.
 
-One mesh axis. Nodes are visited in topological order; a node's rule lists what it may do given its operands'
+It handles one mesh axis. Nodes are visited in topological order; a node's rule lists the strategies for its operands'
 placements, and the cheapest alternative wins: bytes that have to move, work that would be done twice, and for a partial
 sum the all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of
 linear ops stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided
@@ -53,7 +54,7 @@ def propagate(
       model: the plan of a program that is almost this one, which is kept to.
 
     Raises:
-      PlanError: a tensor that cannot be sent would have to be.
+      PlanError: a tensor would have to be sent whose type cannot be sent.
     """
     whole: set[tuple[str, Ref]] = set()
     while True:
@@ -76,7 +77,7 @@ def _propagate(
     gathered: Collection[str],
     model: ReferencePlan | None,
 ) -> dict[str, GraphLayout]:
-    """Propagates once, given which tensors have to be made whole."""
+    """Propagates once; ``whole`` are the tensors that have to be computed on every rank."""
     rows = {p.extent: p for p in batch.values() if type(p) is Shard}
     axis = Axis(program, parts, semantics, rows, RankGroups(program, parts, rows), whole, {})
     main = GraphState(axis, "")
@@ -161,8 +162,8 @@ class Propagation:
                 preferred[Ref(node.name)] = B
 
     def _is_gathered(self, node: Node, given: bool) -> bool:
-        """Tells whether a node yields a weight that is split only to be kept so, to its users: each use, or the one
-        read.
+        """Tells whether a node yields a weight that is split between steps only, and gathered for each use or once for
+        the step.
         """
         if node.op == "Identity":
             return node.marks.gathered_at_use and type(self.state.layout.strategies[node.name].outputs[0]) is Shard

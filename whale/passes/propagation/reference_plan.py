@@ -1,4 +1,4 @@
-"""A plan to keep to, of a program that differs only in what belongs to the coordinate of another mesh axis."""
+"""Reuses the plan of a program that differs only in nodes that depend on the coordinate of another mesh axis."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from whale.sharding_rules.graph import make_op_view
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """The strategies of the other program.
+    """The strategies of the other program's plan.
 
     Attributes:
       strategies: graph -> node -> strategy.
-      rows: its rows of the batch, for each coordinate, -> those of this program, where they are others.
+      rows: its rows of the batch, for each coordinate, -> those of this program, where they differ.
     """
 
     strategies: Mapping[str, Mapping[str, Strategy]]
     rows: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def exact(self, program: Program, graph: str, node: Node) -> Strategy | None:
-        """Returns the node's strategy there, if it can run so here: its tensors have the sizes that are cut, or this
-        program's rows where rows are.
+        """Returns the other program's strategy for the node if it is valid in this program as well.
 
-        Loops and branches are gone through again, with their bodies.
+        It is if the tensors have the split sizes, or this program's rows where the other program has rows. Loops and
+        branches are propagated again, with their bodies.
         """
         found = self.alike(graph, node)
         if found is None or node.op in HAS_BODIES:
@@ -78,7 +78,9 @@ class ReferencePlan:
         return GraphLayout(strategies, produced, outputs=fetched(part, produced))
 
     def _here(self, p: Placement, t: TensorType) -> Placement | None:
-        """Translates a tensor's placement ``p`` there to the one here; None: what is cut may be rows or not."""
+        """Translates a placement from the other program to this one; None if it is unclear whether the split dimension
+        is rows.
+        """
         if not isinstance(p, Shard):
             return p
         if t.dtype in UNMOVABLE:
@@ -93,7 +95,9 @@ class ReferencePlan:
         return p
 
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
-        """Tells whether the node's rule allows the strategy here, where other dimensions may have other sizes."""
+        """Tells whether the node's rule allows the strategy in this program, where other dimensions may have other
+        sizes.
+        """
         rule = find_rule(node.op)
         cut = next((p for p in found.inputs + found.outputs if isinstance(p, Shard)), None)
         if rule is None or found.once or cut is None:
@@ -103,12 +107,14 @@ class ReferencePlan:
         return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
 
     def alike(self, graph: str, node: Node) -> Strategy | None:
-        """Returns the node's strategy there, whatever the sizes."""
+        """Returns the other program's strategy for the node, whatever the sizes."""
         return self.strategies.get(graph, {}).get(node.name)
 
 
 def _of_nothing(p: Placement, t: TensorType) -> Shard | None:
-    """Returns the split of a tensor that is empty here along the dimension that is cut; None: it is not empty."""
+    """Returns the split for a tensor that is empty in this program along the split dimension; None if it is not
+    empty.
+    """
     if not isinstance(p, Shard) or t.shape is None or t.dtype in UNMOVABLE or p.dim >= len(t.shape):
         return None
     return shard(p.dim, (0,) * len(p.sizes), p.blocks) if t.shape[p.dim] == 0 else None
@@ -126,7 +132,7 @@ def _is_whole(strategy: Strategy) -> bool:
 
 
 def same_kind(one: Strategy, other: Strategy) -> bool:
-    """Tells whether two strategies differ in sizes at most."""
+    """Tells whether two strategies differ at most in sizes."""
     placements = zip(one.inputs + one.outputs, other.inputs + other.outputs)
     same_number = len(one.inputs) == len(other.inputs) and len(one.outputs) == len(other.outputs)
     return same_number and one.once == other.once and all(_kind(a) == _kind(b) for a, b in placements)

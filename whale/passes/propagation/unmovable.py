@@ -1,4 +1,4 @@
-"""Errors of propagation about tensors that cannot be sent: lists, strings, handles."""
+"""Defines errors of propagation about tensors that cannot be sent: lists, strings, handles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from whale.ir.program import Node, Ref
 
 
 class NeededWhole(Exception):
-    """Raised where tensors that cannot be sent (lists, strings) are divided, and a reader needs them whole.
+    """Raised when a tensor that cannot be sent (a list, a string) is divided, and a reader needs all of it.
 
     ``refs`` are (graph, tensor); the region that is computed on every rank grows upward from them.
     """
@@ -18,9 +18,9 @@ class NeededWhole(Exception):
 
 
 def cannot_be_sent(needed: NeededWhole) -> PlanError:
-    """Returns the error for the case that making the tensors whole did not help."""
+    """Creates the error for tensors that cannot be sent, and could not be computed on every rank either."""
     return PlanError(
-        "an operation reads a value that is spread and can neither be sent nor be made whole",
+        "an operation reads a divided value that can neither be sent nor be replicated",
         op=f"{needed.reader.name} ({needed.reader.op})",
         given=needed.given,
         expected="operands that every rank has",

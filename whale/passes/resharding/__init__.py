@@ -1,1 +1,1 @@
-"""Makes changes of layout explicit: what moves, what travels together, in which type, and which backend carries it."""
+"""Makes changes of layout explicit: lists the reshards, fuses them, and chooses their wire type and backend."""

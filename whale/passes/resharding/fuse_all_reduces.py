@@ -25,12 +25,13 @@ def fuse_all_reduces(
     group_bytes: int,
     microbatched: bool = False,
 ) -> tuple[Reshard, ...]:
-    """Numbers groups of ``reshards``; tensors above ``group_bytes`` travel alone, and so does what finds no partner.
+    """Assigns fused groups to ``reshards``; tensors above ``group_bytes``, and those without a partner, are sent alone.
 
     Args:
       group_bytes: largest sum of tensor bytes of one group.
-      microbatched: the program is to run in micro-batches. What has the rows of a batch then travels for each of
-        them, counts before the first one, and only what updates take, after the last one, may wait for others.
+      microbatched: the program will run in micro-batches. Tensors with rows of the batch are then sent in each of
+        them, counts before the first one, and only sums that updates alone read, after the last one, may wait for
+        others.
     """
     numbers: dict[str, int] = {}
     open_groups: dict[tuple, tuple[int, int, list[str]]] = {}
@@ -62,12 +63,12 @@ def fuse_all_reduces(
 
 
 def is_all_reduce(r: Reshard) -> bool:
-    """Tells whether a sum, or another reduction, is wanted whole."""
+    """Tells whether a reshard reduces a partial tensor to a replicated one."""
     return isinstance(r.source, Partial) and isinstance(r.target, Replicate)
 
 
 def is_of_whole_table(r: Reshard) -> bool:
-    """Tells whether a reshard moves what all ranks have parts of to one rank, or from there."""
+    """Tells whether a reshard gathers a divided tensor to one rank, or scatters it from there."""
     have, want = r.source, r.target
     if not isinstance(have, Shard) or not isinstance(want, Shard) or have.dim != want.dim:
         return False
@@ -76,7 +77,7 @@ def is_of_whole_table(r: Reshard) -> bool:
 
 
 def moves(r: Reshard) -> bool:
-    """Tells whether data travel. (A sum of unknown size has no bytes in the plan, but moves some.)"""
+    """Tells whether a reshard sends data. (A sum of unknown size has no bytes in the plan, but sends some.)"""
     return r.bytes > 0 or (isinstance(r.source, Partial) and not isinstance(r.target, PerRank | Partial))
 
 

@@ -1,7 +1,8 @@
-"""Fuses sums of gradients in a rank's program over several axes.
+"""Fuses all-reduces of gradients in a rank's program over several mesh axes.
 
-The plan of an axis fuses the sums along the last one only: a sum along an earlier axis is an op like others to the axes
-after it, and a rule cannot cut many tensors, each in a way of its own. In what a rank runs they are local tensors.
+The plan of an axis fuses only the all-reduces along the last one: to the axes after it, an all-reduce along an earlier
+axis is an ordinary op, and a rule cannot split many tensors, each differently. In a rank's program they are local
+tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from whale.passes.analysis.uses import taken_by_updates
 
 
 def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
-    """Fuses the all-reduces of gradients of ``program`` over the same ranks, none of which depends on another.
+    """Fuses independent all-reduces of gradients of ``program`` over the same ranks.
 
-    All ranks of a group come to the same groups: keys and types are the same there, and which sums over the same ranks
-    are behind others. What is between them along later axes may differ, where rows do; so axes are taken in turn.
+    All ranks of a group find the same groups: keys, types and the order of these all-reduces are the same on them.
+    Nodes between them along later axes may differ, where rows do; so axes are processed in turn.
 
     Args:
-      group_bytes: most bytes of one.
-      order: in which sums join, by the part of a key before its ranks.
-      axes: the ranks that sum along each axis, or along several; the same axes in the same order on all of these.
+      group_bytes: largest size of a fused all-reduce.
+      order: the order in which all-reduces join, by the part of a key before its ranks.
+      axes: the ranks that reduce along each axis, or along several; the same axes in the same order on all of these.
     """
     for ranks in axes:
         program = _joined(program, _along(program, group_bytes, order, ranks))
@@ -32,7 +33,7 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
 
 def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
-    """Returns the groups of sums over ``ranks`` that are to become one each."""
+    """Returns the groups of all-reduces over ``ranks`` that are to be fused."""
     over = [n for n in program.nodes if n.op == ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
     joining = {n.name for n in over if _may_join(program, n, group_bytes)}
     if len(joining) < 2:

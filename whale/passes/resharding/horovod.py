@@ -1,9 +1,9 @@
-"""Finds which sums Horovod carries out when it is the backend, and programs that already use it by themselves.
+"""Chooses the all-reduces that Horovod runs as backend, and refuses programs that already use Horovod themselves.
 
-Horovod gets the sums for which nothing else has to travel afterwards: gradients, the loss, metrics. They are known by
-that, not by names: no path leads from such a sum to another reshard that moves data. What the computation itself waits
-for (batch statistics, maxima of a softmax) and what is no sum stays with Whale; Horovod answers once in a cycle of
-some milliseconds, which would add up along a chain.
+Horovod gets the sums that no other communication depends on: gradients, the loss, metrics. They are recognised by that,
+not by names: no path leads from such a sum to another reshard that moves data. Sums that the computation itself waits
+for (batch statistics, maxima of a softmax) and other reshards are run by Whale; Horovod answers once in a cycle of some
+milliseconds, which would add up along a chain.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def refuse_horovod(program: Program) -> None:
         return
     calls = list(dict.fromkeys(_CALLS[node.op] for node in found))
     raise ProgramError(
-        "the program already communicates through Horovod, and Whale would do the same once more",
+        "the program already averages gradients through Horovod, and Whale would average them again",
         op=f"{found[0].name} ({found[0].op})" + (f" and {len(found) - 1} more" if len(found) > 1 else ""),
         given="; ".join(calls),
         expected="a program for one device: Whale divides the global batch and sums the gradients",
@@ -71,7 +71,7 @@ def horovod_can(program: Program, r: Reshard) -> bool:
 
 
 def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> tuple[Reshard, ...]:
-    """Gives those sums of ``reshards`` to Horovod that no other movement waits for."""
+    """Assigns those sums of ``reshards`` to Horovod that no other data movement depends on."""
     moves_after = waited_for(program, layout, reshards)
     return tuple(
         replace(r, backend="horovod") if horovod_can(program, r) and r.key not in moves_after else r for r in reshards
@@ -86,9 +86,7 @@ def waited_for(program: Program, layout: GraphLayout, reshards: tuple[Reshard, .
     moves_after: set[str] = set()
 
     def follow(ref: Ref, placement: Placement, leads_on: bool) -> bool:
-        """Tells whether a movement lies on the way from a tensor as it was produced to its form ``placement`` or
-        behind.
-        """
+        """Tells whether data are moved on the way from a produced tensor to its form ``placement``, or behind that."""
         r = by_target.get((ref, placement))
         while r is not None:
             if leads_on:

@@ -1,11 +1,11 @@
-"""Joins sums over two axes of a mesh, one behind the other, into one over both.
+"""Merges two all-reduces over two mesh axes, one behind the other, into one over both.
 
 Each axis is planned by itself, so a gradient that is partial along two of them is summed along the first and then along
-the second, or the other way round. Where nothing else reads what is between, one sum over all of these ranks gives the
+the second, or the other way round. If nothing else reads the tensor between, one sum over all of these ranks gives the
 same, and moves less: of p x q ranks, 2 (p q - 1) T bytes instead of 2 q (p - 1) T + 2 p (q - 1) T.
 
-  sums_to_join   which of a program's sums along earlier axes go on along the next one, by its plan
-  join_sums      a rank's program in which they are one
+  sums_to_join   finds a program's sums along earlier axes that continue along the next one, by its plan
+  join_sums      merges them in a rank's program
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from whale.ir.program import Node, Program, Ref, rewire
 
 
 def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
-    """Maps the key of a sum along earlier axes to the sum along the axis of ``plan`` before or behind it, and its node.
+    """Maps the key of a sum along earlier axes to the adjacent sum along the axis of ``plan``, and its node.
 
     Args:
-      program: expanded, what the first coordinates of the earlier axes run.
+      program: expanded, for the first coordinates of the earlier axes.
     """
     sums: dict[tuple[str, Ref], list[Reshard]] = {}
     for r in plan.reshards:
@@ -41,7 +41,7 @@ def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]
 
 
 def _is_joint(body: Program, graph: str, plan: Plan, node: Node, r: Reshard) -> bool:
-    """Tells whether a sum along the plan's axis is taken up by ``node`` only, or takes up all that ``node`` makes."""
+    """Tells whether only ``node`` reads a sum along the plan's axis, or the sum reads all results of ``node``."""
     if r.target != B or r.source != Partial(str(node.attrs["reduction"])):
         return False
     strategies = plan.strategies[graph]
@@ -96,7 +96,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
 
 
 def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:
-    """Tells whether ``one``, a sum along earlier axes, is to be that of ``node`` as well."""
+    """Tells whether ``one``, a sum along earlier axes, is to be merged with ``node``."""
     alike = all(one.attrs.get(name) == node.attrs.get(name) for name in ("reduction", "wire_dtype"))
     return str(one.attrs.get("key", "")) in keys and _is_one_sum(one) and alike
 
@@ -117,7 +117,7 @@ def _with(node: Node, kept: Collection[int]) -> Node:
 
 
 def axes_of_sum(node: Node) -> tuple[str, ...]:
-    """Returns the axes along which a sum is, until it names ranks."""
+    """Returns the axes over which a node sums; this is known until ranks replace them."""
     return node.marks.axis
 
 

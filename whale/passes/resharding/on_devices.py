@@ -1,15 +1,14 @@
-"""Moves collectives and messages from host memory to accelerators, when `communication.backend` names what carries them
-there.
+"""Moves collectives and messages from host memory to accelerators, if `communication.backend` names a device library.
 
-All that a rank's program itself does with tensors, and its micro-batches do: what is exchanged through the host is
-copied there and back. Decided last, for each rank's program by itself, from what is equal on all ranks of an exchange:
-kind, dtype, attributes.
+It applies to the rank's program itself and its micro-batches; tensors exchanged through the host are copied there and
+back. It runs last, on each rank's program by itself, and depends only on properties that are equal on all ranks of an
+exchange: kind, dtype, attributes.
 
-  on_devices       a rank's program with the ops of devices in the place of Whale's
-  told_apart       the same exchanges marked as theirs, for predictions
-  partners         with how many groups and ranks a rank's device exchanges
-  host_exchanges   what stays with the host, and why
-  host_lines       the same of all ranks, in words, with its bytes
+  on_devices       replaces Whale's ops by device ops in a rank's program
+  told_apart       marks the same exchanges as the device's, for predictions
+  partners         counts the groups and ranks that a rank's device communicates with
+  host_exchanges   lists the exchanges through the host, and why
+  host_lines       formats those of all ranks, with their bytes
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class HostExchange:
     """An exchange through the host's memory.
 
     Attributes:
-      graph: name of the function that holds it; "" is the program.
-      why: it cannot go from device to device.
+      graph: name of the function that contains it; "" is the program.
+      why: the reason why it cannot go from device to device.
     """
 
     graph: str
@@ -62,8 +61,8 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
 
 
 def told_apart(program: Program, backend: str) -> Program:
-    """Marks the communication that ``backend`` has devices carry out, in a rank's program with its micro-batches
-    written out.
+    """Marks the communication that ``backend`` lets devices carry out, in a rank's program with its micro-batches
+    unrolled.
     """
     if backend not in DEVICE_BACKENDS:
         return program
@@ -72,9 +71,9 @@ def told_apart(program: Program, backend: str) -> Program:
 
 
 def _without_handles(program: Program, direct: frozenset[str]) -> Program:
-    """Removes handles of a communicator from calls of ``program`` whose function has no use for them any more.
+    """Removes handles of a communicator from calls of ``program`` whose function does not use them any more.
 
-    TensorFlow would place the call, and all that the function computes, where the handle is: on the host.
+    TensorFlow would place the call, and all nodes of the function, where the handle is: on the host.
     """
     functions = dict(program.functions)
     kept: dict[str, list[int]] = {}  # operands that remain, of each function that loses some
@@ -106,11 +105,10 @@ def _without_handles(program: Program, direct: frozenset[str]) -> Program:
 
 
 def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
-    """Counts what ``rank`` of ``size`` communicates with by its device: (groups that reduce, gather or broadcast; other
-    ranks).
+    """Counts the partners of the device of ``rank``: (groups that reduce, gather or broadcast; other ranks).
 
     Args:
-      program: what it runs, before `on_devices`.
+      program: the rank's program before `on_devices`.
     """
     groups: set[tuple[int, ...]] = set()
     peers: set[int] = set()
@@ -129,10 +127,10 @@ def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
 
 
 def host_exchanges(program: Program) -> Iterator[HostExchange]:
-    """Yields what a rank communicates through the host's memory where devices carry out what they can.
+    """Yields the exchanges of a rank through the host's memory that remain when devices carry out what they can.
 
     Args:
-      program: what it runs, before `on_devices`.
+      program: the rank's program before `on_devices`.
     """
     direct = _called_directly(program)
     for name, graph in {"": program, **program.functions}.items():
@@ -144,7 +142,7 @@ def host_exchanges(program: Program) -> Iterator[HostExchange]:
 
 
 def _called_directly(program: Program) -> frozenset[str]:
-    """Returns the functions that only calls run, from the program on: those of micro-batches, not of loops and
+    """Returns the functions that are only called, directly or nested: bodies of micro-batches, not of loops and
     branches.
     """
     functions: Mapping[str, Program] = program.functions
@@ -160,8 +158,8 @@ def _called_directly(program: Program) -> frozenset[str]:
 
 
 def _why_not(node: Node) -> str:
-    """Returns why a device cannot carry out the communication of a node in a graph that is called directly; "":
-    it can.
+    """Returns why a device cannot carry out a node's communication, in a graph that is called directly; "" if it
+    can.
     """
     if node.op not in EXCHANGES:
         return "no exchange"
@@ -194,10 +192,10 @@ def _on_device(node: Node, comm: str, rank: int) -> Node:
 
 
 def host_lines(programs: Sequence[Program]) -> list[str]:
-    """Formats what all ranks together communicate through the host in a step, with its bytes, in lines for people.
+    """Formats the communication of all ranks through the host in a step, with its bytes, as lines of text.
 
     Args:
-      programs: what every rank runs, before `on_devices`.
+      programs: every rank's program before `on_devices`.
     """
     found: dict[tuple[str, str], list[int]] = {}  # by kind and reason: number, bytes whose number is known
     for rank, program in enumerate(programs):

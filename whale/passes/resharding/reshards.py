@@ -25,7 +25,7 @@ from whale.sharding_rules.nn.attention import RINGS, count_ring_bytes
 def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:
     """Lists all reshards of the program and its function bodies, in the order of the tensors' producers.
 
-    A tensor that is wanted whole and also split or partial is moved once; the second form is cut from the first.
+    A tensor that is wanted replicated and also split or partial is moved once; the second form is cut from the first.
     """
     found: list[Reshard] = []
     for graph, layout in layouts.items():
@@ -53,8 +53,8 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
 def reshards_of_tensor(
     graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
 ) -> list[Reshard]:
-    """Lists the reshards of a tensor that is there as ``source`` and wanted as each of ``targets`` (placement -> by
-    whom).
+    """Lists the reshards of a tensor produced as ``source`` and wanted as each of ``targets`` (placement -> its
+    readers).
 
     Args:
       graph: name of the function body that the tensor is in; "" is the program; parts: size of the mesh axis.
@@ -103,8 +103,8 @@ def reshards_of_tensor(
 
 
 def _round(graph: str, program: Program, node: Node, strategy: Strategy) -> Reshard:
-    """Returns the reshard of an attention's keys and values around the ring: they end as placed before, seen by all
-    ranks.
+    """Returns the reshard that sends an attention's keys and values around the ring: every rank sees them all, and
+    their placement is unchanged.
     """
     moved = count_ring_bytes(program, node, strategy)
     keys, placement = node.inputs[1], strategy.inputs[1]

@@ -1,4 +1,6 @@
-"""Makes names unique in a run, by the program's number: a plan's keys, and what Horovod calls its sums by."""
+"""Makes the keys of a plan's exchanges unique in a run by adding the program's number, and so Horovod's tensor
+names.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from whale.ir.program import Node, Program, Ref
 
 
 def with_number(program: Program, number: int) -> Program:
-    """Adds the program's number to its keys, which are unique in a plan only. Horovod's key is the node's name."""
+    """Adds the program's number to its keys, which are unique in a plan only. Horovod uses the node's name as key."""
 
     def of_graph(graph: Program) -> Program:
         renamed = {n.name: f"{n.name}_of_{number}" for n in graph.nodes if n.op == HOROVOD_ALL_REDUCE}

@@ -1,9 +1,8 @@
-"""Chooses which sums are rounded to 16 bits before they are sent (`communication.wire_dtype`).
+"""Chooses the all-reduces that are rounded to 16 bits before they are sent (`communication.wire_dtype`).
 
-Gradients: float32 sums of the step itself with at least one dimension that end in an update of a variable and that no
-other movement waits for; or that are scattered for an update of state that is split. The loss and metrics are numbers
-that a user reads, statistics of the batch are what the computation goes on with; both stay as they are. What Horovod
-sums is Horovod's.
+These are gradients: float32 sums of the step itself, of rank 1 or more, that end in an update of a variable and that no
+other communication depends on; or that are scattered for an update of split state. The loss and metrics are numbers
+that a user reads, and later computation uses batch statistics; both keep their type, and so do sums that Horovod runs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def can_narrow(program: Program, r: Reshard) -> bool:
 def narrow(
     program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...], dtype: str, size: int
 ) -> tuple[Reshard, ...]:
-    """Sends the gradients' sums of ``reshards`` as ``dtype``, over ``size`` ranks."""
+    """Makes the gradients' sums among ``reshards`` travel as ``dtype``, over ``size`` ranks."""
     moves_after = waited_for(program, layout, reshards)
     updating: set[str] = set()
     for node in reversed(program.nodes):

@@ -1,6 +1,6 @@
-"""Reports operations that TensorFlow computes on the processor for want of a GPU kernel, and the bytes copied for them.
+"""Reports operations that run on the CPU because TensorFlow has no GPU kernel, and the bytes copied for them.
 
-TensorFlow places them there by itself, and copies their operands and results; this module only names them.
+TensorFlow places them on the CPU by itself, and copies their operands and results; this module only names them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ _HANDLES = frozenset({"resource", "variant", "string"})  # lie in the host's mem
 
 
 def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[str]:
-    """Formats what all ranks together compute on processors in a step, with the bytes copied for it, in lines for
-    people.
+    """Formats the operations that all ranks run on CPUs in a step, with the bytes copied for them, as lines of text.
 
-    Bytes are of what comes from operations on the GPU and goes to such; in a loop's body, of one round.
+    The bytes are those of tensors from or to operations on the GPU; in a loop's body, of one iteration.
 
     Args:
-      programs: what every rank runs.
+      programs: every rank's program.
     """
     found: dict[tuple[str, str, str], list[int]] = {}  # by op, dtype, where: how many, bytes whose number is known
     for program in programs:
@@ -44,7 +43,7 @@ def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[
 
 
 def _called(program: Program) -> frozenset[str]:
-    """Returns the functions that calls run, once each time."""
+    """Returns the functions that call ops run: once per call, unlike the bodies of loops."""
     graphs = (program, *program.functions.values())
     calls = (n.attrs.get("f") for g in graphs for n in g.nodes if n.op in CALLS)
     return frozenset(f.name for f in calls if isinstance(f, Func))

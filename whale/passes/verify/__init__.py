@@ -1,1 +1,1 @@
-"""Verifies plans independently of how they were found, and explains why they are what they are."""
+"""Verifies plans independently of how they were found, and explains their layouts."""

@@ -51,7 +51,7 @@ def check(program: Program, plan: Plan) -> None:
     for graph in plan.strategies:
         if graph and graph not in program.functions:
             raise PlanError(
-                "the plan speaks of a function that the program lacks",
+                "the plan refers to a function that the program lacks",
                 given=graph,
                 action=_AGAIN,
                 expected=", ".join(program.functions) or "no functions",
@@ -131,7 +131,7 @@ def _check_variable(variable: Variable, node: Node, placement: Placement, parts:
 
 
 def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
-    """Checks what a loop or branch passes to its functions, and what it expects of them."""
+    """Checks that the operands and results of a loop or branch match those of its functions."""
     functions = [f.name for f in list_called_functions(node)]
     loop = node.op in LOOPS
     for name in functions:
@@ -181,9 +181,7 @@ def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted:
 
 
 def _check_reshards(program: Program, plan: Plan) -> None:
-    """Checks that each reshard is of a tensor of the program, one that lowering has nodes for, and says what it
-    moves.
-    """
+    """Checks that each reshard is of an existing tensor, is supported by lowering, and states the right bytes."""
     keys: set[str] = set()
     for r in plan.reshards:
         body = program if r.graph == "" else program.functions.get(r.graph)
@@ -219,8 +217,8 @@ def _check_reshards(program: Program, plan: Plan) -> None:
 
 
 def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> None:
-    """Checks that what meets or becomes a rank's own value is what its rows contribute: nothing was reduced and put
-    back before.
+    """Checks that values combined with, or becoming, per-rank values are the contributions of the rank's rows: they
+    must not be reduced and split again before.
     """
     strategies, seen = plan.strategies[graph], set()
     stack = list(zip(node.inputs, strategies[node.name].inputs))
@@ -247,10 +245,10 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
 
 
 def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, known: set[Hashable]) -> None:
-    """Checks that a node runs as its rule allows.
+    """Checks that the node's rule allows its strategy.
 
     Args:
-      known: what was found legal in this graph: the updates of many variables are alike.
+      known: what was already found legal in this graph: the updates of many variables are alike.
     """
     if (key := _what_is_legal(program, node, strategy)) is None:
         _check_strategy(program, node, strategy, plan)
@@ -260,9 +258,9 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, k
 
 
 def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable | None:
-    """Returns what the legality of a strategy follows from, where that is no more than types; None: it is more.
+    """Returns a cache key for the legality of a strategy, if it depends on types only; else None.
 
-    Strategies and types are told apart by their numbers: plan and program keep them.
+    Strategies and types are compared by identity: plan and program keep them alive.
     """
     rule = find_rule(node.op)
     if rule is None or not is_decided_by_types(rule) or node.marks.owned_rows or PerRank in map(type, strategy.inputs):
@@ -289,7 +287,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         return
     if is_list_op(node):
         if len(set(strategy.inputs + strategy.outputs)) > 1:
-            raise _fail(node, strategy, "lists whose elements lie alike")
+            raise _fail(node, strategy, "lists whose elements have one placement")
         return
     rule = find_rule(node.op)
     if whole and (not node.stateful or rule is None):
@@ -311,7 +309,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
 
 
 def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
-    """Tells whether a stateful op has to run on all ranks: its rule says how, or it holds a variable."""
+    """Tells whether a stateful op has to run on all ranks: it has a rule, or owns a variable."""
     rule = find_rule(node.op)
     if rule is None:
         return has_variable_handle(program, node)
@@ -347,7 +345,7 @@ def _check_order(program: Program, graph: str, plan: Plan) -> None:
     moved = {r.ref for r in plan.reshards if r.graph == graph}
 
     def behind(ref: Ref, placement: Placement) -> str | int:
-        """Returns what an operand waits for: its producer, or the group that reduces it."""
+        """Returns what an operand waits for: its producer, or the fused group that reduces it."""
         if ref not in moved:
             return ref.node
         r = plan.reshard_of.get((graph, ref, placement))

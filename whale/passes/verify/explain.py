@@ -22,10 +22,10 @@ SHOWN_STEPS = 5  # steps of a chain that are shown, beside its end
 
 
 def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
-    """Describes the operations that a pattern names, with the chain back to the batch and the alternatives.
+    """Describes the operations that a pattern matches, with the chain back to the batch and the alternatives.
 
     Args:
-        program: that the plan speaks of (see whale.passes.plan_builder.expand).
+        program: the expanded one of the plan (see whale.passes.plan_builder.expand).
 
     Raises:
         PlanError: there is no such operation.
@@ -48,7 +48,7 @@ def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
 
 
 def _chain(program: Program, plan: Plan, name: str) -> list[str]:
-    """Follows the operand that is divided (or is a partial sum) from the operation back to where that began."""
+    """Follows the divided (or partial) operand from the operation back to the node where the division began."""
     strategies, seen = plan.strategies[""], {name}
     lines: list[str] = []
     inputs = {b.name: b for b in plan.batch_inputs}
@@ -117,7 +117,9 @@ def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
 def _starts(
     made: Sequence[Placement], shapes: Iterable[tuple[int | None, ...] | None], parts: int
 ) -> Iterable[list[Placement]]:
-    """Yields placements of the operands from which a rule derives what it allows: as made, whole, and one divided."""
+    """Yields placements of the operands for which a rule lists its strategies: as produced, all replicated, or one
+    divided.
+    """
     yield list(made)
     yield [B] * len(made)
     for i, shape in enumerate(shapes):
@@ -129,7 +131,7 @@ def _starts(
 
 
 def _moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], option: Strategy) -> int | None:
-    """Returns the bytes that a step moves for the operation's operands, and for what reads its results; None:
+    """Returns the bytes that a step moves for the operation's operands and the readers of its results; None if
     impossible.
     """
     strategies, moved = plan.strategies[""], 0

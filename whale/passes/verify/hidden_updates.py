@@ -1,5 +1,7 @@
-"""Refuses programs with updates of variables that a plan cannot see: inside functions of ops that only the first rank
-runs, or that no pass looks into. The copies of such a variable would drift apart, so the program is refused.
+"""Refuses programs that update variables inside functions of ops that only the first rank runs, or that no pass
+inlines.
+
+The copies of such a variable on the ranks would diverge.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
             update = _update_inside(program, node, set())
             if update is not None:
                 raise PlanError(
-                    "a variable is changed where only the first rank would change it",
+                    "a variable is changed by an op that only the first rank runs",
                     op=f"{node.name} ({node.op})",
                     given=f"{update.name} ({update.op}) inside a function that this operation runs",
                     expected="updates in the step itself, or in loops and branches over tensors",

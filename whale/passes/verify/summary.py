@@ -1,4 +1,4 @@
-"""Summarises a plan beside its layouts: how much of the work is divided, and what is not as it might be."""
+"""Summarises a plan: how much of the work is divided, and what is suboptimal or differs from one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.sharding_rules.graph import make_op_view
 
 
 def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
-    """Describes what the run computes otherwise than one device.
+    """Describes how the results of the run differ from those of one device.
 
     Args:
       layout: of the program itself, without its functions.
@@ -81,7 +81,7 @@ def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) 
 
 
 def unruled(program: Program, layouts: Mapping[str, GraphLayout], reshards: Iterable[Reshard]) -> dict[str, int]:
-    """Maps nodes whose op has no rule to the logical bytes moved to bring their operands together."""
+    """Maps nodes whose op has no rule to the logical bytes moved to gather their operands."""
     reshards = tuple(reshards)
     result: dict[str, int] = {}
     for graph, layout in layouts.items():

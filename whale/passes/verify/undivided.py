@@ -1,4 +1,4 @@
-"""Explains why nothing of a program is divided, so that every rank computes all of it, and what would change that."""
+"""Explains why no part of a program is divided, so that every rank computes all of it, and how to change that."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _READS = frozenset({"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAs
 
 
 def undivided(program: Program, plan: Plan) -> str:
-    """Explains why every rank computes all of a program that has something to divide, and what to do; "" where it does
-    not.
+    """Explains why every rank computes all of a program that could be divided, and what to do; "" if it is divided.
 
     Args:
-      program: expanded, as the plan speaks of it.
+      program: expanded, as of the plan.
     """
     if plan.size == 1 or plan.stage_groups or plan.inner is not None or plan.split_flops:
         return ""

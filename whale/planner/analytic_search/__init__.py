@@ -1,1 +1,1 @@
-"""The search for the fastest strategy of a described model that fits."""
+"""Searches for the fastest strategy of a described model that fits into memory."""

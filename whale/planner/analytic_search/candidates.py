@@ -18,10 +18,12 @@ FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute"
 class Constraints:
     """The choices that the user has fixed; None: free.
 
-    `budget_s`: seconds on the clock; the best strategy so far is returned. `hurried`: only powers of two of rows, and
-    stages that divide the layers, are looked at. `faster_than_s`: only strategies that are estimated to be faster are
-    looked at. `exact_devices`: with at most so many, every assignment of devices to stages is looked at. `runnable`:
-    the replicas of a stage divide tensors over equally many ranks, as the runtime's meshes have them.
+    Attributes:
+        budget_s: wall-clock seconds; then the best strategy so far is returned.
+        hurried: only powers of two of rows, and stages that divide the layers, are tried.
+        faster_than_s: only strategies with a lower estimate are tried.
+        exact_devices: up to so many devices, every assignment of devices to stages is tried.
+        runnable: the replicas of a stage have equal tensor-parallel degrees, as the runtime's meshes require.
     """
 
     stages: int | None = None
@@ -42,12 +44,12 @@ class Constraints:
 
 @dataclass(slots=True)
 class Candidate:
-    """A strategy before its layers are cut: estimated seconds of a step, the ranks of its stages, its settings.
+    """A strategy before its layers are cut: estimated step time, the ranks of its stages, its settings.
 
     Attributes:
-        kinds: (parts of a stage, so many equal stages), in order.
+        kinds: (parts of a stage, number of such equal stages), in order.
         settings: the strategy without its stages.
-        chunks: of layers that each stage holds.
+        chunks: number of model chunks of each stage (interleaved schedule).
     """
 
     estimate_s: float
@@ -62,17 +64,21 @@ class Candidate:
 
     @property
     def ranks(self) -> list[tuple[DeviceGroup, ...]]:
-        """Returns the parts of each stage, in order."""
+        """Returns the parts of each stage, in order of stages."""
         return [parts for parts, count in self.kinds for _ in range(count)]
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Returns the shape: the pools that have a part in it, how deep it is, and how far tensors are divided."""
+        """Returns the shape of a candidate: the pools it uses, its number of stages, and its tensor-parallel
+        degrees.
+        """
         parts = [part for parts, _ in self.kinds for part in parts]
         return frozenset(part.pool for part in parts), self.stages.bit_length(), max(part.tensor for part in parts)
 
     def even(self, layers: int) -> ParallelStrategy:
-        """Returns the strategy with equally many of a model's layers per stage and chunk, whether it fits or not."""
+        """Returns the strategy with the layers divided evenly over stages and chunks, whether it fits into memory or
+        not.
+        """
         chunks = divide_chunks(layers, self.stages, self.chunks)
         stages = tuple(Stage(ranges, parts) for ranges, parts in zip(chunks, self.ranks))
         return msgspec.structs.replace(self.settings, stages=stages)
@@ -80,16 +86,16 @@ class Candidate:
 
 @dataclass
 class SearchResult:
-    """The result of a search, with figures of how it went.
+    """The result of a search, with statistics of the search.
 
     Attributes:
-        strategy, evaluation: the best, and what it costs.
-        others: strategies that fit as well, fastest first; misfits: some that do not.
-        estimated, simulated: how many strategies were looked at.
-        seconds: on the clock.
-        cluster: that the strategy is one of: the search's, or the same with fewer devices of each host.
-        bound_s: no strategy of the model on these devices takes less for a step.
-        exhausted: whether the budget sufficed for all that was worth a look.
+        strategy, evaluation: the best strategy, and its predicted cost.
+        others: other strategies that fit, fastest first; misfits: some that do not.
+        estimated, simulated: number of strategies that were estimated, and simulated.
+        seconds: wall-clock time.
+        cluster: the cluster of the strategy: the search's, or the same with fewer devices of each host.
+        bound_s: a lower bound of the step time of any strategy of the model on these devices.
+        exhausted: whether the budget sufficed for all promising candidates.
     """
 
     strategy: ParallelStrategy

@@ -20,7 +20,7 @@ LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch 
 
 
 def stage_counts(layers: int, most: int) -> list[int]:
-    """Returns the numbers of stages worth trying: the fewest for each number of layers per stage, and the most."""
+    """Returns the numbers of stages worth trying: the smallest for each number of layers per stage, and the largest."""
     most = min(most, layers)
     return sorted({-(-layers // n) for n in range(1, layers + 1) if -(-layers // n) <= most} | {most})
 
@@ -47,7 +47,7 @@ class Families(Estimates):
         return self.stage_counts[key]
 
     def pure(self) -> Iterator[Candidate]:
-        """Enumerates candidates whose stages lie on one pool each, all with the same number of replicas and rows."""
+        """Enumerates candidates with each stage on one pool, and equal numbers of replicas and rows for all stages."""
         pools, limits = self.machines.pools, self.limits
         sets = [s for n in range(1, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
         if len(sets) > MOST_SETS:  # of many pools: each alone, and all
@@ -124,7 +124,7 @@ class Families(Estimates):
                             yield Candidate(estimate_s, kinds, settings, chunks)
 
     def _by_memory(self, chosen: Sequence[int]) -> list[int]:
-        """Orders pools by memory, largest first: first stages hold the most activations."""
+        """Orders pools by memory, largest first: the first stages keep the most activations."""
         return sorted(range(len(chosen)), key=lambda i: -self.machines.pools[chosen[i]].memory_bytes)
 
     def _chunks(self, stages: int, micro_batches: int, pools: int) -> list[int]:
@@ -137,7 +137,7 @@ class Families(Estimates):
         return [v for v in CHUNKS if count % (stages * v) == 0]
 
     def mixed(self) -> Iterator[Candidate]:
-        """Enumerates candidates whose stages are all alike, each with replicas of all pools and rows by speed."""
+        """Enumerates candidates with equal stages, each with replicas on all pools and rows by speed."""
         pools, limits = self.machines.pools, self.limits
         if limits.chunks not in (None, 1):
             return

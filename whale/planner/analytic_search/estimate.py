@@ -1,4 +1,6 @@
-"""Estimates, in microseconds each, layers' seconds on a rank, the end of a step, and whether layers have room."""
+"""Estimates the seconds of layers on a rank, the end of a step, and whether layers fit into memory, in microseconds
+each.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def divisors(n: int) -> list[int]:
 
 
 class Estimates:
-    """Estimates of what layers, a step's end and a stage's memory cost on a cluster's ranks; some are cached."""
+    """Estimates the costs of layers, of the end of a step, and of a stage's memory on a cluster's ranks; some are
+    cached.
+    """
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
@@ -39,7 +43,7 @@ class Estimates:
         self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
 
     def late(self, part: float = 1.0) -> bool:
-        """Tells whether a part of the budget is used up; once it was, the search has not looked at everything."""
+        """Tells whether a part of the budget is used up, and remembers that the search was then incomplete."""
         late = time.monotonic() - self.started > part * self.limits.budget_s
         self.was_late = self.was_late or late
         return late
@@ -57,7 +61,7 @@ class Estimates:
         return self.each[key]
 
     def rows_of(self, pool: int, tensor: int) -> list[int]:
-        """Returns the sizes of a rank's micro-batch that are looked at, in growing order."""
+        """Returns the micro-batch sizes of a rank that are tried, in growing order."""
         known = self.model.row_choices(pool, tensor)
         if known is not None:
             return known
@@ -70,7 +74,9 @@ class Estimates:
         return found
 
     def allowed(self, part: DeviceGroup) -> bool:
-        """Tells whether a stage may lie on these ranks alone: its rows are known there, and the user's choices kept."""
+        """Tells whether a stage may consist of these ranks: their rows are known, and the user's choices are
+        respected.
+        """
         known, limits = self.rows_of(part.pool, part.tensor), self.limits
         fixed = limits.micro_batch in (None, part.rows) and limits.data in (None, part.replicas)
         return fixed and known[0] <= part.rows <= known[-1]
@@ -89,17 +95,17 @@ class Estimates:
         )
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the pairs (recompute, sequence parallel) that the model knows and the user leaves free."""
+        """Returns the pairs (recompute, sequence parallel) that the model supports and the user allows."""
         found = self.model.recomputes()
         wanted = self.limits.recompute
         return [one for one in found if wanted is None or one[0] == wanted]
 
     def recompute_kinds(self, sequence_parallel: bool) -> list[Recompute]:
-        """Returns the kinds of recompute that a stage may use; the least comes first."""
+        """Returns the kinds of recompute that a stage may use, the least recomputation first."""
         return [kind for kind, parallel in self.recomputes() if parallel == sequence_parallel]
 
     def tensors(self, pool: int) -> list[int]:
-        """Returns the tensor-parallel degrees on a pool that the user leaves free."""
+        """Returns the tensor-parallel degrees on a pool that the user allows."""
         found = self.model.tensor_degrees(pool)
         return [d for d in found if self.limits.tensor in (None, d)]
 
@@ -109,10 +115,10 @@ class Estimates:
         return ParallelStrategy((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
 
     def after_s(self, parts: tuple[DeviceGroup, ...], how: tuple[str, bool], stages: int) -> tuple[float, float]:
-        """Estimates the end of a step for one of ``stages`` like stages.
+        """Estimates the end of a step, after the last micro-batch, for one of ``stages`` equal stages.
 
         Returns:
-            (seconds of the reduction, with what passes hide of it; seconds of the update).
+            (seconds of the gradient reduction, including the part overlapped with passes; seconds of the update).
         """
         costs = [self.whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
         own = [(one.parameters[-1] - one.twice) / stages for one in costs]
@@ -129,14 +135,18 @@ class Estimates:
         return reduce_s, update_s
 
     def reduced_s(self, reduce_s: float, passes_s: float, stages: int, chunks: int, micro_batches: int) -> float:
-        """Estimates what equal stages' passes do not hide of the reduction; `passes_s`: of one micro-batch."""
+        """Estimates the part of the gradient reduction that passes do not overlap, for equal stages; `passes_s`: of one
+        micro-batch.
+        """
         if not self.model.stack.hides_data_parallel:
             return reduce_s
         counts = [max(1, self.model.count // (stages * chunks))] * chunks
         return not_hidden_s(reduce_s, counts, [BACKWARD * passes_s / chunks] * chunks, min(stages, micro_batches))
 
     def sends_s(self, parts: Sequence[DeviceGroup], how: tuple[str, bool]) -> float:
-        """Estimates the seconds of a micro-batch's sends to a stage on like ranks and back, on the slowest path."""
+        """Estimates the seconds to send a micro-batch to an equal stage and its gradient back, over the slowest
+        path.
+        """
         ranks, cut = sum(part.ranks for part in parts), max(1, self.model.count // 2)
         each = 0.0
         for part in parts:
@@ -145,7 +155,7 @@ class Estimates:
         return 2 * each
 
     def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
-        """Tells whether a candidate is among the best so far of its shape (recompute, stages, tensors, pools)."""
+        """Tells whether a candidate is among the best so far with its shape (recompute, stages, tensors, pools)."""
         self.estimated += 1
         best = self.shapes.setdefault(shape, [])
         if len(best) < self.kept_per_shape:
@@ -157,7 +167,7 @@ class Estimates:
         return True
 
     def roomy(self, one: Candidate) -> bool:
-        """Tells whether the stages' memory could hold all layers, if layers could be divided at will."""
+        """Tells whether the stages' memory could hold all layers if layers were divisible at will."""
         s, stages = one.settings, one.stages
         room, at = 0.0, 0
         how = (s.recompute, s.sequence_parallel)
@@ -180,7 +190,7 @@ class Estimates:
         return room >= self.model.count
 
     def bound_s(self) -> float:
-        """Returns a lower bound of the step: all devices at their best rate all of the time, nothing sent."""
+        """Returns a lower bound of the step: all devices at peak throughput all of the time, without communication."""
         speed = 0.0
         for pool in self.machines.pools:
             rates = [0.0]

@@ -1,10 +1,10 @@
 """Finds the best assignment of device groups to stages by dynamic programming, where there are few devices.
 
-State: the devices that later stages use, the pool of the first of them (which says what sends to it take), the first
-layer of what they hold, and how many stages they are (which says how many micro-batches a stage before them holds in
-memory). For a limit on the slowest stage the program finds the smallest sum of the stages' seconds; a step takes about
-sum + (micro-batches - 1) x slowest. All limits of a grid are solved at once, as an axis of the arrays; then the best
-few chains are simulated.
+State: the devices that later stages use, the pool of the first of these stages (which determines the seconds of sends
+to it), its first layer, and the number of later stages (which determines how many micro-batches a stage before them
+keeps in memory). For a limit on the slowest stage the program finds the smallest sum of the stages' seconds; a step
+takes about sum + (micro-batches - 1) x slowest. All limits of a grid are solved at once, as an axis of the arrays; then
+the best few chains are simulated.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BEHIND = 1.25  # ...so many times as long as the best, by this program
 def exact(
     search: Estimates, fastest_s: float | None, choices: dict[tuple[int, bool], list[StageRanks]]
 ) -> Iterator[ParallelStrategy]:
-    """Yields the best strategies of every number of micro-batches, without interleaving; best first.
+    """Yields the best strategies for every number of micro-batches, without interleaving; best first.
 
     Args:
         fastest_s: seconds of the best known step; None: none is known.
-        choices: gets what a stage may lie on, by (micro-batches, sequence parallel).
+        choices: filled with the options of a stage, by (micro-batches, sequence parallel).
     """
     sizes = tuple(pool.devices for pool in search.machines.pools)
     pairs = 1
@@ -73,7 +73,7 @@ def exact(
 def _grid(
     count: int, sizes: tuple[int, ...], micro_batches: int, options: list[StageOption], fastest_s: float | None
 ) -> np.ndarray:
-    """Returns limits on the seconds of the slowest stage that can make a step faster than the best known one."""
+    """Returns limits on the slowest stage's seconds that can give a step faster than the best known one."""
     whole = [float(o.seconds[0, count]) for o in options if o.live[0, count] >= 1]
     high = max(float(o.seconds[np.isfinite(o.seconds)].max()) + 2 * float(o.send_s.max()) for o in options)
     if fastest_s is not None:
@@ -89,9 +89,9 @@ def _grid(
 
 
 def _ideal_s(sizes: tuple[int, ...], options: list[StageOption], count: int) -> float:
-    """Returns half the seconds of a micro-batch if all devices shared it without loss: no slowest stage is faster.
+    """Returns half of an ideal micro-batch's seconds, shared by all devices without loss: no slowest stage is faster.
 
-    Where no pool has options of its own (replicas on several are asked for): the seconds of the least stage.
+    If no pool has options of its own (replicas on several pools are required): the seconds of the smallest stage.
     """
     speed = 0.0
     for pool, devices in enumerate(sizes):
@@ -102,13 +102,13 @@ def _ideal_s(sizes: tuple[int, ...], options: list[StageOption], count: int) -> 
 
 @dataclass(slots=True)
 class _Chains:
-    """The best chains of later stages on some devices; arrays are [head, limit, stages, first layer].
+    """The best chains of later stages for each set of devices; arrays are [head, limit, stages, first layer].
 
     Attributes:
         passes_s, summed_s: of one micro-batch, until its last pass, and until its gradients are summed.
         own_s: of the first of the stages, without its send to the stage before.
-        came: which option the first of them is, and its last layer.
-        behind: the first two as a stage on each pool sees them, once asked for.
+        came: the option chosen for the first stage, and its last layer.
+        behind: cached seconds (passes, summed) as seen by a preceding stage on each pool.
     """
 
     passes_s: np.ndarray
@@ -124,10 +124,10 @@ class _Solver:
     Of a chain of later stages it minimises the time until one micro-batch's gradients are summed.
 
     Args:
-        settings: of the strategies.
-        states: devices of each pool that stages may use together; the first: none.
-        count: layers.
-        stages: how many there must be; None: any number.
+        settings: the strategies' settings.
+        states: sets of devices of each pool that stages may use together; the first one is empty.
+        count: number of layers.
+        stages: required number of stages; None: any.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class _Solver:
         self.log: list[tuple[tuple[int, ...], int, StageOption]] = []
 
     def best(self, late: Callable[[], bool]) -> list[tuple[float, ParallelStrategy]]:
-        """Returns (seconds of a step, strategy), the fastest first, of what it finds until it is ``late``."""
+        """Returns the strategies found until ``late`` is true, as (seconds of a step, strategy), fastest first."""
         for used in sorted(self.states, key=sum)[1:]:
             for own, options in self.by_use.items():
                 rest = tuple(a - b for a, b in zip(used, own))
@@ -180,7 +180,7 @@ class _Solver:
         return sorted(((seconds, strategy) for strategy, seconds in result.items()), key=lambda e: e[0])[:CHAINS]
 
     def _put_before(self, option: StageOption, rest: tuple[int, ...], here: _Chains) -> None:
-        """Puts a stage before the chains on other devices; keeps the new chains where they are better."""
+        """Puts a stage before the chains on other devices; keeps each new chain that is better than the known one."""
         grid, count = self.grid, self.count
         passes_s, summed_s = self._behind(self.chains[rest], option.head)
         for head in np.flatnonzero(np.isfinite(passes_s[:, -1]).any(axis=(1, 2))):

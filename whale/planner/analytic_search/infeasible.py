@@ -1,6 +1,6 @@
-"""Explains why nothing fits: which memory is too small, by how much, and after which changes something fits.
+"""Explains why no strategy fits: which memory is too small, by how much, and which changes would help.
 
-Every change that is proposed was tried: with it, the search finds a plan.
+Every proposed change was tried: with it, the search finds a plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Fits = Callable[[Model, Machines, Constraints], bool]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change after which something fits: in words, and as the model, machines and constraints to search then."""
+    """A change after which a strategy fits: its description, and the model, machines and constraints with it."""
 
     text: str
     model: Model
@@ -43,11 +43,11 @@ class Change:
 
 
 def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) -> PlanError:
-    """Returns the error for a search in which nothing fits, about the strategy that lacks the least memory.
+    """Creates the error for a search in which no strategy fits, about the strategy that lacks the least memory.
 
     Args:
-        searches: one for each way to divide or offload the state, at their ends.
-        fits: whether the search finds something, whatever it takes.
+        searches: the finished searches, one for each way to divide or offload the state.
+        fits: tells whether the search finds a strategy for a model, machines and constraints.
     """
     first = searches[0]
     model, machines = first.model, first.machines
@@ -90,7 +90,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
 
 
 def _nearest(searches: Sequence[Search]) -> tuple[ParallelStrategy, Evaluation] | None:
-    """Returns the strategy that lacks least, and what it costs; None: there is none at all."""
+    """Returns the strategy that lacks the least memory, and its evaluation; None: there is no strategy at all."""
     best: tuple[float, Search, Candidate] | None = None
     for search in searches:
         for one in search.least_memory():
@@ -108,7 +108,7 @@ def _nearest(searches: Sequence[Search]) -> tuple[ParallelStrategy, Evaluation] 
 
 
 def _lacking_bytes(search: Search, one: Candidate) -> float:
-    """Returns the bytes by which a candidate's worst stage does not fit, with equally many layers in each stage."""
+    """Returns the bytes that a candidate's worst stage lacks, with equally many layers in each stage."""
     strategy, at, lacking = one.even(search.model.count), 0, float("-inf")
     firsts = []
     for _, count in one.kinds:  # the first of equal stages holds most micro-batches
@@ -121,7 +121,7 @@ def _lacking_bytes(search: Search, one: Candidate) -> float:
 
 
 def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, fits: Fits) -> Iterator[Change]:
-    """Yields changes of which each alone is enough: of what was fixed, the hosts, their devices, the model."""
+    """Yields single changes that suffice: to the user's constraints, the number of hosts or devices, or the model."""
     yield from _unfixed(model, machines, limits, fits)
     host = pool.host
 
@@ -196,7 +196,7 @@ def _with_part(cluster: Cluster, parts: int) -> Machines | None:
 
 
 def _smaller(model: TransformerModel, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
-    """Yields changes of the model: fewer layers, a shorter sequence."""
+    """Yields changes of the model that suffice: fewer layers, or a shorter sequence."""
     t = model.transformer
 
     def of(**other: int) -> TransformerModel:
@@ -229,7 +229,7 @@ def _freed(model: Model, machines: Machines, limits: Constraints, fits: Fits) ->
 
 
 def _least(good: Callable[[int], bool], most: int) -> int | None:
-    """Returns the first power of two, from 2 on, that is good; None: none up to ``most`` is."""
+    """Returns the smallest power of two, from 2 to `most`, for which `good` is true; None: there is none."""
     n = 2
     while n <= most:
         if good(n):
@@ -239,7 +239,7 @@ def _least(good: Callable[[int], bool], most: int) -> int | None:
 
 
 def _halved(good: Callable[[int], bool], most: int) -> int:
-    """Finds by bisection how much a good number can shrink and still be good; less than `most`."""
+    """Returns by bisection the largest number below `most` for which `good` is true."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,6 +1,6 @@
-"""Cuts a chain of layers into stages on given ranks so that the slowest stage is as fast as possible and all fit.
+"""Partitions a chain of layers into stages on given ranks so that all fit and the slowest stage is as fast as possible.
 
-Where a stage may compute activations again in several ways, it takes as many layers as the best of them allows.
+If a stage may recompute activations in several ways, it takes as many layers as the best of them allows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ HALVINGS, PRECISION = 24, 2e-4
 
 
 class Chain:
-    """The stages' ranks in order; tells how many layers a stage takes within a limit of seconds and its memory."""
+    """The ranks of the stages in order; computes how many layers a stage can take within a time limit and its
+    memory.
+    """
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class Chain:
 
         Args:
             kinds: the parts of each stage.
-            recomputes: what a stage may compute again (none: as the settings say).
+            recomputes: the kinds of recompute that a stage may use (empty: as the settings say).
         """
         self.model, self.machines, self.settings = model, machines, settings
         self.kinds, self.recomputes = kinds, tuple(recomputes) or (settings.recompute,)
@@ -51,18 +53,22 @@ class Chain:
         return slowest_passes_s(self.costs[kind, how], low, high)
 
     def live(self, stage: int) -> int:
-        """Returns the number of micro-batches that a stage holds at its peak."""
+        """Returns the number of micro-batches whose activations a stage keeps at its peak."""
         return count_live_chunks(self.settings.schedule, self.stages, 1, self.settings.micro_batches, stage)
 
     def fits(self, stage: int, how: Recompute, low: int, high: int) -> bool:
-        """Tells whether layers low..high-1, recomputed like this, have room on a stage's ranks and in their hosts."""
+        """Tells whether layers low..high-1, recomputed as `how` says, fit into the memory of a stage's ranks and
+        hosts.
+        """
         kind = self.kinds[stage]
         one, costs = Stage(((low, high),), kind), self.costs[kind, how]
         memory = stage_memory(self.settings, one, costs, self.live(stage), self.stages)
         return lacking_bytes(self.machines, self.settings, one, costs, memory) <= 0
 
     def within(self, limit_s: float) -> list[int] | None:
-        """Returns the ends of stages none of which takes longer, with layers as early as possible; None: impossible."""
+        """Returns the stages' last layers such that no stage exceeds `limit_s`, with layers as early as possible; None:
+        impossible.
+        """
         ends, low, count = [], 0, self.model.count
         taken = max(1, count // self.stages)
         for stage in range(self.stages):
@@ -90,7 +96,9 @@ class Chain:
         return ends if low == count else None
 
     def best(self) -> list[int] | None:
-        """Returns the ends of the stages that minimise the slowest stage; None: no division fits into memory."""
+        """Returns the partition with the fastest slowest stage, as the ends of stages; None: no partition fits into
+        memory.
+        """
         if self.stages > self.model.count:
             return None
         if self.stages == 1:
@@ -114,7 +122,9 @@ class Chain:
         return ends
 
     def slowest(self, ends: list[int]) -> float:
-        """Returns the seconds of the slowest of these stages, each computing again as little as its memory lets it."""
+        """Returns the seconds of the slowest of these stages, each with as little recomputation as its memory
+        allows.
+        """
 
         def own(stage: int, low: int, high: int) -> float:
             kind = self.kinds[stage]
@@ -125,7 +135,7 @@ class Chain:
         return max(own(stage, low, high) for stage, (low, high) in enumerate(zip([0, *ends[:-1]], ends)))
 
     def strategy(self, ends: list[int]) -> ParallelStrategy:
-        """Returns the strategy whose stages end before these layers."""
+        """Returns the strategy whose stages end at these layers."""
         lows = [0, *ends[:-1]]
         stages = tuple(Stage(((low, high),), kind) for kind, low, high in zip(self.kinds, lows, ends))
         return msgspec.structs.replace(self.settings, stages=stages)

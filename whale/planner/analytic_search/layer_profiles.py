@@ -82,7 +82,7 @@ class LayerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: str | Path) -> LayerProfile:
-    """Reads a table, or its layers with the measurements in a CSV file of the same name beside it.
+    """Reads a table of layers, with measurements in the same file or in a CSV file of the same name beside it.
 
     Raises:
         ClusterError: a mistake, with line and key.
@@ -124,7 +124,7 @@ def read(path: str | Path) -> LayerProfile:
 
 
 def _unlike(measured: list[Measured]) -> str:
-    """Describes what is measured with one kind of recompute and not with another; empty: nothing."""
+    """Describes measurements that exist for one kind of recompute but not for another; empty: none."""
     of: dict[str, set[tuple[str, str, int, int]]] = {"none": set()}
     for one in measured:
         of.setdefault(one.recompute, set()).add((one.layer, one.device, one.tensor, one.micro_batch))
@@ -192,7 +192,9 @@ class TableModel:
         )
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Returns degrees at which every layer is measured on the pool's device, and that its hosts have room for."""
+        """Returns the tensor-parallel degrees at which every layer was measured on the pool's device, and that fit its
+        hosts.
+        """
         own = self.machines.pools[pool]
         wanted = {layer.name for layer in self.table.layers}
         return sorted(
@@ -202,13 +204,13 @@ class TableModel:
         )
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
-        """Returns sizes of a micro-batch between the smallest and the largest at which every layer is measured."""
+        """Returns the micro-batch sizes between the smallest and the largest at which every layer was measured."""
         known = self._measured(pool, tensor).values()
         low, high = max(min(sizes) for sizes in known), min(max(sizes) for sizes in known)
         return list(range(low, high + 1))
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the measured kinds of recompute; tensors are never divided along the sequence."""
+        """Returns the measured kinds of recompute; sequence parallelism is never used."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         measured = {recompute for _, _, recompute in self.of}
         return [(kind, False) for kind in kinds if kind in measured]
@@ -219,7 +221,7 @@ class TableModel:
 
 
 def _between(sizes: dict[int, Measured], rows: int) -> Measured:
-    """Returns the measurement of so many rows, interpolated between its neighbours where it was not measured itself."""
+    """Returns the measurement for `rows` rows, interpolated between its neighbours if it was not measured itself."""
     if rows in sizes:
         return sizes[rows]
     order = sorted(sizes)

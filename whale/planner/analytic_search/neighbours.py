@@ -1,4 +1,4 @@
-"""Yields strategies that differ little from one: a cut moved, ranks exchanged or in another order, one stage more."""
+"""Yields strategies that differ little from a given one: a cut moved, ranks exchanged or reordered, one stage more."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def neighbours(strategy: ParallelStrategy, few: bool) -> Iterator[ParallelStrate
 
 
 def _in_order(strategy: ParallelStrategy, order: Sequence[int]) -> ParallelStrategy:
-    """Returns the strategy with its stages in another order, each with its ranks and as many layers as before."""
+    """Reorders the stages of a strategy; each keeps its ranks and its number of layers."""
     stages, low = [], 0
     for at in order:
         stage = strategy.stages[at]
@@ -72,7 +72,7 @@ def _in_order(strategy: ParallelStrategy, order: Sequence[int]) -> ParallelStrat
 
 
 def other_orders(ranks: Sequence[tuple[DeviceGroup, ...]]) -> Iterator[list[tuple[DeviceGroup, ...]]]:
-    """Yields the stages' ranks in other orders: runs of stages on equal ranks permuted, or one stage moved."""
+    """Yields other orders of the stages' ranks: blocks of stages on equal ranks permuted, or one stage moved."""
     runs = [list(run) for _, run in itertools.groupby(ranks)]
     known = {tuple(ranks)}
     orders: list[list[tuple[DeviceGroup, ...]]] = []
@@ -94,11 +94,11 @@ def with_idle(
     tensors: Callable[[int], Sequence[int]],
     allowed: Callable[[DeviceGroup], bool],
 ) -> Iterator[list[tuple[DeviceGroup, ...]]]:
-    """Yields the ranks of the stages with one more stage, anywhere between them, on idle devices of one pool.
+    """Yields the stages' ranks with one more stage at any position, on idle devices of one pool.
 
     Args:
-        tensors: pool -> degrees by which tensors may be divided there.
-        allowed: whether the stage may lie on such ranks.
+        tensors: pool -> tensor-parallel degrees there.
+        allowed: tells whether a stage may consist of these ranks.
     """
     ranks = [stage.parts for stage in strategy.stages]
     rows = sum(part.replicas * part.rows for part in ranks[0])
@@ -117,11 +117,11 @@ def with_idle(
 def other_ranks(
     strategy: ParallelStrategy, machines: Machines, choices: Sequence[StageRanks], more: bool
 ) -> Iterator[ParallelStrategy]:
-    """Yields the strategy with other ranks for one stage, of those it has and those that no stage has.
+    """Yields the strategy with other ranks for one stage, chosen from its own and from idle ones.
 
     Args:
-        choices: what a stage may lie on.
-        more: whether there may be another number of stages.
+        choices: the options of a stage.
+        more: whether the number of stages may change.
     """
     free = [pool.devices for pool in machines.pools]
     for part in (p for stage in strategy.stages for p in stage.parts):

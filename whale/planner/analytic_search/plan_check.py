@@ -10,7 +10,7 @@ MOST_HOSTS = 64  # of a pool, up to which groups are laid on hosts one by one; w
 
 
 def check(model: Model, machines: Machines, strategy: ParallelStrategy, batch: int) -> list[str]:
-    """Lists what is wrong with a strategy's layers, devices and rows, independently of the search. Empty: nothing."""
+    """Lists the errors in a strategy's layers, devices and rows, found independently of the search; empty: none."""
     wrong = []
     pools = {part.pool for stage in strategy.stages for part in stage.parts}
     if most := [pool for pool in pools if not 0 <= pool < len(machines.pools)]:

@@ -1,4 +1,4 @@
-"""Chooses what each stage of a strategy computes again: each the fastest way with which it fits into its memory."""
+"""Chooses the kind of recompute of each stage: the fastest one with which the stage fits into its memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from whale.ir.strategy import ParallelStrategy, Recompute, Stage
 
 
 class RecomputeChoice:
-    """Chooses a kind of recompute for each stage, and caches what it chose.
+    """Chooses a kind of recompute for each stage, and caches the choices.
 
-    With the cuts and the schedule given, no other choice is faster: a step is the shorter the shorter each stage's
-    passes are, and what a stage holds is its own.
+    For given cuts and a given schedule no other choice is faster: a step gets shorter with each stage's passes, and
+    a stage's memory depends on its own recompute only.
     """
 
     def __init__(self, model: Model, machines: Machines, ranks: int) -> None:
@@ -24,11 +24,11 @@ class RecomputeChoice:
     def fitted(
         self, strategy: ParallelStrategy, kinds: Sequence[Recompute], live: Callable[[int], int]
     ) -> ParallelStrategy:
-        """Returns the strategy with each stage's recompute chosen; where nothing fits, it takes the least memory.
+        """Returns the strategy with each stage's recompute chosen; where none fits, the one with the least memory.
 
         Args:
-            kinds: what may be computed again, "none" for nothing.
-            live: stage -> how many micro-batches' chunks it holds at the peak of the schedule.
+            kinds: the kinds of recompute allowed, "none" for no recompute.
+            live: stage -> number of micro-batch chunks alive at the peak of the schedule.
         """
         if len(kinds) < 2:
             return strategy
@@ -46,7 +46,7 @@ class RecomputeChoice:
         return self.known[key]
 
     def _cost(self, strategy: ParallelStrategy, stage: Stage, live: int, how: Recompute) -> tuple[float, float]:
-        """Returns (seconds of both passes of a micro-batch, bytes by which the worst part does not fit)."""
+        """Returns (seconds of both passes of a micro-batch, bytes that the worst part lacks)."""
         costs = [costs_of(self.model, strategy, p, self.ranks, stage.replicas, how) for p in stage.parts]
         seconds = sum(slowest_passes_s(costs, low, high) for low, high in stage.layers)
         memory = stage_memory(strategy, stage, costs, live, len(strategy.stages))

@@ -1,4 +1,4 @@
-"""Divides a micro-batch among unequal replicas, in whole rows, so that the slowest one is as fast as possible."""
+"""Divides a micro-batch's rows among unequal replicas so that the slowest one is as fast as possible."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LEAST_S = 1e-12  # what a row takes at least: speeds are finite
 def row_shares(
     kinds: Sequence[tuple[int, int, int]], rows: int, seconds: Callable[[int, int, int], float], most: Sequence[int]
 ) -> tuple[DeviceGroup, ...] | None:
-    """Returns the parts of a stage with their rows, or None where so many rows cannot be divided so.
+    """Returns the parts of a stage with their rows, or None if the rows cannot be divided among them.
 
     Args:
         kinds: (pool, tensor, replicas).
-        seconds: (pool, tensor, rows) -> seconds of a micro-batch of so many rows; grows with rows.
+        seconds: (pool, tensor, rows) -> seconds of a micro-batch of `rows`; grows with rows.
         most: largest number of rows of one replica, per kind.
     """
     if sum(replicas * high for (_, _, replicas), high in zip(kinds, most)) < rows:
@@ -75,7 +75,7 @@ def row_shares(
 
 
 def variants(parts: tuple[DeviceGroup, ...]) -> list[tuple[DeviceGroup, ...]]:
-    """Returns the parts, and those with a row moved between replicas of two pools, which memory may need."""
+    """Returns the parts, and variants with a row moved between replicas of two pools, for when memory is short."""
     found = [parts]
     for giver, taker in itertools.permutations(range(len(parts)), 2):
         if parts[giver].pool == parts[taker].pool or parts[giver].rows == 1:

@@ -1,14 +1,16 @@
-"""Searches for the fastest strategy: estimates order many, the best are cut into stages, the best of those simulated.
+"""Searches for the fastest strategy: estimates rank many, the best are cut into stages, the best of these are
+simulated.
 
-Families of strategies, which together hold what is known to be good:
+The families of strategies together contain the strategies known to be good:
 
-* pure: every stage lies on one pool, all stages have equally many replicas; pools give stages in proportion to speed;
-* mixed: every stage has replicas of several pools, whose rows are divided by their speed (one stage: data parallelism
+* pure: every stage is on one pool, all stages have equally many replicas; pools get stages in proportion to speed;
+* mixed: every stage has replicas on several pools, whose rows are divided by their speed (one stage: data parallelism
   over unequal devices);
 * exact: for few devices, every assignment of devices to stages (see `whale.planner.analytic_search.exact`).
 
 Within a family an estimate costs microseconds: the layers' seconds over the ranks' speed, the pipeline's bubble, the
-reduction. Repeated layers are looked at once. What the estimate favours is cut by `layer_partition`, then simulated.
+reduction. Repeated layers are computed once. Candidates with the best estimates are cut by `layer_partition`, then
+simulated.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from whale.planner.analytic_search.recompute_stages import RecomputeChoice
 
 @dataclass(frozen=True)
 class _Effort:
-    """The number of strategies that each step of a search takes on.
+    """The number of strategies that each phase of a search processes.
 
     Attributes:
         cut: candidates whose layers are cut.
         simulated: of those, the best by their passes.
-        misfits: candidates without room that are evaluated, for the list of what lost.
+        misfits: candidates that do not fit, evaluated for the list of alternatives.
     """
 
     cut: int
@@ -66,14 +68,16 @@ SHORTER = 1e-9  # part by which a step must be shorter than another to count as 
 
 @dataclass
 class _Simulated:
-    """The strategies simulated: (seconds, strategy, evaluation) of those that fit, and all that were looked at."""
+    """The simulated strategies: (seconds, strategy, evaluation) of those that fit, and keys of all that were
+    simulated.
+    """
 
     entries: list[tuple[float, ParallelStrategy, Evaluation]] = field(default_factory=list)
     seen: set[ParallelStrategy] = field(default_factory=set)
 
 
 class NothingFits(Exception):
-    """Raised when none of the strategies that a search looked at fits."""
+    """Raised when no strategy that a search tried fits into memory."""
 
     def __init__(self, search: Search) -> None:
         super().__init__("nothing fits")
@@ -81,7 +85,7 @@ class NothingFits(Exception):
 
 
 class Search(Families):
-    """One search for a model on a cluster with a fixed global batch."""
+    """Searches strategies of a model on a cluster with a fixed global batch."""
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
         super().__init__(model, machines, batch, limits)
@@ -99,9 +103,9 @@ class Search(Families):
         )  # (settings, ranks) that have been cut
 
     def build(self, one: Candidate) -> ParallelStrategy | None:
-        """Cuts the candidate's layers into stages; None where it does not fit into memory.
+        """Cuts the candidate's layers into stages; None if it does not fit into memory.
 
-        A stage computes again what the candidate does, or less.
+        A stage uses the candidate's recompute, or less.
         """
         if one.chunks > 1:
             return self.fitted(one.even(self.model.count))
@@ -116,11 +120,11 @@ class Search(Families):
         ranks: Sequence[tuple[DeviceGroup, ...]],
         kinds: Sequence[Recompute] | None = None,
     ) -> ParallelStrategy | None:
-        """Cuts layers into stages on these ranks, in order, as fast as possible; None where they have no room.
+        """Cuts layers into stages on these ranks, in order, as fast as possible; None if they do not fit.
 
         Args:
-            settings: of the strategy; its stages, if it has any, count for nothing.
-            kinds: what a stage may compute again; None: all that it may.
+            settings: the strategy's settings; its stages, if it has any, are ignored.
+            kinds: the kinds of recompute that a stage may use; None: all allowed ones.
         """
         kinds = self.recompute_kinds(settings.sequence_parallel) if kinds is None else kinds
         chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
@@ -128,12 +132,14 @@ class Search(Families):
         return None if ends is None else chain.strategy(ends)
 
     def fitted(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        """Returns the strategy with every stage computing again as little as its memory lets it."""
+        """Returns the strategy with as little recomputation in every stage as its memory allows."""
         kinds = self.recompute_kinds(strategy.sequence_parallel)
         return self.recompute.fitted(strategy, kinds, lambda index: self.live(strategy, index))
 
     def consider(self, strategy: ParallelStrategy) -> float:
-        """Simulates a strategy and keeps it; returns its step's seconds, infinite where it does not fit or is known."""
+        """Simulates and records a strategy; returns its step's seconds, infinite if it does not fit or was simulated
+        before.
+        """
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
             strategy = msgspec.structs.replace(strategy, zero=0)  # there is nobody to share the state with
         strategy = self.fitted(strategy)
@@ -152,7 +158,9 @@ class Search(Families):
         return found.step_s
 
     def improve(self, strategy: ParallelStrategy, seconds: float, wide: bool) -> None:
-        """Goes to the best neighbour while the simulated step gets shorter; `wide`: with other ranks for one stage."""
+        """Moves to the best neighbour while the simulated step gets shorter; `wide`: also tries other ranks for one
+        stage.
+        """
         if strategy.chunks > 1:
             return
         few = self.ranks <= self.limits.exact_devices
@@ -173,10 +181,10 @@ class Search(Families):
             strategy, seconds = best
 
     def _reordered(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
-        """Yields the strategy's stages in other orders of their ranks, cut anew.
+        """Yields the strategy with its stages' ranks in other orders, and layers cut again.
 
-        Families put the devices with the most memory first, which hold the most activations. Where all have room, what
-        the first and the last layer have besides may be cheaper elsewhere.
+        Families put the devices with the most memory first, because the first stages keep the most activations. If
+        memory suffices, the extra work of the first and last layer (embedding, loss) may be cheaper on other devices.
         """
         if len(strategy.stages) > CUT_ANEW:
             return
@@ -189,7 +197,9 @@ class Search(Families):
                 yield found
 
     def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
-        """Returns the strategies to improve: the best of each number of stages and micro-batches, then the others."""
+        """Returns the strategies to improve first: the best of each number of stages and micro-batches, then the
+        others.
+        """
         first: dict[tuple[int, int], tuple[float, ParallelStrategy]] = {}
         others = []
         for seconds, strategy, _ in sorted(self.kept.entries, key=lambda e: e[0]):
@@ -203,10 +213,10 @@ class Search(Families):
         return [*first.values(), *others]
 
     def run(self) -> SearchResult:
-        """Searches until the budget is used or nothing is left.
+        """Searches until the budget is used or no candidate is left.
 
         Raises:
-            NothingFits: nothing does.
+            NothingFits: no strategy fits.
         """
         candidates: list[Candidate] = []
         for family in (self.pure, self.mixed):
@@ -249,10 +259,11 @@ class Search(Families):
         )
 
     def _try(self, candidates: list[Candidate]) -> None:
-        """Cuts in the order of the estimate, until estimates are far behind the best; simulates the best of those.
+        """Cuts candidates in the order of estimates until these are far behind the best, and simulates the best of
+        them.
 
-        Of each shape the best one is cut, wherever it stands; of interleaved stages, which are not cut but divided
-        evenly, all that may be faster than the best.
+        Of each shape the best one is cut, whatever its rank; interleaved candidates, which are divided
+        evenly instead of cut, are all simulated if they may be faster than the best.
         """
         effort = HURRIED if self.limits.hurried else THOROUGH
         failed = 0
@@ -284,7 +295,9 @@ class Search(Families):
             self.consider(strategy)
 
     def quick_s(self, strategy: ParallelStrategy) -> float:
-        """Estimates the step without a simulation: the slowest stage's passes, and all once; infinite: no room."""
+        """Estimates the step without a simulation: sum of the stages' passes and the slowest stage's; infinite if it
+        does not fit.
+        """
         count, stages = strategy.micro_batches, len(strategy.stages)
         slowest = total = after = 0.0
         ranks = strategy.ranks
@@ -304,13 +317,15 @@ class Search(Families):
         return count * slowest + (total - slowest) / strategy.chunks + after
 
     def live(self, strategy: ParallelStrategy, index: int) -> int:
-        """Returns how many chunks of micro-batches a stage holds at its peak."""
+        """Returns how many micro-batch chunks a stage keeps at its peak."""
         return count_live_chunks(
             strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index
         )
 
     def least_memory(self) -> Iterator[Candidate]:
-        """Yields what was listed, and then what is divided most and computes most again, however slow it is."""
+        """Yields the listed candidates, and then those with the most division and recomputation, however slow they
+        are.
+        """
         yield from self.candidates
         limits = self.limits
         again = limits.recompute or self.model.recomputes()[-1][0]
@@ -322,14 +337,17 @@ class Search(Families):
         yield from lean.mixed()
 
     def misfit(self, strategy: ParallelStrategy) -> None:
-        """Keeps a strategy that does not fit, with what it would take, for the list of what lost; small ones only."""
+        """Records a strategy that does not fit, with its evaluation, for the list of alternatives.
+
+        Strategies with so many passes that their simulation would take long are left out.
+        """
         if strategy.micro_batches * len(strategy.stages) < MISFIT_PASSES:
             self.consider(strategy)
 
     def _with_idle(self) -> None:
-        """Adds stages to the best strategy, on devices that it leaves idle, while that makes its step shorter.
+        """Adds stages to the best strategy, on idle devices, while that shortens its step.
 
-        Families give the stages of a strategy equal parts; what leaves devices idle may gain by a lesser stage on some.
+        Families give the stages of a strategy equal parts; idle devices may still help with a smaller stage.
         """
         while self.fastest is not None and self.limits.stages is None:
             strategy, seconds = self.fastest[0], self.fastest[1].step_s
@@ -346,6 +364,6 @@ class Search(Families):
             self.improve(best[0], best[1].step_s, wide=False)
 
     def _without_zero(self) -> None:
-        """Simulates the best strategy with the optimizer's state on every rank too, where the user leaves that free."""
+        """Simulates the best strategy also with replicated optimizer state, if the user leaves that free."""
         if self.limits.zero is None and self.fastest is not None:
             self.consider(msgspec.structs.replace(self.fastest[0], zero=0))

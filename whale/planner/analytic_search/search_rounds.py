@@ -1,7 +1,7 @@
-"""Runs the whole search: rounds that look at more each time, ways to divide or offload the state, fewer devices.
+"""Runs the whole search: rounds of growing effort, ways to divide or offload the state, and fewer devices.
 
-A round of so many seconds is the same whatever the whole budget is, and the best of all rounds is taken: with a larger
-budget nothing slower is found. What a round finds depends on the clock only where it is cut short.
+A round with a given budget is the same whatever the total budget is, and the best of all rounds is returned: a larger
+budget never gives a slower result. Results depend on the clock only where a round is cut short.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def search(model: Model, machines: Machines, batch: int, limits: Constraints | N
     """Finds the best strategy of a model's training step over a cluster (see `Search`).
 
     Raises:
-        PlanError: nothing fits in any way.
+        PlanError: no strategy fits, with any division or offload of state.
     """
     if batch < 1:
         raise PlanError("the global batch must be positive", given=batch)
@@ -79,7 +79,7 @@ def search(model: Model, machines: Machines, batch: int, limits: Constraints | N
 
 
 def rounds_s(budget_s: float) -> Iterator[float]:
-    """Yields the seconds of each round within a budget; without a budget, rounds have none either."""
+    """Yields the budget of each round; without a total budget, rounds have none either."""
     if math.isinf(budget_s):
         yield from (budget_s, budget_s)
         return
@@ -94,10 +94,10 @@ def rounds_s(budget_s: float) -> Iterator[float]:
 def _round(
     model: Model, machines: Machines, batch: int, limits: Constraints, failed: list[NothingFits]
 ) -> SearchResult | None:
-    """Runs one round and returns the best of all modes; None where nothing fits of what was looked at.
+    """Runs one round and returns the best result of all modes; None if no strategy tried fits.
 
-    ZeRO 1 (and 0) with all on the devices is looked at first. Where memory binds there (recompute, tensors or layers
-    divided), ZeRO 3 has its turn as well; where nothing fits, so have all levels, with state and weights offloaded as
+    ZeRO 1 (and 0) without offload is tried first. If memory is a bottleneck there (recompute, tensors or layers
+    divided), ZeRO 3 is tried as well; if no strategy fits, all levels are, with state and weights offloaded as
     far as the hosts' memory is known.
     """
     started = time.monotonic()
@@ -133,14 +133,14 @@ def _round(
 
 
 def fits(batch: int, model: Model, machines: Machines, limits: Constraints) -> bool:
-    """Tells whether a search finds anything, however long that takes."""
+    """Tells whether a search finds any strategy that fits, however long that takes."""
     return (
         _round(model, machines, batch, replace(limits, budget_s=FITS_S, hurried=True, exact_devices=0), []) is not None
     )
 
 
 def _modes(machines: Machines, limits: Constraints, found: SearchResult | None) -> list[tuple[int, Offload]]:
-    """Returns the other (ZeRO level, offload) pairs that are worth a search, of what the user leaves free."""
+    """Returns the other (ZeRO level, offload) pairs that are worth a search and that the user leaves free."""
     if found is not None:
         s = found.strategy
         bound = (
@@ -158,7 +158,7 @@ def _modes(machines: Machines, limits: Constraints, found: SearchResult | None) 
 def _fewer(
     model: Model, machines: Machines, batch: int, limits: Constraints, started: float, known_s: float
 ) -> Iterator[SearchResult]:
-    """Yields results that are faster on a part of the cluster.
+    """Yields results that are faster on a part of the cluster than on all of it.
 
     It searches for as long as the rounds have taken, within the budget.
     """
@@ -179,9 +179,9 @@ def _fewer(
 
 
 def _parts(cluster: Cluster, few: int) -> Iterator[Cluster]:
-    """Yields clusters with some devices of each host, of all hosts or of one kind of them.
+    """Yields clusters with some devices of each host, for all hosts or for one kind of host.
 
-    Of a kind of hosts there are also so few that all plans are looked at.
+    For a kind of host, clusters small enough for an exhaustive search are included.
     """
 
     def part_of(host: HostEntry, part: int) -> HostEntry:

@@ -1,6 +1,6 @@
-"""Lists what one stage may lie on where there are few devices: all devices, tensor degrees and rows worth a look.
+"""Lists the options of one stage where there are few devices: sets of devices, tensor degrees and rows worth trying.
 
-The costs of an option are arrays over all ranges of layers, so that `exact` can look at all cuts at once.
+The costs of an option are arrays over all ranges of layers, so that `exact` can evaluate all cuts at once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ BUDGET_PART = 0.9  # of the search's budget, after which nothing further is look
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """One stage's ranks; matrices are [low, high], of layers low..high-1.
+    """The ranks of one stage with their costs; matrices are [low, high], of layers low..high-1.
 
     Attributes:
-        used: devices of each pool.
-        recompute: what the stage computes again.
+        used: number of devices of each pool.
+        recompute: the stage's kind of recompute.
         forward_s, seconds: of a micro-batch's forward pass, and of both passes, without sends.
-        reduce_s: after the last micro-batch.
-        live: most micro-batches that the memory holds; 0: none.
-        send_s: [head, cut] to a stage on the other side of a cut, by the pool of that stage (the last: several pools).
+        reduce_s: seconds of the gradient reduction after the last micro-batch.
+        live: largest number of micro-batches that fit into memory; 0: none.
+        send_s: [head, cut] to the neighbouring stage, by the pool of that stage (the last: several pools).
         head: number of this stage's pool in the arrays.
     """
 
@@ -53,7 +53,7 @@ def stage_options(
     settings: ParallelStrategy,
     reductions: dict[tuple[DeviceGroup, ...], np.ndarray],
 ) -> list[StageOption]:
-    """Lists what a stage may lie on: any devices, with one tensor degree per pool, rows by speed."""
+    """Lists the options of a stage: any devices, with one tensor degree per pool, and rows by speed."""
     rows = search.batch // settings.micro_batches
     how = (settings.recompute, settings.sequence_parallel)
     pools, kept = search.machines.pools, _Options(search, settings, reductions)
@@ -89,7 +89,7 @@ def stage_options(
 
 
 class _Options:
-    """Makes the options for one number of micro-batches and kind of recompute; keeps what several have in common."""
+    """Creates the options for one number of micro-batches and kind of recompute; caches intermediate results."""
 
     def __init__(
         self, search: Estimates, settings: ParallelStrategy, reductions: dict[tuple[DeviceGroup, ...], np.ndarray]
@@ -100,7 +100,7 @@ class _Options:
         self.sends: dict[tuple[int, int, int, int], np.ndarray] = {}
 
     def option(self, used: tuple[int, ...], parts: tuple[DeviceGroup, ...]) -> StageOption:
-        """Returns the option of so many devices of each pool, as these parts."""
+        """Returns the option with `used` devices of each pool, as these parts."""
         replicas = sum(p.replicas for p in parts)
         costs = [costs_of(self.search.model, self.settings, part, self.search.ranks, replicas) for part in parts]
         ahead, back = (
@@ -123,7 +123,7 @@ class _Options:
         )
 
     def _reduction_s(self, parts: tuple[DeviceGroup, ...], costs: list[LayerCosts]) -> np.ndarray:
-        """Returns the seconds of the reduction, which depend on the replicas of each pool and not on their rows."""
+        """Returns the seconds of the gradient reduction, which depend on each pool's replicas but not on their rows."""
         count, key = self.search.model.count, tuple(msgspec.structs.replace(p, rows=0) for p in parts)
         if key not in self.reductions:
             found = self.reductions[key] = np.zeros((count + 1, count + 1))
@@ -136,7 +136,7 @@ class _Options:
         return self.reductions[key]
 
     def _live(self, part: DeviceGroup, one: LayerCosts, replicas: int) -> np.ndarray:
-        """Returns how many micro-batches a part's memory holds, up to as many as there can be stages."""
+        """Returns how many micro-batches fit into a part's memory, up to the possible number of stages."""
         count, s, key = self.search.model.count, self.settings, (part.pool, part.tensor, part.rows, replicas)
         if key not in self.lives:
             found = self.lives[key] = np.zeros((count + 1, count + 1), dtype=int)
@@ -152,7 +152,7 @@ class _Options:
         return self.lives[key]
 
     def _send_s(self, part: DeviceGroup, ranks: int) -> np.ndarray:
-        """Returns the seconds of a micro-batch's send through each cut, to each pool, and to the slowest of them."""
+        """Returns the seconds to send a micro-batch through each cut, to each pool, and to the slowest of them."""
         model, machines, key = self.search.model, self.search.machines, (part.pool, part.tensor, part.rows, ranks)
         if key not in self.sends:
             paths = [machines.send_path(part.pool, pool.number, ranks) for pool in machines.pools]
@@ -164,7 +164,7 @@ class _Options:
 
 
 def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> np.ndarray:
-    """Returns a pass' seconds of layers low..high-1, as `LayerCosts.forward` says; infinite where there are none."""
+    """Returns a pass's seconds for layers low..high-1, as `LayerCosts.forward` defines; infinite for empty ranges."""
     device, host = np.asarray(device_s), np.asarray(host_s)
     begin_s = np.full((len(device), len(device)), one.begin_s)
     begin_s[0, -1] = 0.0
@@ -174,7 +174,7 @@ def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> 
 
 
 def _undominated(options: list[StageOption]) -> list[StageOption]:
-    """Removes, of options on the same devices, those that another option equals or beats in everything."""
+    """Removes options that another option on the same devices equals or beats in every respect."""
     kept: list[StageOption] = []
     for one in sorted(options, key=lambda o: float(o.seconds[0, -1])):
         fit = one.live > 0
@@ -191,7 +191,7 @@ def _undominated(options: list[StageOption]) -> list[StageOption]:
 
 
 def undominated(options: list[StageOption]) -> list[StageOption]:
-    """Returns, for each set of devices, the options of all kinds of recompute that no other is better than."""
+    """Returns, for each set of devices, the options of all kinds of recompute that are not dominated by another one."""
     by_use: dict[tuple[int, ...], list[StageOption]] = {}
     for one in options:
         by_use.setdefault(one.used, []).append(one)

@@ -36,7 +36,7 @@ def formula_1(load: int, flops_per_s: list[float]) -> list[int]:
 def algorithm_1(
     shares: list[int], flops_per_s: list[float], bytes_per_load: float, fixed_bytes: float, memory_bytes: list[float]
 ) -> list[int] | None:
-    """Shifts load, one unit at a time, from the device that lacks most memory; None: no device has room."""
+    """Moves load, one unit at a time, away from the device that lacks the most memory; None: no device has room."""
     shares = list(shares)
     while True:
         used = [(fixed_bytes + s * bytes_per_load) / m for s, m in zip(shares, memory_bytes)]
@@ -54,7 +54,7 @@ def algorithm_1(
 
 
 def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
-    """Plans data parallelism over all devices by Formula 1 and Algorithm 1; a pipeline where that does not fit.
+    """Plans data parallelism over all devices by Formula 1 and Algorithm 1; a pipeline if that does not fit.
 
     Raises:
         PlanError: neither fits.

@@ -1,1 +1,1 @@
-"""The search for the fastest way to spread a captured program."""
+"""Searches for the fastest strategy of a captured program."""

@@ -10,11 +10,11 @@ from whale.ir.layout import divide_proportionally
 def balanced(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
     """Returns rows for each rank such that all take equally long, as far as whole rows allow.
 
-    A rank that takes longer for what it does once than the others take for everything has no rows.
+    A rank whose fixed work takes longer than all work of the others gets no rows.
 
     Args:
         rows: of the batch.
-        once_s: seconds of each rank, whatever its rows; row_s: what each further row takes it.
+        once_s: seconds of each rank that do not depend on its rows; row_s: additional seconds of each row.
     """
     working = list(range(len(once_s)))
     while True:

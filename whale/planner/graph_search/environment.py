@@ -1,4 +1,6 @@
-"""Holds what a search judges plans by: the speed of each rank, prices of operations and exchanges, limits of memory."""
+"""Holds the inputs by which a search evaluates plans: each rank's speed, prices of operations and exchanges, memory
+limits.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ PASSES_OF_AN_EXCHANGE = 3
 
 @dataclass(frozen=True)
 class SearchEnvironment:
-    """The values that a search judges plans by. It partitions programs itself (`whale.partition`).
+    """The inputs by which a search evaluates plans, which it partitions itself (`whale.partition`).
 
     Attributes:
       rates: of each rank.
-      prices: what then prices operations and exchanges instead of the rates: a file that `whale profile` wrote, or the
-        cluster of which these are the first devices; None: nothing.
+      prices: a profile written by `whale profile`, or a cluster whose first devices these are, which prices operations
+        and exchanges instead of the rates; None: the rates do.
       limits_bytes: memory that each rank has for a step.
-      captured: the program as it was captured, with its gradients marked, which recomputation needs: the search
-        normalises it under other settings. It is there before the search begins, as the searched program was made of
-        it. None: its gradients are not marked.
+      captured: the program as captured, with its gradients marked, which recomputation needs: the search normalises it
+        again under other settings. It exists before the search begins, as the searched program was made of it. None:
+        its gradients are not marked.
     """
 
     rates: Sequence[Rates]
@@ -60,23 +62,23 @@ class SearchEnvironment:
 
     @property
     def origin(self) -> str:
-        """Says in words where the figures come from."""
+        """Describes where the figures come from."""
         if isinstance(self.prices, MachineProfile):
             return f"{self.prices.host} as `whale profile` measured it"
         return self.rates[0].origin
 
     def machine(self, program: Program) -> Machine:
-        """Returns the machine that prices the operations of ranks that run ``program``."""
+        """Returns the machine model that prices the operations of ranks that run ``program``."""
         if isinstance(self.prices, MachineProfile):
             return measured_machine(self.prices, len(self.rates), [compute_fingerprint(program)])
         return rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
-        """Returns the bytes that the rank lacks that lacks most, if ranks hold so much; below 0: all fit."""
+        """Returns the largest memory deficit of a rank if ranks need ``held`` bytes; below 0: all fit."""
         return max(size - self.limits_bytes[rank] for rank, size in held.items())
 
     def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
-        """Returns the seconds that each rank would take, without waiting, for what rank ``stands_for`` runs."""
+        """Returns the seconds of each rank, without waiting, if it ran the program of rank ``stands_for``."""
         size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
         seconds = rank_seconds(program, stands_for, size, [_without_waiting([one] * size) for one in kinds])
         of_kind = dict(zip(kinds, seconds))
@@ -84,13 +86,15 @@ class SearchEnvironment:
 
 
 def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
-    """Tells whether ranks differ by more than what is taken to be noise."""
+    """Tells whether the ranks' rates differ by more than measurement noise."""
     speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
     return max(speeds) > by * min(speeds)
 
 
 def _without_waiting(rates: Sequence[Rates]) -> Machine:
-    """Returns a machine whose exchanges are only work of the rank's core: what it sends is read, added and written."""
+    """Returns a machine whose exchanges only cost CPU work on the sending rank: reading, adding and writing the
+    data.
+    """
     return rated_machine([
         replace(
             one,

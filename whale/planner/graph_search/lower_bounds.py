@@ -1,9 +1,11 @@
-"""Computes lower bounds of a step for ways to spread a captured program, so that what cannot be fastest is not planned.
+"""Computes lower bounds of step times, so that strategies that cannot be fastest are not planned.
 
-Speed, speed_of         a kind of rank, by its prices Shares                  how much of an operation a rank has at
-least alone                   every rank does everything of_pipelines            stages and micro-batches
-of_divided_state        rows divided, and the optimizer's state of_splits               tensors divided from a weight
-on, by all ranks or in groups
+Speed, speed_of         a kind of rank, by its prices
+Shares                  the least share of an operation that a rank computes
+alone                   every rank computes everything
+of_pipelines            stages and micro-batches
+of_divided_state        rows divided, and the optimizer's state
+of_splits               tensors divided from a weight on, by all ranks or in groups
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from whale.planner.graph_search.strategies import divisible, products, trained_w
 
 @dataclass(frozen=True)
 class Speed:
-    """A kind of rank, by what it takes for operations.
+    """A kind of rank, by its seconds for operations.
 
     Attributes:
       seconds: of a node on the whole batch.
-      start_s: what an operation takes whatever its rows.
+      start_s: seconds of an operation that do not depend on its rows.
     """
 
     seconds: Callable[[Node], float]
@@ -43,7 +45,7 @@ def speed_of(
 ) -> Speed:
     """Returns a kind of rank by its price of the operations of some programs; each operation is priced once.
 
-    What runs in place of an operation may have its name.
+    An operation may have the same name as the fused one that replaces it.
     """
 
     @cache
@@ -82,14 +84,15 @@ def speed_of(
 def of_pipelines(
     program: Program, whole: Program, kinds: Sequence[Speed], equal_rows: bool
 ) -> Callable[[ParallelStrategy], float]:
-    """Returns a lower bound for pipelines, by the operations that each micro-batch repeats.
+    """Returns a function that computes a lower bound for pipelines, from the operations that each micro-batch repeats.
 
-    Of ``count`` micro-batches a stage does all, after the stages before it have sent it the first one, and they go on
-    with the last one afterwards. And of ``n`` stages the slowest one does all, and the first and last wait for the
-    others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count - 1) / n)``.
+    Each stage processes all ``count`` micro-batches, after the stages before it have sent it the first one, and these
+    continue with the last one afterwards. And of ``n`` stages the slowest one processes all, while the first and last
+    wait for the others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count -
+    1) / n)``.
 
     Args:
-        whole: the program as it runs, with other operations in place of some.
+        whole: the program as it runs, with fused operations in place of some.
         kinds: of each rank.
         equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
     """
@@ -130,18 +133,18 @@ def of_pipelines(
 
 
 def alone(program: Program, seconds: Callable[[Node], float]) -> float:
-    """Returns a lower bound for a rank that does everything: all operations, one after the other."""
+    """Returns a lower bound for a rank that computes everything: all operations, one after the other."""
     return sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The least share of an operation that a rank has.
+    """The smallest share of an operation that a rank can have.
 
     Attributes:
-        rows: of what is divided by rows of the batch.
-        parts: into how many parts other things are divided evenly.
-        whole: on every rank of one that has as much as any other, one part of so many.
+        rows: share of operations that are divided by rows of the batch.
+        parts: number of equal parts of operations that are divided otherwise.
+        whole: every rank computes exactly one of ``parts`` of each operation.
     """
 
     rows: float
@@ -149,7 +152,7 @@ class Shares:
     whole: bool
 
     def of(self, program: Program, node: Node, by_rows: bool) -> float:
-        """Returns the least share of a node that is divided along any of its dimensions, or by rows."""
+        """Returns the smallest share of a node that is divided along any of its dimensions, or by rows."""
         if self.whole:
             return 1 / self.parts
         if by_rows:
@@ -166,7 +169,7 @@ def _divided(
 
     Args:
         rows: nodes that are divided by rows.
-        own: how much of a node every rank does itself, where that is something.
+        own: the share of a node that every rank computes itself, where it is not 0.
     """
     found_s = dict.fromkeys(kinds, 0.0)
     for node in program.nodes:
@@ -189,14 +192,15 @@ def of_divided_state(
 ) -> float:
     """Returns a lower bound for ranks that divide rows and the optimizer's state.
 
-    All operations are divided; for each weight whose new value is computed of such state there is a gather of it, and
-    what ranks send of it and of its gradient. Sums travel together, but neither their parts nor gathers do
+    All operations are divided; each weight that is updated with split state is gathered, and the bytes sent by ranks
+    for it and its gradient count. All-reduces are fused, but neither reduce-scatters nor all-gathers are
     (`whale.passes.resharding.fuse_all_reduces`).
 
     Args:
-        whole: the program with its updates as they run, and what ways with rows need in simple operations.
+        whole: the program with its updates as they run, and composite ops expanded as strategies with divided rows
+            need.
         kinds: of ranks; rates: of each.
-        state: handles of variables that lie split.
+        state: handles of variables that are split.
     """
     updated = {node.name for node in whole.nodes if any(r.node in whole.variable_of for r in node.inputs)}
     computed_s = _divided(whole, kinds, shares, {node.name for node in whole.nodes} - updated, {})
@@ -226,15 +230,16 @@ def of_splits(
 ) -> Callable[[ParallelStrategy, Program], float]:
     """Returns a lower bound for ranks that divide tensors from a weight on.
 
-    All operations are divided, but updates of what lies outside of the scope, whose variables every rank has whole.
-    What a rank exchanges itself, it exchanges in that time: of each weight outside, the gradient or its parts.
+    All operations are divided, except updates of variables outside of the scope, which are replicated. The bound
+    includes the time to exchange the gradient, or its parts, of each weight outside.
 
     Args:
-        whole: the program with its updates as they run, and what ways with rows need in simple operations.
+        whole: the program with its updates as they run, and composite ops expanded as strategies with divided rows
+            need.
         kinds: of ranks; rates: of each.
 
     Returns:
-        what gives it for a choice, and the program with a scope on what that divides.
+        a function from a strategy, and the program with a scope on the part that the strategy divides, to the bound.
     """
     sizes = {v.node: v.type.bytes for v in program.variables}
     written = {  # what writes variables, of which several are updated together
@@ -270,7 +275,7 @@ def of_splits(
 
 
 def _depending(program: Program, names: Iterable[str]) -> set[str]:
-    """Returns the named nodes, and all that depends on them."""
+    """Returns the named nodes and all nodes that depend on them."""
     found = {*names}
     for node in program.nodes:
         if any(ref.node in found for ref in node.inputs):

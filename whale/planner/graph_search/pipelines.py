@@ -1,6 +1,6 @@
-"""Cuts the chain of weights of a captured program into pipeline stages, and gives the stages to ranks.
+"""Cuts the chain of weights of a captured program into pipeline stages, and assigns the stages to ranks.
 
-A stage is given by the weights that it has; what else belongs to it is inferred as for `wh.stage`.
+A stage is defined by its weights; the other nodes of the stage are inferred as for `wh.stage`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ def chain(program: Program) -> list[str]:
 
 @dataclass(frozen=True)
 class Levels:
-    """The places of nodes along the chain of weights: the weight that they follow or, on the way back, serve."""
+    """The position of nodes along the chain of weights: the weight they come after or, in the backward pass, contribute
+    to.
+    """
 
     forward: dict[str, int]
     backward: dict[str, int]
 
 
 def levels(program: Program) -> Levels:
-    """Finds the place along the chain of weights of each node that has one.
+    """Finds the position of nodes along the chain of weights.
 
-    Forward: all that the chain's products come from, and these. Backward: what the last one leads to, as far as it
-    serves one place of the chain; not what mixes gradients of several (a global norm), nor what comes of that.
+    Forward: the chain's products and all nodes that they depend on. Backward: nodes that depend on the last product and
+    contribute to one position of the chain; not nodes that combine gradients of several (a global norm), nor nodes
+    behind them.
     """
     weights, read = chain(program), products(program)
     first = {read[handle][0].name: i for i, handle in enumerate(weights)}
@@ -83,10 +86,10 @@ def levels(program: Program) -> Levels:
 
 
 def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
-    """Returns the products of the forward pass that read a weight after its first one, as logits do of an embedding.
+    """Returns the forward products that read a weight again, as logits do with an embedding's.
 
-    The other operand of such a product is read once more after it, for the weight's gradient; that of a product on the
-    way back is not.
+    The other operand of such a product is read once more after it, for the weight's gradient; that of a backward
+    product is not.
     """
     if len(readers) < (2 if readers[0].op in ROW_LOOKUPS else 3):
         return []  # a product and its operand's gradient, or a lookup
@@ -125,7 +128,7 @@ def _before(program: Program, names: Iterable[str], without: Collection[str]) ->
 
 
 def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[float]:
-    """Returns the seconds of each weight of the chain, both passes: its products and all that follows or serves it.
+    """Returns the seconds of each weight of the chain: its products and all nodes at its position, in both passes.
 
     Args:
         seconds: of one node.
@@ -177,13 +180,13 @@ def pipelines(
     asked: int = 1,
     schedule: str = "1f1b",
 ) -> list[ParallelStrategy]:
-    """Returns pipelines of 2 to `size` stages over all ranks, replicated where there are fewer stages than ranks.
+    """Returns pipelines of 2 to `size` stages over all ranks, replicated if there are fewer stages than ranks.
 
     Args:
         rows: of the global batch.
         work: see `work_of_chain`.
-        speeds: of the ranks; those of a stage work together, as fast as their slowest.
-        asked: the only number of micro-batches; 1: several times the stages.
+        speeds: of the ranks; a stage is as fast as its slowest rank.
+        asked: the only number of micro-batches to try; 1: several multiples of the stages.
         schedule: in which order stages run them.
     """
     if program.functions or not rows:
@@ -208,7 +211,7 @@ def pipelines(
 
 
 def why_none(program: Program, size: int, rows: int, local: bool, stages: int, asked: int) -> str:
-    """Says why there is no pipeline of so many stages to try; the arguments are those of `pipelines`."""
+    """Explains why there is no pipeline with `stages` stages to try; the arguments are those of `pipelines`."""
     weights = len(chain(program))
     if local:
         return "every rank is given its own rows, and a pipeline's ranks share them"
@@ -226,7 +229,9 @@ def why_none(program: Program, size: int, rows: int, local: bool, stages: int, a
 
 
 def groups_of(speeds: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Returns each stage's ranks: of equal ranks those that `wh.stage` would take, else ranks of like speed."""
+    """Returns each stage's ranks: as `wh.stage` chooses them if all are equally fast, else ranks of similar speed
+    together.
+    """
     size = len(speeds)
     order = list(range(size))
     if max(speeds) > 1.05 * min(speeds):
@@ -241,7 +246,7 @@ def _counts(cuts: Sequence[int], count: int) -> str:
 
 
 def staged(program: Program, strategy: ParallelStrategy) -> Program:
-    """Puts each part of the chain into scopes, as if built under a `wh.stage` on its ranks, and a `wh.split`."""
+    """Puts each part of the chain into scopes, as if built under `wh.stage` with its ranks, and `wh.split`."""
     scopes: list[str] = []
     count, tensor = len(chain(program)), strategy.tensor
     parts = strategy.ordered_layers if strategy.is_pipelined else []

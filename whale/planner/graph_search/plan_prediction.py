@@ -1,4 +1,4 @@
-"""Predicts step time and memory of a program under a plan: the cost model simulates what its ranks would run."""
+"""Predicts step time and memory of a program under a plan by simulating the ranks' programs with the cost model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from whale.passes.settings import PlanSettings
 
 @dataclass(frozen=True)
 class Planned:
-    """A normalised program, its plan, and how it was planned.
+    """A normalised program, its plan, and the settings of planning.
 
     ``ranks`` are the programs of the first ranks, where they are known already.
     """
@@ -36,7 +36,7 @@ class Planned:
 
 
 def rank_programs(planned: Planned) -> list[Program]:
-    """Returns what every rank would run.
+    """Returns the program of every rank.
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard.
@@ -59,13 +59,13 @@ def predict_plan(
     """Predicts a step on a machine that `whale profile` has measured, or on a cluster by the catalogue's formulas.
 
     Args:
-      counted_from_bytes: tensors below are left out of memory, as TensorFlow's counters of host memory leave them out.
-      with_timelines: also when each rank does what, and what it holds then.
-      programs: what the ranks run, where that is known already.
+      counted_from_bytes: smaller tensors are not counted as memory, as TensorFlow's counters of host memory omit them.
+      with_timelines: also return each rank's timeline, and its memory over time.
+      programs: the ranks' programs, if known already.
 
     Raises:
       PlanError: data decide how often a loop or branch of the program runs.
-      ClusterError: too few devices, or the profile lacks what the program runs.
+      ClusterError: too few devices, or the profile lacks operations of the program.
     """
     programs = programs or rank_programs(planned)
     carried = as_carried(programs, planned.settings)
@@ -75,12 +75,14 @@ def predict_plan(
 
 
 def as_carried(programs: Sequence[Program], settings: PlanSettings) -> list[Program]:
-    """Returns what ranks run, with marks at what devices exchange, which tell a machine's prices of exchanges apart."""
+    """Marks the exchanges that devices carry out in the ranks' programs, so that the machine prices them
+    differently.
+    """
     return [told_apart(program, settings.exchange.backend) for program in programs]
 
 
 def predicted_on(planned: Planned, on: MachineProfile | Cluster) -> Prediction:
-    """Returns what a plan keeps of its prediction; raises as `predict_plan` does."""
+    """Returns the prediction to store in a plan; raises as `predict_plan` does."""
     measured = isinstance(on, MachineProfile)
     if isinstance(on, MachineProfile):
         where = f"{on.host} as `whale profile` measured it"
@@ -93,8 +95,10 @@ def predicted_on(planned: Planned, on: MachineProfile | Cluster) -> Prediction:
 def machine(
     on: MachineProfile | Cluster, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0
 ) -> Machine:
-    """Returns what the ranks run on; ``marks``: fingerprints that the program's own step may have been measured
-    under.
+    """Returns the machine model of the ranks.
+
+    Args:
+      marks: fingerprints under which the program's own step may have been measured.
     """
     return (
         measured_machine(on, ranks, marks, counted_from_bytes)
@@ -106,7 +110,7 @@ def machine(
 def kept(
     found: CapturedPrediction, where: str, measured: bool = False, limits_bytes: Sequence[float] = ()
 ) -> Prediction:
-    """Returns what a plan keeps of a prediction.
+    """Returns the prediction to store in a plan.
 
     Args:
       measured: on a machine that `whale profile` measured, where steps were compared.

@@ -1,8 +1,8 @@
-"""Predicts a step of a captured program that is spread in one way: planned, lowered and simulated as it would run.
+"""Predicts a step of a captured program under a strategy: plans, lowers and simulates it as it would run.
 
-apply        what a strategy makes of a program and its settings
-Plans        the plans of one search
-predicted    seconds of a step, and whether it fits
+apply        applies a strategy to a program and its settings
+Plans        caches the plans of one search
+predicted    predicts the seconds of a step, and whether it fits into memory
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A strategy applied: the program and the settings, and how these are planned."""
+    """A strategy applied: the program, the settings, and its plan."""
 
     program: Program
     settings: PlanSettings
@@ -47,16 +47,16 @@ class Made:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with what a step of it is predicted to take.
+    """A strategy with the prediction of its step.
 
     Attributes:
       seconds: of a step.
-      lacking_bytes: of the rank that lacks most memory; 0 or less: all have enough, also where nobody asks, since
-        something that fits is faster.
+      lacking_bytes: the largest memory deficit of a rank; 0 or less: all fit, or memory was not simulated because a
+        fitting candidate is faster.
       made: see `Made`; None: it is made again if it is chosen.
-      held: rank -> what it holds at most in a step, where that was looked at.
-      programs: rank -> what it runs, where all tensors of a step together fit, so that nobody looked.
-      by: which member of a team has looked at it, and has `made` (see `whale.planner.graph_search.team`).
+      held: rank -> peak bytes of a step, where simulated.
+      programs: rank -> its program, where all tensors of a step together fit, so that no simulation was needed.
+      by: the team member that predicted it, and has `made` (see `whale.planner.graph_search.team`).
     """
 
     strategy: ParallelStrategy
@@ -69,19 +69,21 @@ class Candidate:
 
     @cached_property
     def bytes(self) -> int:
-        """Returns the bytes of the rank that holds most; 0 where nobody asks."""
+        """Returns the bytes of the rank with the highest peak; 0 if memory was not computed."""
         held = self.held if self.made is None else self.held or _held(self.programs, self.made.settings)
         return max(held.values(), default=0)
 
     @property
     def fits(self) -> bool:
-        """Tells whether every rank has the memory."""
+        """Tells whether the step fits into every rank's memory."""
         return self.lacking_bytes <= 0
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The plans of one search for a program under its settings; ways that divide rows only are planned once."""
+    """Caches the plans of one search for a program under its settings; strategies that only divide rows share one
+    plan.
+    """
 
     program: Program
     settings: PlanSettings
@@ -91,16 +93,16 @@ class Plans:
     _first: FirstLayouts = field(default_factory=FirstLayouts)
 
     def scoped(self, strategy: ParallelStrategy) -> Program:
-        """Returns the program with a scope on what a strategy divides; that does not depend on who divides it."""
+        """Returns the program with a scope on the part that a strategy divides; it does not depend on the ranks."""
         if strategy.split not in self._scoped:
             self._scoped[strategy.split] = scoped(self.program, strategy)
         return self._scoped[strategy.split]
 
     def made(self, strategy: ParallelStrategy) -> Made:
-        """Returns a strategy's program and settings, planned; plans that divide rows only are cached.
+        """Returns a strategy's program and settings, planned; strategies that only divide rows share a cached plan.
 
         Raises:
-          WhaleError: the program cannot be spread so.
+          WhaleError: the program cannot be distributed that way.
         """
         by_rows = strategy == over_all(strategy.name, self.settings.size, shares=strategy.shares)
         found = self._of_rows.get(strategy.shares) if by_rows else None
@@ -111,10 +113,10 @@ class Plans:
         return found
 
     def applied(self, strategy: ParallelStrategy, plan: Plan | None = None) -> Made:
-        """Applies a strategy to program and settings, with their plan where that is known, else planned now.
+        """Applies a strategy to program and settings, with the given plan or a new one.
 
         Raises:
-          WhaleError: the program cannot be spread so.
+          WhaleError: the program cannot be distributed that way.
         """
         inside = self.scoped(strategy) if strategy.split else None
         program, settings = apply(self.program, self.settings, strategy, inside)
@@ -124,9 +126,9 @@ class Plans:
         return Made(program, settings, plan)
 
     def expanded(self, strategy: ParallelStrategy) -> Program:
-        """Returns the program with those composite ops expanded that the plan of a strategy needs in simple ones.
+        """Returns the program with those composite ops expanded that the plan of a strategy needs as simple ones.
 
-        All strategies that divide rows need these so. Where the strategy cannot be planned, it is the program as it is.
+        All strategies that divide rows need the same. If the strategy cannot be planned, the program is not changed.
         """
         try:
             return expand(self.program, frozenset(self.made(strategy).plan.expanded), self.settings)
@@ -134,13 +136,13 @@ class Plans:
             return self.program
 
     def refuse_across(self) -> None:
-        """Raises as pipelines would, where the plan that divides rows, which is made already, shows it.
+        """Raises the error that pipelines would raise, if the existing plan with divided rows shows it.
 
-        Statistics of the whole batch are needed of all micro-batches, however many these are, and wherever stages
+        Statistics of the whole batch need all micro-batches, whatever their number, and wherever stages
         begin.
 
         Raises:
-          AcrossMicroBatchesError: a value of all micro-batches is needed before the last one is through.
+          AcrossMicroBatchesError: a value of all micro-batches is needed before the last one is finished.
         """
         rows = self._of_rows.get(())
         if rows is None:
@@ -155,7 +157,7 @@ class Plans:
             return  # in other numbers of rows there may be a way
 
     def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
-        """Returns the programs that these ranks run."""
+        """Returns the programs of these ranks."""
         return substitute_kernels(lower_ranks(made.program, made.plan, made.settings, ranks), made.settings)
 
 
@@ -165,7 +167,7 @@ def apply(
     """Applies a strategy to a program and to the settings for planning it.
 
     Args:
-      inside: the program with a scope on what the strategy divides, where it is made already.
+      inside: the program with a scope on the part that the strategy divides, if made already.
     """
     if strategy.replicated and not settings.batch.local:
         return program, settings.but(batch__inputs=())
@@ -190,7 +192,7 @@ def apply(
 
 
 def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, Any]:
-    """Returns the settings of a strategy that has stages, or divides tensors in all of the program."""
+    """Returns the settings of a strategy that has stages, or divides tensors in the whole program."""
     found: dict[str, Any] = {"time__micro_batches": max(1, strategy.micro_batches)}
     if strategy.tensor > 1:
         meshes = {
@@ -208,7 +210,7 @@ def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, 
 
 
 def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStrategy:
-    """Returns the strategy with what it leaves to a program's settings written down, as they are when it is applied."""
+    """Fills in the fields that a strategy leaves to a program's settings, with their values when it is applied."""
     recompute: Recompute = settings.memory.recompute or "none"  # type: ignore[assignment]
     offload: Offload = settings.memory.offload or "none"  # type: ignore[assignment]
     return msgspec.structs.replace(
@@ -222,19 +224,19 @@ def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStr
 
 
 def recompute_of(strategy: ParallelStrategy) -> str:
-    """Returns how a program's activations are computed again: it has no layers whose own could be (see `Recompute`)."""
+    """Returns the recompute setting for a program: it has no layers that could have their own (see `Recompute`)."""
     how = next((one for one in strategy.recomputes if one != "none"), "none")
     return AUTO if how in ("selective", "full") else how.replace("none", "")
 
 
 def predicted(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
-    """Predicts what a step of a strategy takes on the slowest rank, and holds on the fullest one.
+    """Predicts the seconds of a strategy's step on the slowest rank, and the memory of the fullest one.
 
     Args:
-      needed_s: a step that takes as long or longer is not taken, so its memory is not looked at.
+      needed_s: a step at least that slow is rejected, so its memory is not computed.
 
     Raises:
-      WhaleError: the program cannot be spread so.
+      WhaleError: the program cannot be distributed that way.
     """
     settings, environment = plans.settings, plans.environment
     unlike = bool(strategy.is_pipelined or strategy.shares or settings.batch.shares) or unequal(environment.rates)
@@ -258,7 +260,7 @@ def _held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, 
 
 
 def _played(settings: PlanSettings, strategy: ParallelStrategy, environment: SearchEnvironment) -> Sequence[int]:
-    """Returns the ranks whose steps stand for the time and memory of all: of ranks that are alike, the first."""
+    """Returns the ranks whose simulation represents all: the first of each group of equal ranks."""
     shares = strategy.shares or settings.batch.shares or (0,) * settings.size
     kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))
     # The ranks of a profile share one host's cores.

@@ -1,8 +1,9 @@
-"""Searches for `auto_parallel` the fastest way to spread a captured program: every way is lowered and predicted.
+"""Searches for the fastest strategy of a captured program, for `auto_parallel`: every strategy is lowered and
+predicted.
 
-What is predicted is what would run: each way is planned and lowered as compilation does it, its step is played by the
-cost model, and its memory is judged as compilation judges it (`predict.py`). The fastest way that fits wins, and what
-runs has the very plan that was predicted.
+Predictions are of the programs that would run: each strategy is planned and lowered as in compilation, the cost model
+simulates its step, and its memory is checked as compilation checks it (`predict.py`). The fastest strategy that fits
+wins, and the run uses the very plan that was predicted.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-      chosen: the fastest by prediction, of those that fit into memory; made: how it is planned.
-      lines: what was looked at, line by line.
-      others: strategies that were looked at besides, fastest first, and then those that cannot be, or were not planned.
-      is_whole: whether there was time for every way.
+      chosen: the fastest candidate by prediction that fits into memory; made: its plan.
+      lines: a text line for each candidate.
+      others: other strategies that were tried, fastest first, then those that are invalid, or were not planned.
+      is_whole: whether there was time for every strategy.
     """
 
     chosen: ChosenStrategy
@@ -61,7 +62,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A strategy that was not chosen: predicted to take so long and to lack so much, or refused for a reason."""
+    """A strategy that was not chosen: with its predicted seconds and lacking bytes, or the reason why it is invalid."""
 
     strategy: ParallelStrategy
     step_s: float = 0.0
@@ -71,12 +72,12 @@ class Other:
 
 @dataclass
 class Search:
-    """The state of a search: the candidates in the order of looking, and what cannot be, with the reason.
+    """The state of a search: candidates in the order of evaluation, and invalid strategies with reasons.
 
     Attributes:
-      end_s: on the clock, after which only a first way is looked at.
-      team: who looks at ways at the same time; None: nobody.
-      is_whole: whether there was time for every way.
+      end_s: clock time after which only the first strategy is evaluated.
+      team: processes that evaluate strategies in parallel; None: none.
+      is_whole: whether there was time for every strategy.
     """
 
     end_s: float
@@ -90,12 +91,12 @@ class Search:
     _under_way: list[Asked] = field(default_factory=list)
 
     def to_beat_s(self) -> float:
-        """Returns the seconds that a further way has to beat to be taken."""
+        """Returns the seconds that a further strategy has to beat."""
         fitting = [way.seconds for way in self.found if way.fits]
         return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
 
     def best(self) -> Candidate | None:
-        """Returns the fastest way that fits, or the first where others gain too little; None: none fits."""
+        """Returns the fastest strategy that fits, or the first one if others gain too little; None: none fits."""
         fitting = [way for way in self.found if way.fits]
         if not fitting:
             return None
@@ -103,13 +104,15 @@ class Search:
         return fitting[0] if best.seconds > fitting[0].seconds * (1 - LEAST_GAIN) else best
 
     def begin(self, strategies: Sequence[ParallelStrategy]) -> None:
-        """Makes the other members look at some ways from now on; what these take is known after the next look."""
+        """Makes the other members evaluate some strategies from now on; their results arrive with the next `look`."""
         if self.team is not None and strategies:
             self._under_way = [Asked(strategy, self.to_beat_s()) for strategy in strategies]
             self.team.ask(self._under_way)
 
     def begin_before_stages(self, plans: Plans, ready: list[ParallelStrategy]) -> list[ParallelStrategy]:
-        """Makes others look at what is ``ready`` while this process asks whether stages can be; returns the rest."""
+        """Makes other members evaluate ``ready`` while this process checks whether stages are possible; returns the
+        rest.
+        """
         if self.team is None or not ready:
             return ready
         self.begin([one for one in ready if self._may_run(plans, one)])
@@ -118,7 +121,7 @@ class Search:
         return []
 
     def look(self, plans: Plans, *strategies: ParallelStrategy) -> None:
-        """Predicts ways, several of them at the same time where there is a team."""
+        """Predicts strategies, several at the same time if there is a team."""
         asked = [Asked(one, self.to_beat_s()) for one in strategies if self._may_run(plans, one)]
         if not self._under_way:
             self.begin([one.strategy for one in asked[1:]])
@@ -144,7 +147,7 @@ class Search:
         return True
 
     def _refused_across(self, plans: Plans) -> Answer:
-        """Asks, once, whether the program with its rows divided shows that there can be no stages."""
+        """Asks, once, whether the program with divided rows shows that stages are impossible."""
         if self._across is None:
             self._across = Answer()
             try:
@@ -165,7 +168,7 @@ class Search:
             self.found = [one if one is best else replace(one, made=None, programs={}) for one in self.found]
 
     def full(self) -> Iterator[ParallelStrategy]:
-        """Yields the ways that do not fit and are faster than all that fit, fastest first, while that is so."""
+        """Yields the strategies that do not fit but are faster than all that fit, fastest first."""
         full = [way for way in self.found if not way.fits]
         for way in sorted(full, key=lambda w: w.seconds):
             if way.seconds < self.to_beat_s():
@@ -180,18 +183,18 @@ def best_way(
     budget_s: float | None = None,
     team: Team | None = None,
 ) -> Found:
-    """Finds the fastest way by prediction, of those that fit into memory.
+    """Finds the fastest strategy by prediction, of those that fit into memory.
 
-    What does not fit, and is faster than all that fits, is also looked at with state and weights divided, and with its
-    activations computed again.
+    A strategy that does not fit, but is faster than all that do, is also tried with state and weights divided, and with
+    activations recomputed.
 
     Args:
-      stages: only pipelines of so many; 0: any way.
-      budget_s: on the clock, after which no further way is looked at; None: as long as a run has.
-      team: who looks at ways at the same time.
+      stages: only pipelines with so many stages; 0: any strategy.
+      budget_s: seconds after which no further strategy is tried; None: the default of a run.
+      team: processes that evaluate strategies in parallel.
 
     Raises:
-      PlanError: no way can run.
+      PlanError: no strategy can run.
       DoesNotFitError: none fits into the ranks' memory; says by how much.
     """
     search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
@@ -234,9 +237,9 @@ def best_way(
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
-    """Looks again at ways that do not fit, with less held.
+    """Evaluates strategies that do not fit again, with less memory.
 
-    State is divided (and weights, where there are no stages), and activations are computed again.
+    State is divided (and weights, where there are no stages), and activations are recomputed.
     """
     program, settings, captured = plans.program, plans.settings, plans.environment.captured
     for strategy in list(search.full()):
@@ -262,9 +265,10 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
 
 
 def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: int) -> Collection[str]:
-    """Returns the handles of what a ZeRO level divides over so many ranks, if that is more than a lower level does.
+    """Returns the handles of variables that a ZeRO level divides over ``ranks``, if these are more than at lower
+    levels.
 
-    () also where the run does not leave free where state lies.
+    Returns () also if the user has fixed the layout of state.
     """
     if settings.zero.level or settings.exchange.wire_dtype or ranks == 1:
         return ()
@@ -280,7 +284,7 @@ def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: i
 def _best(search: Search, environment: SearchEnvironment) -> Candidate:
     if not search.found:
         raise PlanError(
-            "no way to spread the program was found",
+            "no strategy for the program was found",
             reason="; ".join(f"{one.strategy.name}: {one.refused}" for one in search.lost),
         )
     best = search.best()
@@ -308,9 +312,10 @@ def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> It
 def _looked_at(
     plans: Plans, stages: int, begun: Collection[ParallelStrategy] = ()
 ) -> list[tuple[ParallelStrategy, float]]:
-    """Returns what to try, with a lower bound in seconds; data parallelism is first, and pipelines come in their order.
+    """Returns the strategies to try, each with a lower bound in seconds; data parallelism first, pipelines in their
+    order.
 
-    With a number of stages only pipelines of so many. Of what is ``begun`` already nothing is computed.
+    With a number of stages, only pipelines with that many. Bounds of strategies in ``begun`` are not computed.
     """
     program, settings, environment = plans.program, plans.settings, plans.environment
     found = choices(program, settings.size)
@@ -381,7 +386,7 @@ def _looked_at(
         local = bool(settings.batch.local)
         why = why_none(program, settings.size, rows, local, stages, settings.time.micro_batches)
         raise PlanError(
-            "no way to spread the program was found",
+            "no strategy for the program was found",
             given=f"pipeline.stages={stages}",
             reason=why,
             action="leave pipeline.stages out, or change the number of stages, micro-batches or rows",
@@ -390,7 +395,7 @@ def _looked_at(
 
 
 def _speeds(plans: Plans) -> list[float]:
-    """Returns each rank's speed in computing the program, had all the same rows; the slowest one has 1."""
+    """Returns each rank's speed in computing the program with equal rows; the slowest one has 1."""
     (first,) = plans.lowered(plans.made(over_all("equal rows", plans.settings.size)), (0,))
     times = plans.environment.seconds_of_each(inline(first), 0)
     return [max(times) / t for t in times]
@@ -399,8 +404,8 @@ def _speeds(plans: Plans) -> list[float]:
 def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[ParallelStrategy]:
     """Returns data parallelism with rows such that all ranks take equally long.
 
-    [] where the rows are so few that unequal ranks have as many. What a rank does once in a step, whatever its rows
-    (updates, exchanges), is more for a slow one.
+    Returns [] if the rows are so few that unequal ranks get equally many. Work that does not depend on rows (updates,
+    exchanges) takes longer on a slow rank.
     """
     shares = tuple(round(1000 * speed) for speed in speeds)
     if rows >= len(speeds):

@@ -1,10 +1,10 @@
-"""Lists ways to spread a captured program that can run, and applies them to the program.
+"""Lists strategies that can run for a captured program, and applies them to the program.
 
     choices                   strategies to try: rows divided, every rank alone, tensors divided from a large weight on
     over_all                  a strategy of one stage on all ranks
-    scoped                    the program as if the user had put `wh.split` around what a strategy divides
-    without_scopes            the program as if the user had put nothing into one
-    trains, updates, products what a program does with its variables
+    scoped                    the program as if the user had put `wh.split` around the part that a strategy divides
+    without_scopes            the program without the user's scopes
+    trains, updates, products find what a program does with its variables
 
 Pipelines are in `pipelines.py`. The program's own layouts are then found as for any other program.
 """
@@ -28,12 +28,14 @@ LEAST_BYTES = 1 << 20  # smaller weights are not worth it
 
 
 def over_all(name: str, size: int, tensor: int = 1, **more: Any) -> ParallelStrategy:
-    """Returns a strategy of one stage on all ranks, of which so many divide tensors together."""
+    """Returns a strategy of one stage on all ranks with tensor-parallel degree ``tensor``."""
     return ParallelStrategy((Stage(parts=(DeviceGroup(0, tensor, size // tensor),)),), name=name, **more)
 
 
 def choices(program: Program, size: int) -> list[ParallelStrategy]:
-    """Returns what to try, plain data parallelism first; a program with the user's scopes is left as it is."""
+    """Returns the strategies to try, plain data parallelism first; a program with the user's scopes gets no other
+    ones.
+    """
     found = [over_all("data parallel", size)]
     if size == 1 or has_scopes(program):
         return found
@@ -53,12 +55,12 @@ def choices(program: Program, size: int) -> list[ParallelStrategy]:
 
 
 def has_scopes(program: Program) -> bool:
-    """Tells whether the user has put anything of the program into a scope."""
+    """Tells whether the user has put any node or variable of the program into a scope."""
     return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
 
 
 def without_scopes(program: Program) -> Program:
-    """Returns the program with nothing in a scope."""
+    """Returns the program without scopes."""
     return replace(
         program,
         nodes=tuple(replace(n, scope="") for n in program.nodes),
@@ -124,7 +126,7 @@ def _tables(program: Program) -> tuple[str, ...]:
 
 
 def scoped(program: Program, strategy: ParallelStrategy) -> Program:
-    """Puts a split scope on what lies between the first product of a weight and what serves the weight.
+    """Puts a split scope on the nodes between the first product of a weight and its gradient.
 
     That is everything from the product to its gradients: for the last layer, its loss; for an earlier one, all layers
     after it; where nothing is trained, all that follows. For a lookup, the lookup and the update of its table.
@@ -146,7 +148,7 @@ def scoped(program: Program, strategy: ParallelStrategy) -> Program:
 
 
 def divisible(program: Program) -> set[str]:
-    """Returns the handles of variables that a program's split scopes may divide: theirs, and those only they use."""
+    """Returns the handles of variables that split scopes may divide: their own, and those that only they use."""
     inside = {n.name for n in program.nodes if n.scope}
     return {
         v.node

@@ -1,7 +1,10 @@
-"""Lets processes look at ways together: the first of them searches, and gives others some of its ways.
+"""Evaluates strategies in several processes: the first one searches, and assigns some strategies to the others.
 
-Asked       a way that a member is to predict Answer      what it has found Team        what the search asks of the
-other members tried       one way, predicted or lost Member      one of the others at work
+Asked       a strategy that a member is to predict
+Answer      its prediction, or the reason why it is invalid
+Team        the interface of the search to the other members
+tried       predicts one strategy
+Member      a member other than the first at work
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ from whale.planner.graph_search.predict import Candidate, Plans, predicted
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A way that a member is to predict; what takes ``needed_s`` or longer is not taken."""
+    """A strategy that a member is to predict; it is rejected if a step takes ``needed_s`` or longer."""
 
     strategy: ParallelStrategy
     needed_s: float
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A way as a member has predicted it, or the reason why it cannot run.
+    """A strategy's prediction by a member, or the reason why it cannot run.
 
     Attributes:
       seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`.
@@ -41,22 +44,24 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Team(Protocol):
-    """The members, as the first of them sees them. ``size`` counts it as well."""
+    """The interface to the other members, for the first one. ``size`` includes the first one."""
 
     size: int
 
     def ask(self, ways: Sequence[Asked]) -> None:
-        """Gives one way each to members 1, 2, ..; they begin."""
+        """Assigns one strategy each to members 1, 2, ..., which begin at once."""
 
     def answers(self) -> list[Answer]:
-        """Waits for what the members have found, and returns it in the order of asking."""
+        """Waits for the members' results, and returns them in the order of the assignment."""
 
     def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
-        """Returns the plan of a way that a member has looked at, and what the fullest rank holds under it."""
+        """Returns the plan of a strategy that a member has predicted, and the bytes of the rank with the highest
+        peak.
+        """
 
 
 def tried(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
-    """Predicts a way; the candidate is None where it cannot run."""
+    """Predicts a strategy; the candidate is None if it cannot run."""
     try:
         way = predicted(plans, asked.strategy, asked.needed_s)
     except AcrossMicroBatchesError as error:
@@ -67,14 +72,14 @@ def tried(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
 
 
 class Member:
-    """A member other than the first: predicts the ways that it is given, and keeps the plan of the fastest one."""
+    """A member other than the first: predicts assigned strategies, and keeps the plan of the fastest one."""
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
         self.best: Candidate | None = None
 
     def answer(self, asked: Asked) -> Answer:
-        """Predicts a way and keeps it if it is the fastest so far."""
+        """Predicts a strategy and keeps its plan if it is the fastest so far."""
         answer, way = tried(self._plans, asked)
         # What does not fit is looked at again by the first member, with less held.
         if way is not None and way.fits and (self.best is None or way.seconds < self.best.seconds):
@@ -82,9 +87,9 @@ class Member:
         return answer
 
     def plan(self, strategy: ParallelStrategy) -> tuple[Plan, int]:
-        """Returns the plan of a way, and what the fullest rank holds under it.
+        """Returns the plan of a strategy, and the bytes of the rank with the highest peak.
 
-        It need not be the fastest so far: a way that is hardly faster than the first one is not taken.
+        It need not be the fastest so far: a strategy that is hardly faster than the first one is not chosen.
         """
         best = self.best
         way = best if best is not None and best.strategy == strategy else predicted(self._plans, strategy)

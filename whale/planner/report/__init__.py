@@ -1,1 +1,1 @@
-"""Plans of the planner as files, tables, pages, and beside what was measured."""
+"""Reports plans as files, tables and pages, and compares them with measurements."""

@@ -1,4 +1,4 @@
-"""Compares a captured plan's prediction with a run: step, ranks, layers; marks what is off by more than a fifth."""
+"""Compares a captured plan's prediction with a run: step, ranks, layers; marks differences of more than a fifth."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class MeasuredRank(msgspec.Struct, frozen=True):
 
     Attributes:
         steps_s: of each step.
-        kernels_s: seconds of kernels by operation; empty where TensorFlow's profiler does not tell (on GPUs).
-        busy_s: seconds in which at least one kernel ran; as unknown as `kernels_s` where those are empty.
-        moving_s: of exchanges, since all who take part had come.
-        peak_bytes: most that TensorFlow's allocator had given out; None where it keeps no figures.
+        kernels_s: seconds of kernels by operation; empty where TensorFlow's profiler does not report them (on GPUs).
+        busy_s: seconds in which at least one kernel ran; unknown if `kernels_s` is empty.
+        moving_s: seconds of exchanges, from the arrival of the last participant.
+        peak_bytes: peak of TensorFlow's allocator; None where it keeps no statistics.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class MeasuredRank(msgspec.Struct, frozen=True):
 
 
 class PredictedRank(msgspec.Struct, frozen=True):
-    """The prediction of one rank: its kernels added up, and how long at least one runs; its exchanges alone."""
+    """The prediction of one rank: seconds of its kernels, summed and as busy time, and of its exchanges alone."""
 
     compute_s: float
     busy_s: float
@@ -44,7 +44,7 @@ class PredictedRank(msgspec.Struct, frozen=True):
 
 
 class PredictedStep(msgspec.Struct, frozen=True):
-    """The prediction of a step, with the machine it is for and the stages that the ranks run."""
+    """The prediction of a step, with its machine and the stages of the ranks."""
 
     where: str
     step_s: float
@@ -53,14 +53,14 @@ class PredictedStep(msgspec.Struct, frozen=True):
 
 
 def median(values: Sequence[float]) -> float:
-    """Returns the middle value, or the mean of the two in the middle; of one value at least."""
+    """Returns the median of at least one value."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def mark(predicted: float, measured: float, small: float = 0.0) -> str:
-    """Returns how far the measured value is from the predicted one: "+3 %", or "+35 % <--" where that is far.
+    """Formats the difference between a measured and a predicted value: "+3 %", or "+35 % <--" if it is large.
 
     Args:
         small: a smaller difference is not marked.
@@ -81,7 +81,7 @@ def layer_of(name: str) -> str:
 
 
 def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the seconds by layer, of all ranks together."""
+    """Returns the seconds by layer, summed over ranks."""
     found: dict[str, float] = {}
     for one in kernels_s:
         for name, value in one.items():
@@ -90,7 +90,7 @@ def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def report(predicted: PredictedStep, measured: Sequence[MeasuredRank]) -> str:
-    """Returns predicted beside measured figures, as text."""
+    """Formats predicted beside measured figures."""
     each = sorted(measured, key=lambda m: m.rank)
     step_s = max(median(m.steps_s) for m in each)
     steps = len(each[0].steps_s)
@@ -124,7 +124,7 @@ def _row(name: str, predicted: float, measured: float, small: float = 0.0) -> st
 
 
 def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]:
-    """Returns a row for each layer, of kernels on all ranks; only operations that both sides know by name."""
+    """Formats a row for each layer, with kernels of all ranks; only operations that both sides have by name."""
     alike = [_named(p.kernels_s, m.kernels_s) for p, m in zip(predicted.ranks, each)]
     ahead = layers(alike)
     real = layers([{n: m.kernels_s[n] for n in one} for m, one in zip(each, alike)])
@@ -146,7 +146,9 @@ def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]
 
 
 def _named(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Returns predicted seconds by the names that were measured: in a micro-batch with its call's name in front."""
+    """Returns predicted seconds by measured names, without the name of a micro-batch's call where it was not
+    measured.
+    """
     found: dict[str, float] = {}
     for name, value in predicted.items():
         while name not in measured and "/" in name:
@@ -161,7 +163,7 @@ def _short(name: str, limit: int = 26) -> str:
 
 
 def _verdict(predicted: PredictedStep, each: Sequence[MeasuredRank], step_s: float) -> str:
-    """Says in one line what explains most of the difference."""
+    """Names in one line the main cause of the difference."""
     off = step_s / predicted.step_s - 1
     lead = f"Predicted {format_seconds(predicted.step_s)}, measured {format_seconds(step_s)} ({100 * off:+.0f} %)"
     slowest = max(each, key=lambda m: median(m.steps_s))

@@ -61,16 +61,16 @@ POINTS = 160  # of a curve
 
 
 def html(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> str:
-    """Returns one page without references to the outside: timeline, waterfall, memory, layers, stages, alternatives.
+    """Returns one self-contained HTML page: timeline, waterfall, memory, layers, stages, alternatives.
 
     Args:
-      measured: a step as it ran (see whale.planner.report.measured_step).
+      measured: a measured step (see whale.planner.report.measured_step).
     """
     return page({**_data(plan), "measured": measured})
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Returns the page of these data (see `_data` and `draw_captured`)."""
+    """Renders the page from its data (see `_data` and `draw_captured`)."""
     text = json.dumps(data, separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
@@ -147,7 +147,7 @@ def _tracks(
     """Returns the passes of each stage, for the timeline.
 
     Returns:
-      (per stage its passes as (kind, start, end, text), the seconds that are drawn, and what to say of them).
+      (per stage its passes as (kind, start, end, text), the seconds that are drawn, and a caption).
     """
     strategy = plan.strategy
     orders = make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
@@ -180,7 +180,7 @@ def _tracks(
 
 
 def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]]:
-    """Returns what makes the step longer than the ideal one; the parts add up to the step."""
+    """Returns the parts by which the step is longer than the ideal one; they add up to the step."""
     parts = show.parts_of(found)
     ideal = min(plan.bound_s, parts["compute"])
     return [
@@ -269,7 +269,7 @@ def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) ->
 def _memory(
     plan: PlanFile, machines: Machines, found: Evaluation, tasks: Tasks, times: Timeline
 ) -> list[dict[str, Any]]:
-    """Returns the bytes over time of one device of each stage (of some, where there are many)."""
+    """Returns the memory over time of one device of each stage (of some stages, if there are many)."""
     stages = plan.strategy.stages
     step = max(1, -(-len(stages) // CURVES))
     rows = []

@@ -1,4 +1,6 @@
-"""Draws a captured program's plan as the page of `draw`: what ranks do and hold over time, layers over the mesh."""
+"""Draws a captured program's plan as the page of `draw`: each rank's activity and memory over time, layers over the
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ MOVES = 14  # rows of what moves
 
 @dataclass(frozen=True)
 class Drawn:
-    """The data that a page of a captured plan is made from.
+    """The data of a captured plan's page.
 
     Attributes:
       program: normalised, as it was planned.
       prediction: with timelines; alone_s: of the same program on one of its ranks.
-      limits_bytes: memory of each rank; where: on what is predicted.
-      sliders: the step's seconds where exchanges or ranks are faster or slower (see whale.planner.report.sliders).
+      limits_bytes: memory of each rank; where: the machine of the prediction.
+      sliders: step times with exchanges or ranks that are faster or slower (see whale.planner.report.sliders).
     """
 
     plan: Plan
@@ -48,10 +50,10 @@ class Drawn:
 
 
 def html(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> str:
-    """Returns one page without references to the outside.
+    """Returns one self-contained HTML page.
 
     Args:
-      measured: a step as it ran (see whale.planner.report.measured_step).
+      measured: a measured step (see whale.planner.report.measured_step).
     """
     plan, found = drawn.plan, drawn.prediction
     ranks = _names(plan, len(found.ranks))
@@ -90,7 +92,7 @@ def html(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> str:
 
 
 def trace(drawn: Drawn) -> str:
-    """Returns the timeline for ui.perfetto.dev: a process per rank, with tracks of kernels and tracks of exchanges."""
+    """Returns the timeline for ui.perfetto.dev: a process per rank, with tracks of kernels and of exchanges."""
     events: list[dict[str, object]] = []
     for rank, (timeline, (name, stage)) in enumerate(
         zip(drawn.prediction.timelines, _names(drawn.plan, len(drawn.prediction.ranks)))
@@ -147,7 +149,9 @@ def _bound(drawn: Drawn) -> tuple[str, str]:
 
 
 def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
-    """Returns the parts from the ideal, one rank's step divided by the ranks, to the step; they add up to it."""
+    """Returns the parts of the step's time, starting with one rank's step divided by the ranks; they add up to the
+    step.
+    """
     found = drawn.prediction
     rank = _slowest(found)
     timeline, step_s = found.timelines[rank], found.step_s
@@ -164,7 +168,7 @@ def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
 
 
 def _exposed(timeline: Timeline) -> float:
-    """Returns the seconds in which exchanges run and no kernel does."""
+    """Returns the seconds in which exchanges run while no kernel does."""
     marks = sorted(
         [(s.start_s, 1, s.exchange) for s in timeline.spans] + [(s.end_s, -1, s.exchange) for s in timeline.spans]
     )
@@ -179,7 +183,7 @@ def _exposed(timeline: Timeline) -> float:
 
 
 def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]:
-    """Returns, per rank, its spans: (kind, start, end, text, lane, lanes)."""
+    """Returns the timeline spans of each rank: (kind, start, end, text, lane, lanes)."""
     at = levels(drawn.program)
     timelines = drawn.prediction.timelines
     shown = sorted((s for t in timelines for s in t.spans), key=lambda s: s.start_s - s.end_s)[:MOST_SPANS]
@@ -222,7 +226,7 @@ def _moves(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _layers(drawn: Drawn) -> list[str]:
-    """Returns the name scopes that compute or move anything, in program order; of too many, those that compute most."""
+    """Returns the name scopes that compute or communicate, in program order; if too many, those that compute most."""
     time_s, moved = _time_s(drawn), _moved(drawn.plan)
     order = list(dict.fromkeys(layer_of(n.name) for n in drawn.program.nodes if n.outputs))
     order = [name for name in order if time_s.get(name) or moved.get(name)]
@@ -231,7 +235,7 @@ def _layers(drawn: Drawn) -> list[str]:
 
 
 def _time_s(drawn: Drawn) -> dict[str, float]:
-    """Returns the seconds of kernels by layer, all ranks together."""
+    """Returns the seconds of kernels by layer, summed over ranks."""
     known = {node.name for node in drawn.program.nodes}
     found: defaultdict[str, float] = defaultdict(float)
     for timeline in drawn.prediction.timelines:
@@ -245,7 +249,7 @@ def _time_s(drawn: Drawn) -> dict[str, float]:
 
 
 def _moved(plan: Plan) -> dict[str, int]:
-    """Returns the bytes that move by the layer that makes them."""
+    """Returns the bytes communicated by the layer that produces them."""
     found: Counter[str] = Counter()
     for r in (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ())):
         found[layer_of(r.ref.node)] += r.bytes
@@ -284,7 +288,9 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
 
 
 def _divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
-    """Returns, by layer, the part of its nodes with divided rows, and that divided otherwise or summed over ranks."""
+    """Returns, by layer, the shares of its nodes with divided rows, and of those divided otherwise or summed over
+    ranks.
+    """
     counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, s in plan.strategies.get("", {}).items():
         if s.outputs and not name.startswith("whale/"):
@@ -293,7 +299,7 @@ def _divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
 
 
 def _way(s: Strategy) -> int:
-    """Returns 0 where rows are divided, 1 where something else is, 2 where nothing is."""
+    """Returns 0 if a strategy divides rows, 1 if it divides another dimension, 2 if it divides nothing."""
     placed = s.inputs + s.outputs
     if any(isinstance(p, Shard) and p.dim for p in placed):
         return 1
@@ -303,7 +309,7 @@ def _way(s: Strategy) -> int:
 
 
 def _explained(plan: Plan, program: Program, layer: str) -> str:
-    """Says how most of a layer's nodes lie."""
+    """Describes the layout of most of a layer's nodes."""
     found = Counter(
         f"{program.by_name[name].op} {'on the first rank' if s.once else s}"
         for name, s in plan.strategies.get("", {}).items()

@@ -1,4 +1,4 @@
-"""Puts overlapping spans of a timeline into lanes, and rounds numbers to what a page needs."""
+"""Assigns overlapping spans of a timeline to lanes, and rounds numbers for a page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cost_model.graph.predict import Span
 
 
 def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
-    """Returns each span, given by start, with the first lane that is free, and the number of lanes."""
+    """Returns each span, ordered by start, with the first free lane, and the number of lanes."""
     ends: list[float] = []
     found = []
     for span in spans:
@@ -21,5 +21,5 @@ def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
 
 
 def short(seconds: float) -> float:
-    """Rounds to six digits, which are enough for a page."""
+    """Rounds to six digits, which suffice for a page."""
     return float(f"{seconds:.6g}")

@@ -1,7 +1,7 @@
-"""Draws a step that `whale run --trace` wrote, below the one that a plan predicts: what ranks did, when they waited.
+"""Draws a step measured by `whale run --trace` below the predicted one: what ranks did, and when they waited.
 
-read        the events of a trace, whole or cut off by the run's end step_drawn  the step of middle length, as a
-timeline of the page
+read        reads the events of a trace, also one cut off by the run's end
+step_drawn  returns the step of median duration as a timeline of the page
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Event = Mapping[str, Any]
 
 
 def read(path: Path) -> list[Event]:
-    """Reads the events of a trace, a line each; of one that was cut off, all that were written whole.
+    """Reads the events of a trace, one per line; of a trace that was cut off, all complete events.
 
     Raises:
-      PlanError: it is none.
+      PlanError: the file is not a trace.
     """
     found = []
     for line in path.read_text(errors="replace").splitlines():
@@ -46,11 +46,12 @@ def read(path: Path) -> list[Event]:
 
 
 def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[str, Any]:
-    """Returns the timeline of one step: of the program that took most time, the call of middle length after the first.
+    """Returns the timeline of one step: of the program with the largest total time, the call of median duration after
+    the first.
 
     Args:
       path: of the trace, for messages.
-      predicted_s: what was predicted of a step.
+      predicted_s: the predicted seconds of a step.
 
     Raises:
       PlanError: no step of the trace was run by all of its ranks.
@@ -89,7 +90,7 @@ def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[s
 
 
 def _steps(events: Sequence[Event]) -> dict[tuple[int, str], tuple[float, float]]:
-    """Returns when each step of each rank began and ended, in microseconds, by (rank, "train_step 12")."""
+    """Returns the begin and end of each rank's steps, in microseconds, by (rank, "train_step 12")."""
     begun: dict[tuple[int, int], list[tuple[str, float, str]]] = defaultdict(list)
     found = {}
     for e in events:
@@ -105,7 +106,7 @@ def _steps(events: Sequence[Event]) -> dict[tuple[int, str], tuple[float, float]
 def _track(
     events: Sequence[Event], rank: int, step_us: tuple[float, float], begin_us: float, end_us: float
 ) -> list[tuple[int, float, float, str, int, int]]:
-    """Returns a rank's spans: the step above, what the rank exchanged meanwhile below.
+    """Returns a rank's spans: the step in the upper lane, its exchanges below.
 
     Returns:
       (kind, start, end, text, lane, lanes) of each span.

@@ -1,7 +1,7 @@
 """Draws the mesh of a plan for its page: a grid of ranks for each stage, rows and columns named by axes.
 
-mesh_of_plan    of a script's plan mesh_of_strategy  of a described model's: replicas by tensor ranks, for each kind of
-devices of a stage
+mesh_of_plan      for a script's plan
+mesh_of_strategy  for a described model's plan: replicas by tensor ranks, for each kind of devices of a stage
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ GRIDS = 16  # drawn
 
 
 def mesh_of_plan(plan: Plan) -> dict[str, Any]:
-    """Returns a grid per stage group, or one of all ranks: columns along the last axis, rows along those before it."""
+    """Returns a grid for each stage group, or one for all ranks: columns along the last axis, rows along the earlier
+    ones.
+    """
     groups = plan.stage_groups or (StageGroup("", tuple(range(plan.mesh_size)), ()),)
     grids = []
     for index, group in enumerate(groups):
@@ -29,7 +31,9 @@ def mesh_of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def mesh_of_strategy(strategy: ParallelStrategy, names: Sequence[str]) -> dict[str, Any]:
-    """Returns a grid for each stage's pool of devices, with the pools' ``names``; ranks count stage by stage."""
+    """Returns a grid for each stage's pool of devices, labelled by the pools' ``names``; ranks are numbered stage by
+    stage.
+    """
     grids, first = [], 0
     for index, stage in enumerate(strategy.stages):
         for part in stage.parts:

@@ -1,4 +1,4 @@
-"""Checks and draws the plan of a described model: its strategy is evaluated, no program is captured.
+"""Checks and draws the plan of a described model by evaluating its strategy; no program is captured.
 
 `whale.tools.program_report` has the same functions for plans of programs.
 """
@@ -18,7 +18,7 @@ Measured = Callable[[float], Mapping[str, Any] | None]
 
 
 def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
-    """Lists what is wrong with the plan, on another cluster if one is given; empty: nothing."""
+    """Lists the errors of the plan, on another cluster if one is given; empty: none."""
     return (msgspec.structs.replace(plan, cluster=cluster) if cluster is not None else plan).problems()
 
 
@@ -28,5 +28,5 @@ def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -
 
 
 def page(plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured) -> str:
-    """Returns one self-contained page; `measured`: a step as it ran, for the seconds that are predicted."""
+    """Returns one self-contained HTML page; `measured`: a measured step, given the predicted seconds."""
     return draw.html(plan, measured(plan.evaluate()[2].step_s))

@@ -1,10 +1,10 @@
 """Writes and reads plan files: JSON, sorted, deterministic; `plan.schema.json` is the schema.
 
-Every file says the strategy, what is predicted and who decided (`PlanRecord`). That of a described model says its
-cluster and what was asked, so that it can be evaluated, re-bound and checked anywhere; its devices are virtual: a stage
-names pools of the cluster. That of a program says how each of its tensors lies, and from which script, or description,
-the program comes. `format_version` is major.minor: another major is refused, unknown fields of a newer minor are
-ignored.
+Every file contains the strategy, its prediction and who chose it (`PlanRecord`). The plan of a described model contains
+its cluster and the request, so that it can be evaluated, re-bound and checked anywhere; its devices are virtual: a
+stage names pools of the cluster. The plan of a program contains the layout of each of its tensors, and the script, or
+description, of the program. `format_version` is major.minor: another major is refused, unknown fields of a newer minor
+are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ SLOWER, LACKING = 6, 3  # alternatives of a plan file at most: slower ones, then
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another strategy, and how it lost: seconds it is slower by, bytes that it lacks, or in words why it cannot be."""
+    """Another strategy, and why it lost: the seconds by which it is slower, the bytes that it lacks, or why it is
+    invalid.
+    """
 
     strategy: ParallelStrategy
     slower_s: float | None = None
@@ -46,7 +48,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Says in words why it lost."""
+        """Describes why the strategy lost."""
         if self.refused:
             return self.refused
         if self.lacking_bytes is not None:
@@ -55,12 +57,12 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class PlanFile(PlanRecord, frozen=True, kw_only=True):
-    """A plan with what was asked, what was decided, what is predicted, what lost.
+    """A plan with its request, strategy, prediction and alternatives.
 
     Attributes:
-        cluster: None: of a script, no cluster was named.
+        cluster: None: the plan is of a script, without a cluster.
         description: of a model whose step is captured; transformer, table: of one that formulas evaluate.
-        bound_s: no strategy takes less for a step; 0: that is not known.
+        bound_s: a lower bound of the step time of any strategy; 0: not known.
     """
 
     cluster: Cluster | None = None
@@ -76,7 +78,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         """Returns the predicted seconds of a step.
 
         Raises:
-            PlanError: nobody predicted it.
+            PlanError: the plan has no prediction.
         """
         if self.predicted is None:
             raise PlanError("the plan's step was not predicted", expected="predicted")
@@ -87,7 +89,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         """Returns the devices of the plan's cluster.
 
         Raises:
-            PlanError: it names none.
+            PlanError: it names no cluster.
         """
         if self.cluster is None:
             raise PlanError("the plan names no cluster", expected="cluster")
@@ -102,7 +104,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         return TableModel(self.table, stack(self.software), machines)
 
     def evaluator(self) -> Evaluator:
-        """Returns what evaluates strategies of a described model; PlanError if the plan names none."""
+        """Returns the evaluator of the described model's strategies; raises PlanError if the plan names no model."""
         machines = self.machines
         return ModelEvaluator(self.model(machines), machines)
 
@@ -110,7 +112,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         """Simulates a described model's strategy again; returns its model, machines and evaluation.
 
         Raises:
-            PlanError: the strategy is none of this model on this cluster, whose simulation might never end.
+            PlanError: the strategy is invalid for this model on this cluster; its simulation might never end.
         """
         machines = self.machines
         model = self.model(machines)
@@ -119,10 +121,10 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         return model, machines, evaluate(model, machines, self.strategy)
 
     def prediction(self) -> Prediction | None:
-        """Returns what a step takes: of a described model evaluated now, of a program as it was when it was planned.
+        """Returns the prediction of a step: of a described model evaluated now, of a program as it was planned.
 
         Raises:
-            PlanError: the strategy is none of the described model on its cluster.
+            PlanError: the strategy is invalid for the described model on its cluster.
         """
         if self.program is not None:
             return self.predicted
@@ -150,7 +152,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         )
 
     def problems(self) -> list[str]:
-        """Lists what is wrong with a described model's plan, found independently of the search; empty: nothing."""
+        """Lists the errors of a described model's plan, found independently of the search; empty: none."""
         machines = self.machines
         model = self.model(machines)
         wrong = check(model, machines, self.strategy, self.batch)
@@ -171,7 +173,7 @@ def of_search(
     table: LayerProfile | None,
     planner: str = "whale",
 ) -> PlanFile:
-    """Makes the file of a search's result, with the best alternative of each shape and what nearly fitted."""
+    """Creates the plan file of a search's result, with the best alternative of each shape and those that nearly fit."""
     best = found.evaluation.step_s
     others: list[Alternative] = []
     seen = {_shape(found.strategy)}
@@ -202,12 +204,12 @@ def of_search(
 def of_program(
     plan: Plan, cluster: Cluster | None = None, description: str = "", alternatives: Sequence[Alternative] = ()
 ) -> PlanFile:
-    """Makes the file of a program's plan.
+    """Creates the plan file of a program.
 
     Args:
-        cluster: that it was planned, or is predicted, for.
-        description: of the model whose step it is, where no script is.
-        alternatives: what `auto_parallel` looked at besides.
+        cluster: the cluster of the plan, or of its prediction.
+        description: of the model that the step trains, if there is no script.
+        alternatives: other strategies that `auto_parallel` tried.
     """
     record = msgspec.structs.asdict(plan.record())
     return PlanFile(**record, cluster=cluster, description=description, alternatives=tuple(alternatives))
@@ -227,7 +229,7 @@ def schema() -> dict[str, Any]:
 
 
 def dumps(plan: PlanFile) -> bytes:
-    """Returns the file's text: the same bytes for the same plan."""
+    """Serialises a plan: the same bytes for the same plan."""
     return file_text(plan)
 
 
@@ -237,10 +239,10 @@ def save(plan: PlanFile, path: str | Path) -> None:
 
 
 def loads(data: bytes, origin: str = "<text>") -> PlanFile:
-    """Reads a plan file's text.
+    """Parses a plan file's text.
 
     Raises:
-        PlanError: it is none, or of another major version, or what it says of a program's layouts is none.
+        PlanError: it is not a plan, has another major version, or its layouts of a program are invalid.
     """
     try:
         found = record_from_text(data, PlanFile)
@@ -259,7 +261,7 @@ def loads(data: bytes, origin: str = "<text>") -> PlanFile:
 
 
 def load(path: str | Path) -> PlanFile:
-    """Reads a plan file; PlanError if there is none, it is none, or of another major version."""
+    """Reads a plan file; raises PlanError if it is missing, is not a plan file, or has another major version."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

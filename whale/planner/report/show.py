@@ -1,4 +1,4 @@
-"""Shows a plan as a person reads it: one screen, one stage, or the difference of two."""
+"""Formats plans as text: one screen, one stage, or the difference between two plans."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ LONG_SEQUENCE = 1 << 17  # positions from which on context parallelism is worth 
 
 
 def terminal_width() -> int:
-    """Returns the characters of a line of the terminal, or of COLUMNS."""
+    """Returns the number of characters per line of the terminal, or COLUMNS."""
     return max(60, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 @dataclass(frozen=True)
 class _Page:
-    """The parts of a page that depend on what the plan is of, as lines of text.
+    """The parts of a page that differ between kinds of plans, as lines of text.
 
     Attributes:
-        model, devices: what is trained, and on what.
-        speed: beside the seconds of a step.
-        of: whose steps the likely ones were compared with.
-        bound: what takes most of the step.
-        found: what a step takes; None: nobody predicted it.
+        model, devices: the trained model, and its devices.
+        speed: printed beside the seconds of a step.
+        of: the source of the steps with which predictions were compared.
+        bound: the largest part of the step.
+        found: the prediction; None: there is none.
         tables: sections that follow the first lines.
-        layouts: how the tensors of a program lie, and what moves.
-        last: what will happen, in one line.
+        layouts: the layouts of a program's tensors, and what is communicated.
+        last: the last line, which says what will happen.
     """
 
     model: str
@@ -100,7 +100,7 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
 
 
 def alternatives_table(alternatives: Sequence[Alternative], width: int = WIDTH) -> list[str]:
-    """Returns a row for each strategy that lost, with the reason."""
+    """Formats a row for each strategy that lost, with the reason."""
     lines = ["", "alternatives that lost"] if alternatives else []
     most = min(REASON, max((len(one.reason) for one in alternatives), default=0))
     for one in alternatives:
@@ -147,7 +147,7 @@ def _devices(machines: Machines) -> str:
 
 
 def _of_program(plan: PlanFile, width: int) -> _Page:
-    """Returns the page of a program's plan: the same, with how its tensors lie and what moves."""
+    """Returns the page of a program's plan, which adds the tensors' layouts and the communication."""
     program = plan.plan
     assert program is not None
     found, strategy = plan.predicted, plan.strategy
@@ -179,7 +179,7 @@ def _of_program(plan: PlanFile, width: int) -> _Page:
 
 
 def rank_table(plan: PlanFile, found: Prediction, width: int = WIDTH) -> list[str]:
-    """Returns a row for each rank of a program's plan; runs of equal ranks are one row."""
+    """Formats a row for each rank of a program's plan; consecutive equal ranks share one row."""
     stage_of = {rank: number for number, one in enumerate(plan.strategy.stages) for rank in one.bound_ranks}
     head = ["ranks", "stage", "DPxTP", "memory", "between steps", "kernels", "communication"]
     rows: list[list[str]] = []
@@ -200,7 +200,7 @@ def rank_table(plan: PlanFile, found: Prediction, width: int = WIDTH) -> list[st
 
 
 def details(plan: PlanFile, width: int = WIDTH) -> list[str]:
-    """Returns a row for each layer of a described model, or each operation of a program."""
+    """Formats a row for each layer of a described model, or each operation of a program."""
     program = plan.plan
     return layer_table(plan) if program is None else list_op_rows(program, width)
 
@@ -211,7 +211,7 @@ def _speed(plan: PlanFile, found: Evaluation) -> float:
 
 
 def parts_of(found: Evaluation) -> dict[str, float]:
-    """Returns the step's seconds by what the busiest stage does; they add up to the step."""
+    """Returns the step's seconds by activity of the busiest stage; they add up to the step."""
     return {
         "compute": found.compute_s,
         "communication": found.send_s + found.reduce_s,
@@ -221,13 +221,15 @@ def parts_of(found: Evaluation) -> dict[str, float]:
 
 
 def bound_by(found: Evaluation) -> str:
-    """Says what takes most of the step, of which stage."""
+    """Names the activity that takes most of the step, and its stage."""
     name, most = max(parts_of(found).items(), key=lambda e: e[1])
     return f"{name} of stage {found.busiest} ({most / found.step_s:.0%} of the step)"
 
 
 def stage_table(plan: PlanFile, machines: Machines, found: Evaluation, width: int = WIDTH) -> list[str]:
-    """Returns a row for every part of a stage, ``width`` characters at most; runs of equal stages are one row."""
+    """Formats a row for every part of a stage, at most ``width`` characters wide; consecutive equal stages share one
+    row.
+    """
     head = ["stage", "layers", "devices", "DPxTP", "rows", "params", "recompute", "memory"]
     head += ["forward", "backward", "send", "reduce"]
     rows: list[list[str]] = []
@@ -256,7 +258,9 @@ def _alike(strategy: ParallelStrategy, found: Evaluation, a: int, b: int) -> boo
 
 
 def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, first: int, end: int) -> list[list[str]]:
-    """Returns the cells of a run of equal stages: a row for each part; what is of the stage stands in the first one."""
+    """Returns the cells of consecutive equal stages: a row for each part; cells about the stage are in the first
+    row.
+    """
     stage, cost, count = plan.strategy.stages[first], found.stages[first], end - first
     lead = [name, str(stage.count) if count == 1 else f"{count} x {stage.count}"]
     times = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
@@ -279,7 +283,7 @@ def _format_parameters(count: float) -> str:
 
 
 def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, apart: int) -> list[str]:
-    """Returns a table; where its lines would be longer than `width`, several, each with the first column.
+    """Formats a table; if lines would be longer than `width`, several tables that repeat the first column.
 
     Args:
         left: names of the columns that are aligned on the left.
@@ -304,7 +308,7 @@ def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, 
 
 
 def memory_bar(used_bytes: float, limit_bytes: float) -> str:
-    """Returns how full a device's memory is, drawn and in figures."""
+    """Formats the use of a device's memory, as a bar and in figures."""
     full = min(BAR, round(BAR * used_bytes / limit_bytes))
     bar = f"[{'#' * full}{'.' * (BAR - full)}]"
     if used_bytes < _SHOWN_GIB * 2**30:
@@ -313,7 +317,7 @@ def memory_bar(used_bytes: float, limit_bytes: float) -> str:
 
 
 def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
-    """Returns what lies in the hosts' memory: of each pool the host that holds most."""
+    """Formats the use of the hosts' memory: for each pool the host with the highest use."""
     strategy, most = plan.strategy, dict[int, float]()
     for stage in strategy.stages:
         for part in stage.parts:
@@ -328,7 +332,7 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
 
 
 def schedule_lines(strategy: ParallelStrategy) -> list[str]:
-    """Returns the order of passes on the first stages, as text: F and B with their micro-batch."""
+    """Formats the order of passes on the first stages: F and B with their micro-batch."""
     if len(strategy.stages) == 1:
         if strategy.micro_batches == 1:
             return ["schedule   the whole batch at once, gradients summed at the end"]
@@ -348,7 +352,7 @@ def schedule_lines(strategy: ParallelStrategy) -> list[str]:
 
 
 def layer_table(plan: PlanFile) -> list[str]:
-    """Returns a row for each layer: its stage, seconds of a micro-batch on its slowest device, what it holds there."""
+    """Formats a row for each layer: its stage, seconds of a micro-batch on its slowest device, and its memory there."""
     model, _, found = plan.evaluate()
     rows = [f"{'layer':>6} {'stage':>6} {'forward':>10} {'backward':>10} {'params':>10} {'kept of a micro-batch':>22}"]
     of = {
@@ -374,7 +378,7 @@ def layer_table(plan: PlanFile) -> list[str]:
 
 
 def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
-    """Says in one line what will happen."""
+    """Formats the last line, which says what will happen."""
     parts = parts_of(found)
     share = ", ".join(f"{name} {value / found.step_s:.0%}" for name, value in parts.items() if value > 0)
     strategy = plan.strategy
@@ -389,7 +393,9 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
 
 
 def explain_layer(plan: PlanFile, layer: int) -> str:
-    """Explains one layer of a described model: where it lies, why there, and what its neighbours would cost."""
+    """Explains one layer of a described model: its stage, the reason, and what moving it to the neighbours would
+    cost.
+    """
     model, machines, found = plan.evaluate()
     if not 0 <= layer < model.count:
         raise PlanError("there is no such layer", given=layer, expected=f"0 to {model.count - 1}")
@@ -424,7 +430,7 @@ def explain_layer(plan: PlanFile, layer: int) -> str:
 
 
 def _other_recompute(plan: PlanFile, model: Model, found: Evaluation, index: int) -> Iterator[str]:
-    """Yields what the stage computes again, and what it would cost to compute more or less."""
+    """Describes the stage's recompute, and the cost of more or less of it."""
     strategy = plan.strategy
     own = strategy.find_recompute(strategy.stages[index])
     yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
@@ -442,7 +448,7 @@ def _against(found: Evaluation, other: Prediction) -> str:
 
 
 def diff(one: PlanFile, other: PlanFile) -> str:
-    """Says what differs between two plans, of whatever they are, and what that does to the step."""
+    """Describes how two plans of any kind differ, and the effect on the step."""
     a, b = one.prediction(), other.prediction()
     lines = [f"  {name:14} {x} -> {y}" for (name, x), (_, y) in zip(_facts(one), _facts(other)) if x != y]
     programs = one.plan, other.plan
@@ -465,7 +471,7 @@ def diff(one: PlanFile, other: PlanFile) -> str:
 
 
 def _facts(plan: PlanFile) -> list[tuple[str, object]]:
-    """Returns what a plan and its strategy say, by name."""
+    """Returns the fields of a plan and its strategy, by name."""
     s = plan.strategy
     datas, tensors = ({n for stage in s.stages for n in each(stage)} for each in (_replicas, _tensors))
     return [
@@ -519,7 +525,7 @@ def is_faster(one: PlanFile, other: PlanFile) -> bool:
 
 
 def against(fixed: PlanFile, free: PlanFile) -> str:
-    """Says what a plan with something fixed costs beside the one that was found without, by the step's parts."""
+    """Compares a plan with fixed choices and the one found without, by the step's parts."""
     (_, _, mine), (_, _, other) = fixed.evaluate(), free.evaluate()
     change_s = mine.step_s - other.step_s
     if abs(change_s) < ROUNDING * other.step_s:

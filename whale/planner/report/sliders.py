@@ -1,7 +1,7 @@
 """Simulates a step with faster networks or slower devices on a grid, for the sliders of a plan's page.
 
-sliders           of a described model's plan, simulated on other clusters captured_sliders  of a script's plan, whose
-ranks' programs are played with other speeds
+sliders           for a described model's plan, simulated on other clusters
+captured_sliders  for a script's plan, whose ranks' programs are simulated at other speeds
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ NODES, MANY = 60_000, 8_000  # of all ranks' programs: at most, and those whose 
 
 
 def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
-    """Returns the sliders, and the step's seconds under the same plan for each of their places; None: too large a plan.
+    """Returns the sliders, and the step's seconds under the same plan at each grid point; None: the plan is too large.
 
-    The plan stays as it is: its strategy is simulated again on the other cluster. Places count from the last slider on.
+    The plan is not changed: its strategy is simulated again on the other cluster. Grid points vary the last slider
+    fastest.
     """
     if plan.strategy.ranks > DEVICES:
         return None
@@ -65,7 +66,8 @@ def _changed(
 
 
 def captured_sliders(programs: Sequence[Program], machine: Machine, slowest: int) -> dict[str, Any] | None:
-    """Does the same for what ranks run, with a slider for one rank that others slow down; None: too large programs.
+    """Returns sliders like `sliders` for the ranks' programs, one of them for a slowed-down rank; None: programs too
+    large.
 
     Args:
         slowest: the rank that is predicted to end last.

@@ -1,1 +1,1 @@
-"""Writes and reads what a run holds: checkpoints, random states, exported models."""
+"""Writes and reads the state of a run: checkpoints, random states, exported models."""

@@ -1,4 +1,4 @@
-"""Exports a SavedModel for one device, which serves in plain TensorFlow, from a run under any plan: ``wh.export``."""
+"""Exports a SavedModel for one device, which plain TensorFlow can serve, from a run under any plan: ``wh.export``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from whale.runtime.function import Function
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
-    """Writes a SavedModel for one device; every rank calls it at the same place. The first rank writes.
+    """Writes a SavedModel for one device, which every rank calls at the same place; the first rank writes.
 
     Plain TensorFlow serves it: ``tf.saved_model.load(directory).signatures["serving_default"]``, TensorFlow Serving.
-    What was in the directory is replaced once the new model is complete. A variable that lies split is gathered, one
-    after the other; the first rank holds the exported ones whole meanwhile.
+    Former content of the directory is replaced once the new model is complete. Split variables are gathered one
+    after the other; meanwhile the first rank holds the exported variables in full.
 
     Args:
       what: a Keras model; or a step of ``wh.function``, a tf.function or a function that predicts; or a tf.Module with
@@ -66,7 +66,7 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
 
 
 def _make_module(function: Any, specs: Sequence[Any]) -> tf.Module:
-    """Makes a module of a function with its variables."""
+    """Creates a tf.Module of a function and its variables."""
     python_function = getattr(function, "python_function", function)
     if isinstance(function, Function):
         python_function = function._python_function

@@ -1,9 +1,8 @@
-"""Manages a folder of checkpoints: complete ones, which the file ``checkpoint`` names, and the one that is being
-written.
+"""Manages a folder of checkpoints: complete ones, which the file ``checkpoint`` names, and the one being written.
 
-What is written lies in a folder of its own below until it is complete and on the disk. Then its files get their
-names, the index last, and the file ``checkpoint`` is replaced. Whoever is killed in between leaves the checkpoints
-before; what else is left is removed when the next one begins.
+An unfinished checkpoint is in a temporary folder below until it is complete and synced to disk. Then its files get
+their final names, the index last, and the file ``checkpoint`` is replaced. If the process is killed in between, earlier
+checkpoints remain; leftovers are removed when the next checkpoint begins.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class CheckpointFolder:
 
     Args:
       max_to_keep: how many to keep; None for all.
-      keep_every_s: a checkpoint that is that much younger than the last one of these is kept for good; None: none is.
+      keep_every_s: checkpoints at least so many seconds apart are kept for good; None: none are.
 
     Attributes:
       kept: path -> time of writing (s since 1970) of the complete checkpoints, oldest first.
@@ -54,7 +53,7 @@ class CheckpointFolder:
         self._read_state()
 
     def _read_state(self) -> None:
-        """Takes what the file ``checkpoint`` says, or, without a readable one, the complete checkpoints there are."""
+        """Reads the file ``checkpoint``; if it is missing or damaged, finds the complete checkpoints by their files."""
         path = os.path.join(self.directory, "checkpoint")
         try:
             with open(path, encoding="utf-8") as file:
@@ -79,11 +78,10 @@ class CheckpointFolder:
                 self.kept[self._find_path(path)] = min(written, now)
 
     def _find_path(self, name: str) -> str:
-        """Returns the path of a checkpoint that the state file names: one of this folder, wherever that has been moved
-        to.
+        """Returns the path of a checkpoint named by the state file, in this folder, which may have been moved.
 
         Raises:
-          CheckpointError: it is elsewhere; nothing outside of the folder is read, written or removed.
+          CheckpointError: it is elsewhere; no files outside of the folder are read, written or removed.
         """
         base = os.path.basename(name)
         path = os.path.join(self.directory, base)
@@ -99,7 +97,7 @@ class CheckpointFolder:
         return path
 
     def _take_files(self, why: str) -> None:
-        """Takes the complete checkpoints by their files, in the order of their numbers, and says so."""
+        """Finds the complete checkpoints by their files, in the order of their numbers, and logs that."""
         numbers: dict[int, str] = {}
         for entry in os.scandir(self.directory):
             found = re.fullmatch(rf"{re.escape(self.name)}-(\d{{1,18}})\.index", entry.name)
@@ -112,19 +110,19 @@ class CheckpointFolder:
             log.warning(f"{why}; {len(self.kept)} complete checkpoints were found by their files")
 
     def _is_complete(self, path: str) -> bool:
-        """Tells whether as many files are there as the name of each says."""
+        """Tells whether all files of a checkpoint exist, by the count in their names."""
         data = self._list_files(path)[1:]
         return bool(data) and all(int(name[-5:]) == len(data) for name in data)
 
     def begin(self) -> str:
-        """Removes what killed runs have left, and makes a folder for the parts of a new checkpoint."""
+        """Removes leftovers of killed runs, and creates a folder for the parts of a new checkpoint."""
         self.clean()
         temporary = os.path.join(self.directory, f"{_TEMPORARY}{uuid.uuid4().hex[:12]}")
         os.makedirs(temporary)
         return temporary
 
     def clean(self) -> None:
-        """Removes unfinished checkpoints: of this folder's name, without an index."""
+        """Removes unfinished checkpoints of this folder's name: those without an index."""
         for entry in list(os.scandir(self.directory)):
             data = _DATA.fullmatch(entry.name)
             if entry.name.startswith(_TEMPORARY):
@@ -137,10 +135,10 @@ class CheckpointFolder:
                     os.unlink(entry.path)
 
     def install(self, temporary: str, parts: Sequence[str], path: str) -> None:
-        """Makes the checkpoint ``path`` of parts that are on the disk, and removes checkpoints that are not kept.
+        """Creates the checkpoint ``path`` from parts on disk, and removes checkpoints that are no longer kept.
 
         Raises:
-          OSError, tf.errors.OpError: it cannot be written; the checkpoints before are as they were.
+          OSError, tf.errors.OpError: it cannot be written; earlier checkpoints are unchanged.
         """
         try:
             self._install(temporary, parts, path)
@@ -171,11 +169,11 @@ class CheckpointFolder:
         shutil.rmtree(temporary)
 
     def discard(self, temporary: str) -> None:
-        """Removes the parts of a checkpoint that will not be."""
+        """Removes the parts of a checkpoint that was given up."""
         shutil.rmtree(temporary, ignore_errors=True)
 
     def _set_aside(self, path: str) -> str | None:
-        """Moves a checkpoint that is about to be replaced, so that there is a complete one at every moment."""
+        """Renames a checkpoint that is about to be replaced, so that a complete one exists at every moment."""
         if path not in self.kept:
             self._delete(path)
             return None
@@ -231,7 +229,7 @@ class CheckpointFolder:
 
 
 def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> None:
-    """Writes one rank's share to the disk, and then a mark that it is there.
+    """Writes one rank's share to disk, and then a marker file that it is complete.
 
     Raises:
       OSError, tf.errors.OpError: it cannot be written.
@@ -245,12 +243,12 @@ def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> No
 
 
 def find_mark(prefix: str) -> str:
-    """Returns the path of the file that says that a part is complete."""
+    """Returns the path of the marker file of a complete part."""
     return f"{prefix}.done"
 
 
 def sync_to_disk(path: str) -> None:
-    """Waits until the file's content is on the disk."""
+    """Waits until the file's content is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Gathers whole values on the first rank, for a writer that knows nothing of ranks."""
+"""Gathers split and stage variables on the first rank, for writers that are not distributed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse_different_copies(holders: Iterable[Any], context: Context, when: str)
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
-      when: the saving, in words.
+      when: describes the saving, for messages.
 
     Raises:
       CommError: they differ, with the variables and ranks.
@@ -30,7 +30,7 @@ def refuse_different_copies(holders: Iterable[Any], context: Context, when: str)
 
 
 def describe_unreadable(holders: Iterable[Any]) -> str:
-    """Returns, in words, the first variable that a rank cannot read alone, and why; "" if there is none.
+    """Describes the first variable that a rank cannot read without the others, and why; "" if there is none.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.
@@ -50,10 +50,9 @@ def describe_unreadable(holders: Iterable[Any]) -> str:
 
 @contextmanager
 def gather_on_first_rank(holders: Iterable[Any], context: Context) -> Iterator[None]:
-    """Lets the first rank, inside, read variables without the other ranks, whether they lie split or are those of
-    stages.
+    """Lets the first rank read variables without the other ranks inside this context, even split or stage variables.
 
-    Collective if any of them is not whole on every rank. What lies split is gathered one after the other.
+    Collective if any of them is not whole on every rank. Split variables are gathered one after the other.
 
     Args:
       holders: the variables, or objects of a checkpoint that may be or wrap one.

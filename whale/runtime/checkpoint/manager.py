@@ -1,4 +1,4 @@
-"""Writes checkpoints in TensorFlow's format in parallel, each rank its share: ``wh.CheckpointManager``."""
+"""Writes checkpoints in TensorFlow's format in parallel, with a share for each rank: ``wh.CheckpointManager``."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _Result = TypeVar("_Result")
 
 
 class CheckpointManager:
-    """Takes the place of tf.train.CheckpointManager: the same calls, made by every rank at the same place.
+    """Replaces tf.train.CheckpointManager: it has the same calls, made by every rank at the same place.
 
-    Every rank writes its share: of a variable that lies split its part, of the others as many bytes as other ranks. The
+    Every rank writes its share: its part of a split variable, and an equal share of the bytes of other variables. The
     result is one checkpoint in TensorFlow's format. It loads under any other plan and number of ranks, and in plain
-    TensorFlow with tf.train.Checkpoint; what plain TensorFlow wrote loads here. A rank reads only what it holds.
+    TensorFlow with tf.train.Checkpoint; checkpoints of plain TensorFlow load here. A rank reads only the parts that it
+    holds.
 
-    A checkpoint counts once it is complete and on the disk. A run that is killed meanwhile finds the one before. All
-    ranks must see the directory; it is used by one run at a time.
+    A checkpoint counts once it is complete and on disk. If the run is killed before, the previous one is the latest.
+    All ranks must see the directory; it is used by one run at a time.
 
     Args:
       checkpoint: a tf.train.Checkpoint of objects that every rank has. Python's and NumPy's random states and that of
@@ -50,7 +51,7 @@ class CheckpointManager:
       max_to_keep: number of checkpoints to keep; None for all.
       keep_checkpoint_every_n_hours, checkpoint_name, step_counter, checkpoint_interval, init_fn: as in
         tf.train.CheckpointManager.
-      asynchronous: ``save`` returns when the values are taken; threads write them beside the following steps. An error
+      asynchronous: ``save`` returns when the values are copied; threads write them during the following steps. An error
         is raised by the next ``save``, ``wait`` or ``restore``, or by ``wh.shutdown``.
 
     Raises:
@@ -156,7 +157,7 @@ class CheckpointManager:
         return self._context.retry_after_loss(lambda: self._save(checkpoint_number, saves))
 
     def _save(self, checkpoint_number: Any, saves: int) -> str:
-        """Writes a checkpoint after so many others."""
+        """Writes a checkpoint with this number, after ``saves`` earlier ones."""
         self._follow()
         context = self._context
         with open_span(context.trace, "save checkpoint", "checkpoint"):
@@ -206,8 +207,9 @@ class CheckpointManager:
         self._is_seen = True
 
     def wait(self) -> None:
-        """Waits until the checkpoint that threads write is complete; every rank calls it. Returns at once if there is
-        none.
+        """Waits until the checkpoint being written by threads is complete; every rank calls it.
+
+        It returns at once if there is none.
 
         Raises:
           CheckpointError: it could not be written.
@@ -233,7 +235,7 @@ class CheckpointManager:
         self._state = self._act_together("installed", install)[0]
 
     def restore(self, path: str | None) -> Any:
-        """Restores a checkpoint of any origin on every rank; each reads what it holds.
+        """Restores a checkpoint of any origin on every rank; each reads only the parts that it holds.
 
         Args:
           path: of a checkpoint, as in ``checkpoints``; None restores nothing.
@@ -242,7 +244,7 @@ class CheckpointManager:
           the status of tf.train.Checkpoint.restore (``assert_consumed()`` and the like).
 
         Raises:
-          CheckpointError: it is not there, or damaged: names files and tensors.
+          CheckpointError: it is missing or damaged: names files and tensors.
         """
         self.wait()
         if path is None:
@@ -266,11 +268,11 @@ class CheckpointManager:
         """Restores the newest complete checkpoint on every rank, or calls ``init_fn``. Returns its path, or None.
 
         Args:
-          fallback: of a damaged checkpoint, the first rank says so, and the one before is restored. To find out, it
+          fallback: if a checkpoint is damaged, the first rank warns, and the previous one is restored. To find out, it
             reads all of a checkpoint before the ranks do.
 
         Raises:
-          CheckpointError: as ``restore``; with ``fallback``, when none of the checkpoints is whole.
+          CheckpointError: as ``restore``; with ``fallback``, when all checkpoints are damaged.
         """
         self.wait()
         path = self.latest_checkpoint
@@ -285,7 +287,7 @@ class CheckpointManager:
         return path
 
     def _follow(self) -> None:
-        """Opens the folder, once for the ranks that there are: the first one of them keeps it."""
+        """Opens the folder again when the set of ranks has changed: the first rank manages it."""
         if self._left == self._context.lost_count:
             return
         self._left, self._folder, self._is_seen = self._context.lost_count, None, False
@@ -300,7 +302,7 @@ class CheckpointManager:
             log.warning(f"a checkpoint that was being written to {self._directory} is left out, if it was not complete")
 
     def _find_newest_whole(self, latest: str) -> str:
-        """Returns the newest checkpoint of which every tensor can be read; those after it are reported as damaged."""
+        """Returns the newest checkpoint of which every tensor can be read; reports newer ones as damaged."""
 
         def look() -> RankMessage:
             if self._context.rank != 0:
@@ -330,7 +332,7 @@ class CheckpointManager:
         return f"a checkpoint in {self._directory} that is to be {when}"
 
     def _act_together(self, when: str, act: Callable[[], RankMessage]) -> list[RankMessage]:
-        """Acts on every rank. Returns what each of them says, or raises on all ranks if one of them failed."""
+        """Calls ``act`` on every rank. Returns every rank's message, or raises on all ranks if one of them failed."""
         context, failure = self._context, None
         try:
             mine = act()
@@ -360,7 +362,7 @@ class CheckpointManager:
 
 
 def is_left_out(saved: Iterable[Any], where: str) -> bool:
-    """Warns of weights of saved models and layers that are not saved themselves; tells whether there are any.
+    """Warns of weights of saved models and layers that are missing in the checkpoint; tells whether there are any.
 
     Args:
       saved: all objects of a checkpoint.

@@ -29,7 +29,7 @@ def read_random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """Restores what ``read_random_state`` returned: this process goes on where that one was."""
+    """Restores states that ``read_random_state`` returned, so that this process continues their streams."""
     state = json.loads(text)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

@@ -1,4 +1,4 @@
-"""Restores from a checkpoint of any origin: each rank reads what it holds, and what is damaged is named."""
+"""Restores from a checkpoint of any origin: each rank reads only its parts, and damaged tensors and files are named."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def restore(checkpoint: tf.train.Checkpoint, path: str, context: Context) -> Any
 
 
 def find_newest_whole(paths: Sequence[str]) -> str:
-    """Returns the first of these checkpoints of which all can be read; warns of those that are passed over.
+    """Returns the first of these checkpoints that is completely readable; warns of those skipped.
 
     Raises:
-      CheckpointError: none of them is whole.
+      CheckpointError: none of them is readable.
     """
     for path in paths:
         tensors, files = find_damages(path)
@@ -121,7 +121,7 @@ def _restore_pieces(variable: Any, path: str, key: str, context: Context) -> Non
 def read_region(
     path: str, key: str, shape: Sequence[int], dtype: tf.DType, begin: Sequence[int], size: Sequence[int]
 ) -> tf.Tensor:
-    """Reads a region of a variable whose layout was not known when it was restored."""
+    """Reads a region of a variable that was restored before its layout was known."""
     spec = slice_spec(shape, begin, size) if shape else ""
     try:
         return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[key], shape_and_slices=[spec], dtypes=[dtype])[0]
@@ -130,7 +130,9 @@ def read_region(
 
 
 def _group_by_bytes(waiting: Iterable[tuple[Any, str]], context: Context) -> Iterator[list[tuple[Any, str]]]:
-    """Yields variables that are read together: few at a time, so that hardly more memory is needed than they take."""
+    """Yields groups of variables to read together, small enough that reading needs little memory beyond the
+    variables.
+    """
     group: list[tuple[Any, str]] = []
     size_bytes = 0
     for variable, key in waiting:
@@ -171,7 +173,7 @@ def _make_damage_error(path: str, tensors: Sequence[str], files: Sequence[str], 
 
 
 def find_damages(path: str) -> tuple[list[str], list[str]]:
-    """Returns the names of the tensors of a checkpoint that cannot be read, and of the files in which they lie.
+    """Returns the names of the tensors of a checkpoint that cannot be read, and of their files.
 
     Reads all of it, one tensor at a time.
     """

@@ -1,4 +1,4 @@
-"""Writes one checkpoint, by threads beside the following steps or by the caller."""
+"""Writes one checkpoint, in threads during the following steps or in the caller."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOOK_EVERY_S = 0.02
 
 
 class Saving:
-    """A checkpoint on its way to the disk: by ``start`` in a thread, or by ``write_parts`` in the caller's.
+    """A checkpoint being written, by ``start`` in a thread, or by ``write_parts`` in the caller's.
 
     Args:
-      folder: on the first rank, which makes one checkpoint of all ranks' parts; else None.
-      shares: rank of this process -> what it writes; writers: all ranks that have something to write.
+      folder: on the first rank, which combines all ranks' parts into a checkpoint; else None.
+      shares: rank of this process -> the entries that it writes; writers: all ranks with something to write.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Saving:
         self._thread.start()
 
     def write_parts(self) -> None:
-        """Writes the parts of this process's ranks; ``await_written`` raises what goes wrong."""
+        """Writes the parts of this process's ranks; errors are raised by ``await_written``."""
         try:
             while self._shares:
                 rank, share = self._shares.popitem()
@@ -56,14 +56,14 @@ class Saving:
         self._own_written.set()
 
     def await_written(self) -> RankMessage:
-        """Waits for this process's parts."""
+        """Waits until this process's parts are written, and returns this rank's message."""
         self._own_written.wait()
         if self._error is not None:
             raise self._error
         return RankMessage()
 
     def install(self) -> None:
-        """Waits until the checkpoint is complete; all parts are written."""
+        """Combines the parts, which all ranks have written, into a complete checkpoint, and waits for that."""
         self._all_written.set()
         if self._thread is not None:
             self._thread.join()
@@ -73,7 +73,7 @@ class Saving:
             raise self._error
 
     def abandon(self) -> None:
-        """Gives the checkpoint up, and removes its parts unless it is complete already."""
+        """Gives up the checkpoint, and removes its parts unless it is already complete."""
         self._abandoned = True
         self._all_written.set()
         if self._thread is not None:
@@ -129,12 +129,12 @@ def encode_message(said: RankMessage) -> bytes:
 
 
 def decode_messages(everyone: Sequence[bytes]) -> list[RankMessage]:
-    """Decodes what the ranks have said, in order of ranks."""
+    """Decodes the messages of all ranks, in order of ranks."""
     return [msgspec.msgpack.decode(one, type=RankMessage) for one in everyone]
 
 
 def check_equal(said: Sequence[RankMessage]) -> None:
-    """Refuses ranks that are about to do different things.
+    """Raises an error if ranks are about to do different things.
 
     Raises:
       CommError: they save other objects, or use other folders or numbers; names the first rank that differs.

@@ -1,6 +1,4 @@
-"""Decides what each rank writes of a checkpoint: parts of split variables by holder, other variables evenly by
-bytes.
-"""
+"""Decides which rank writes which part of a checkpoint: split variables by holder, other variables evenly by bytes."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ from whale.runtime.variables.partial_initializers import DeferredInitial
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """A tensor, or a rectangle of one, as it lies in a checkpoint.
+    """A tensor, or a rectangle of a tensor, in a checkpoint.
 
     Attributes:
-      key: its name there; spec: shape and slice as TensorFlow writes them, "" for a whole tensor.
+      key: its name in the checkpoint; spec: shape and slice as TensorFlow writes them, "" for a whole tensor.
       holders: the ranks that can write it; size_bytes: 0 where it is too small to matter.
-      read: from the number of a rank that holds it to its values now; None where there is nothing to write.
+      read: returns its current values on a rank that holds it; None: there is nothing to write.
     """
 
     key: str
@@ -49,16 +47,15 @@ class CheckpointEntry:
 
 
 def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[CheckpointEntry]:
-    """Lists all that a checkpoint consists of, under the keys of ``tf.train.Checkpoint``; equal on all ranks but for
-    values.
+    """Lists all entries of a checkpoint under the keys of ``tf.train.Checkpoint``; equal on all ranks but for values.
 
     Raises:
-      CheckpointError: an object of the checkpoint can only be saved by a saver of its own.
+      CheckpointError: an object of the checkpoint needs a saver of its own.
     """
     tensors, _, savers, graph = serialize_graph_view(checkpoint._saver._graph_view)
     if savers:
         raise CheckpointError(
-            "an object of the checkpoint has a saver of its own, which knows no slices",
+            "an object of the checkpoint has a saver of its own, which does not support slices",
             given=", ".join(sorted(savers)),
             expected="variables, iterators and Python state",
             action="leave it out of the checkpoint",
@@ -90,8 +87,8 @@ def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[Chec
 
 
 def choose_writers(entries: Sequence[CheckpointEntry], size: int) -> list[int]:
-    """Returns the rank that writes each entry, so that the largest share is small: largest first, to who has least so
-    far.
+    """Returns the rank that writes each entry, with balanced bytes: largest entry first, to the rank with the fewest
+    bytes.
     """
     loads, writers = [0] * size, [0] * len(entries)
     order = sorted(range(len(entries)), key=lambda i: (len(entries[i].holders) > 1, -entries[i].size_bytes))
@@ -102,7 +99,7 @@ def choose_writers(entries: Sequence[CheckpointEntry], size: int) -> list[int]:
 
 
 def compute_digest(entries: Sequence[CheckpointEntry], writers: Sequence[int]) -> bytes:
-    """Returns a digest that differs when ranks would write different things."""
+    """Returns a digest that differs if ranks would write different entries."""
     text = "\n".join(f"{e.key}\t{e.spec}\t{rank}" for e, rank in zip(entries, writers))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -110,10 +107,10 @@ def compute_digest(entries: Sequence[CheckpointEntry], writers: Sequence[int]) -
 def read_snapshot(
     entries: Sequence[CheckpointEntry], writers: Sequence[int], rank: int
 ) -> list[tuple[str, str, tf.Tensor]]:
-    """Returns (key, spec, values now) of what ``rank`` writes.
+    """Returns (key, spec, current values) of the entries that ``rank`` writes.
 
-    Later steps leave these values alone: as long as they are held, TensorFlow updates a copy of the variable, of one
-    variable at a time.
+    Later steps do not change these values: as long as they are referenced, TensorFlow updates a copy of the variable,
+    of one variable at a time.
     """
     values = ((e, e.read(rank)) for e, writer in zip(entries, writers) if writer == rank)
     return [(e.key, e.spec, value) for e, value in values if value is not None]
@@ -141,7 +138,9 @@ def _read_whole(initial: DeferredInitial, rank: int) -> tf.Tensor:
 
 
 def _read(value: Any, rank: int) -> tf.Tensor | None:
-    """Reads what TensorFlow serialises: a tensor, or something that makes one; None for a variable without a value."""
+    """Reads a value as TensorFlow serialises it: a tensor, or a function that returns one; None for variables without
+    value.
+    """
     with tf.device("/device:CPU:0"):
         if isinstance(value, SaveSpec):
             value = value.tensor

@@ -1,7 +1,7 @@
-"""Runs `auto_parallel`: rank 0 looks for the fastest way to spread the first training step, and all ranks take it.
+"""Runs `auto_parallel`: rank 0 searches the fastest strategy for the first training step, and all ranks use it.
 
-Measuring and telling are here; the search is `whale.planner.graph_search.search`, in which other ranks help. Later
-programs of the run are spread in the same way, because the variables lie so.
+This module measures, shares and logs; the search is `whale.planner.graph_search.search`, in which other ranks help.
+Later programs of the run use the same strategy, because they share its variables.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from whale.runtime.context import Context
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A program and settings with which it is to be planned; ``plan``: so planned already, by the search."""
+    """A program and the settings with which to plan it; ``plan``: its plan, if the search has made it already."""
 
     program: Program
     settings: PlanSettings
@@ -52,16 +52,16 @@ def spread_program(
     captured: Program | None,
     options: Options,
 ) -> Applied:
-    """Returns the program and the settings with which it is to be planned; collective between processes.
+    """Returns the program and the settings with which to plan it; collective between processes.
 
     Args:
       settings: for all ranks, or for the ranks of a dry run.
       number: of the program in this run.
       captured: the program as it was captured; None: its gradients are not marked, which recomputation needs.
-      options: which settings would make the step fit into so many bytes of a rank.
+      options: describes settings with which the step would fit into a number of bytes per rank.
 
     Raises:
-      PlanError: no way to spread the program can run, or fits into the ranks' memory.
+      PlanError: no strategy can run, or none fits into the ranks' memory.
       ClusterError: the profile that `mesh.profile` names cannot be read, or does not describe these ranks.
     """
     if settings.size == 1 or has_scopes(program):
@@ -84,8 +84,8 @@ def spread_program(
 
 
 def seen_by_plan(program: Program, context: Context) -> Program:
-    """Returns a captured program as the run's plan takes it: the plan of a described model replaces what scopes would
-    say.
+    """Returns a captured program with the scopes that the run's plan uses: a described model's plan replaces the
+    user's.
     """
     if context.planning.described is None or not has_scopes(program):
         return program
@@ -99,7 +99,7 @@ def seen_by_plan(program: Program, context: Context) -> Program:
 def _as_described(
     program: Program, settings: PlanSettings, context: Context, described: tuple[PlanFile, str]
 ) -> ChosenStrategy:
-    """Returns the strategy of a described model's plan; every rank finds the same, in the same program."""
+    """Returns the strategy of a described model's plan; every rank derives the same one from the same program."""
     plan, path = described
     strategy = bound(plan, program, settings, path, has_compute_device())
     if context.rank == 0:
@@ -115,7 +115,7 @@ def _agreed(
     captured: Program | None,
     options: Options,
 ) -> tuple[ChosenStrategy, Made | None]:
-    """Returns rank 0's choice on every rank; and on the rank that has looked for it, how it is planned."""
+    """Returns rank 0's strategy on every rank; and its plan, on the rank that has predicted it."""
     dry = context.planning.dry is not None
     # Where speeds have changed within this run, the choice of an earlier run does not fit any more.
     changed = context.elastic is not None and context.elastic.divisions > 0
@@ -144,7 +144,7 @@ def _agreed(
 
 
 def _environment(program: Program, context: Context, captured: Program | None) -> SearchEnvironment:
-    """Returns what ways are judged by: the ranks, or what a dry run plans for; collective between processes."""
+    """Returns the inputs of predictions: the ranks, or the target of a dry run; collective between processes."""
     size, dry, profile = context.planned_size, context.planning.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
         environment = SearchEnvironment.of_cluster(dry.cluster, program, size, captured)
@@ -157,7 +157,9 @@ def _environment(program: Program, context: Context, captured: Program | None) -
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
-    """Returns what rank 0 chose in an earlier run, on every rank; collective between processes."""
+    """Returns rank 0's strategy from an earlier run, on every rank; None: there is none. Collective between
+    processes.
+    """
     chosen = None
     know_machines(context)
     if (
@@ -176,7 +178,7 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
 
 
 def say_kept(chosen: ChosenStrategy) -> None:
-    """Logs what an earlier run chose; for the first rank."""
+    """Logs the strategy from an earlier run; for the first rank."""
     _say(chosen, [f"{chosen.strategy.name}, predicted {1e3 * chosen.step_s:.2f} ms a step (as in an earlier run)"])
 
 
@@ -192,9 +194,7 @@ def _say(chosen: ChosenStrategy, lines: list[str]) -> None:
 
 
 def _profile(context: Context) -> MachineProfile | None:
-    """Reads the profile that `mesh.profile` names, if any; it describes one host, so all ranks have to be
-    there.
-    """
+    """Reads the profile that `mesh.profile` names, if any; since it describes one host, all ranks must be on one."""
     path = context.config["mesh.profile"]
     if not path:
         return None

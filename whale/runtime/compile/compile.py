@@ -1,4 +1,4 @@
-"""Compiles a captured program: normalises it, plans it, and makes the programs of this process's ranks.
+"""Compiles a captured program: normalises it, plans it, and creates the programs of this process's ranks.
 
 Collective between processes.
 """
@@ -54,13 +54,13 @@ class Compiled:
     """A program that is ready to be lowered to TensorFlow.
 
     Attributes:
-      plan: what every rank agreed on.
-      program: normalised, expanded; what the plan speaks of.
+      plan: agreed on by all ranks.
+      program: normalised, expanded; the plan refers to it.
       ranks: one program for each rank of this process.
       number: of the program in this run, equal on all ranks.
-      seconds: where the time of compiling went.
-      whole: what was said of a program that is not divided; on_device: of tables that it has whole.
-      most_bytes: what a rank here takes of memory at most.
+      seconds: of each phase of compilation.
+      whole: message about a program that is not divided; on_device: about tables that are not in the host's memory.
+      most_bytes: predicted peak memory of a rank of this process.
     """
 
     plan: Plan
@@ -87,18 +87,18 @@ def compile_program(
     movable: bool = False,
     in_files: Collection[str] = (),
 ) -> Compiled:
-    """Normalises, compares between ranks, plans on rank 0, and makes this process's rank programs.
+    """Normalises, compares between ranks, plans on rank 0, and creates this process's rank programs.
 
     Args:
-      local: inputs of which this rank is given its own rows only, with the rows of every rank.
-      variables: how variables lie that earlier programs have fixed, by handle node.
+      local: inputs of which this rank gets its own rows only, with the rows of every rank.
+      variables: layouts of variables that earlier programs have fixed, by handle node.
       marked: captures the program with its gradients marked; None: it cannot.
-      movable: variables may be brought to lie otherwise before the program runs.
+      movable: variables may get another layout before the program runs.
       in_files: variables that take no memory, by handle node.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
-      PlanError: the program cannot be spread as asked, or does not fit into the memory of a rank's device.
+      PlanError: the program cannot be divided as asked, or does not fit into the memory of a rank's device.
       CommError: a rank does not take part.
     """
     number, context.programs = context.programs, context.programs + 1
@@ -174,7 +174,7 @@ def compile_program(
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
-    """Says once, on the first rank, that a program is not divided, unless `auto_parallel` found that to be faster."""
+    """Logs once, on the first rank, that a program is not divided, unless `auto_parallel` found that to be faster."""
     if context.planning.dry is not None or context.rank != 0 or plan.program in context.reports.whole:
         return ""
     chosen = context.planning.auto is not None and context.planning.auto.strategy.replicated
@@ -186,7 +186,7 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
 
 
 def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> str:
-    """Says once, on the first rank, which tables are not kept in the host's memory, and what needs all of one."""
+    """Logs once, on the first rank, which tables are not kept in the host's memory, and which op needs all of one."""
     if settings.memory.offload != TABLES or context.planning.dry is not None or context.rank != 0:
         return ""
     left = not_by_rows(program, plan.offloaded)
@@ -200,7 +200,7 @@ def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, contex
 
 
 def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> None:
-    """Says on the first rank what a backend leaves to Whale, or to the host."""
+    """Logs on the first rank which exchanges the backend leaves to Whale, or to the host."""
     backend = settings.exchange.backend
     if context.rank != 0 or context.planning.dry is not None:
         return
@@ -217,7 +217,7 @@ def _tell_of_backend(program: Program, plan: Plan, settings: PlanSettings, conte
 
 
 def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context) -> None:
-    """Says on the first rank that a step has more micro-batches than were asked for."""
+    """Logs on the first rank that a step has more micro-batches than configured."""
     asked = settings.time.micro_batches
     if context.rank == 0 and context.planning.dry is None and plan.micro_batches > asked:
         cut = {b.name: b.placement for b in plan.batch_inputs if isinstance(b.placement, Shard)}
@@ -229,14 +229,14 @@ def _tell_of_micro_batches(plan: Plan, settings: PlanSettings, context: Context)
 
 
 class _Clock:
-    """Measures where the time of compiling goes: seconds of each stage, and an event of the trace."""
+    """Measures the phases of compilation: seconds of each, and an event of the trace."""
 
     def __init__(self, context: Context) -> None:
         self.seconds: dict[str, float] = {}
         self._trace, self._start_ns = context.trace, time.monotonic_ns()
 
     def lap(self, name: str) -> None:
-        """Ends the stage ``name`` now, and begins the next one."""
+        """Ends the phase ``name`` now, and begins the next one."""
         now_ns = time.monotonic_ns()
         self.seconds[name] = (now_ns - self._start_ns) * 1e-9
         if self._trace is not None:
@@ -245,13 +245,13 @@ class _Clock:
 
 
 def _settings(program: Program, context: Context, variables: Mapping[str, Tiles]) -> PlanSettings:
-    """Returns how the program is to be planned."""
+    """Returns the settings with which to plan the program."""
     found = settings_of(context).but(split__tiles=variables)
     return found.but(time__micro_batches=micro_batches_of(program, context))
 
 
 def micro_batches_of(program: Program, context: Context) -> int:
-    """Returns into how many micro-batches a program cuts each rank's rows.
+    """Returns the number of micro-batches into which a program cuts each rank's rows.
 
     Raises:
       PlanError: it asks for several numbers.
@@ -263,7 +263,7 @@ def micro_batches_of(program: Program, context: Context) -> int:
 def _spread(
     program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
 ) -> Applied:
-    """Returns the program and its settings as `auto_parallel`, or the plan of a described model, has them."""
+    """Returns the program and its settings after `auto_parallel`, or the plan of a described model, was applied."""
     if (
         not context.config["mesh.auto_parallel"]
         and context.planning.auto is None
@@ -276,7 +276,7 @@ def _spread(
 def _show(
     program: Program, context: Context, settings: PlanSettings, number: int, captured: Program | None, options: Options
 ) -> None:
-    """Plans for the ranks of a dry run, which then sees the plan; what runs is planned for one rank."""
+    """Plans for the ranks of a dry run, and gives it the plan; the program that runs is planned for one rank."""
     assert context.planning.dry is not None
     spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
@@ -289,7 +289,7 @@ def _show(
 
 
 def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
-    """Records what `wh.memory_report` is asked about the program later."""
+    """Records the information that `wh.memory_report` needs about the program."""
     first = lowered[0]
     context.reports.predicted[plan.program] = cache(lambda: step_bytes(first, context.rank, context.size))
     if plan.offloaded:
@@ -300,7 +300,7 @@ def _remember(lowered: Sequence[Program], plan: Plan, context: Context) -> None:
 def ready_step(
     compiled: Compiled, function: LoweredFunction, uses: dict[str, VariableUse], context: Context, inputs: str
 ) -> Ready:
-    """Returns what is kept of a compiled program, and called."""
+    """Returns the parts of a compiled program that are called, and cached for later runs."""
     plan, program = compiled.plan, compiled.program
     chosen = context.planning.auto
     return Ready(
@@ -334,7 +334,7 @@ def bytes_under(
     variables: Mapping[str, Tiles],
     in_files: Collection[str],
 ) -> dict[str, int]:
-    """Returns, by category, the bytes that the step of a captured program takes on the first rank here; not
+    """Returns, by category, the bytes that the step of a captured program needs on this process's first rank; not
     collective.
     """
     settings = _settings(program, context, variables).but(observer=PassObserver())
@@ -348,6 +348,6 @@ def bytes_under(
 
 
 def compile_alone(program: Program, context: Context) -> Program:
-    """Returns the program as one rank runs it alone; not collective."""
+    """Compiles a program for one rank alone; not collective."""
     settings = settings_of(context)
     return prepare_for_run([normalise(program, settings)], settings)[0]

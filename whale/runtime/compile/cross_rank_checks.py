@@ -1,4 +1,4 @@
-"""Checks, before a program runs, that all ranks have the same one, and gives them rank 0's plan of it."""
+"""Checks, before a program runs, that all ranks have the same one, and sends them rank 0's plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from whale.runtime.context import Context
 
 
 class _Mark(msgspec.Struct):
-    """A rank's message before it compiles: which program comes next, and that it compiled the ones before.
+    """A rank's message before it compiles: its next program, and that it compiled the earlier ones.
 
-    ``local`` are the inputs of which it brings its own rows only, with the rows of every rank.
+    ``local`` are the inputs of which it passes its own rows only, with the rows of every rank.
     """
 
     name: str
@@ -86,8 +86,8 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
 
 
 def _cause(nodes: Sequence[str], context: Context) -> str:
-    """Returns what may have made two ranks' nodes differ, "name (op)" each; "": the shapes of what they are given, it
-    seems.
+    """Returns the likely reason why two ranks' nodes, "name (op)" each, differ; "": probably the shapes of the
+    arguments.
     """
     if nodes[0] != nodes[1]:
         return describe_likely_cause(context, names=True)
@@ -99,11 +99,10 @@ def _passed(mark: _Mark) -> str:
 
 
 def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
-    """Tells whether every rank has kept the next program as the ranks lowered it together; collective between
-    processes.
+    """Tells whether every rank has cached the next program from the same joint lowering; collective between processes.
 
     Args:
-      mark: of what this rank has kept; "": nothing.
+      mark: identifies this rank's cached program; "": none.
       name, inputs: of the program.
 
     Raises:
@@ -120,7 +119,7 @@ def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
 
 
 def _purpose(name: str, inputs: str, number: int, before: str) -> str:
-    """Describes what a rank is about to compile, for the others' errors when they are somewhere else."""
+    """Describes the program that a rank is about to compile, for the errors of ranks that do something else."""
     known = f", which was compiled for ({before}) before" if before else ""
     return f"the compilation of program {number}, `{name}` ({inputs}){known}"
 
@@ -130,10 +129,10 @@ def _inputs(program: Program) -> str:
 
 
 def made_plan(program: Program, context: Context, settings: PlanSettings, made: Plan | None = None) -> Plan:
-    """Returns the saved plan where it is this program's, else the one that an earlier run made, else a new one.
+    """Returns the saved plan if it is for this program, else the cached plan of an earlier run, else a new one.
 
     Args:
-      made: the new one, where it was made already.
+      made: the new plan, if made already.
 
     Raises:
       PlanError: the saved plan is not legal for the program, or none can be made.
@@ -155,7 +154,7 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
 def agreed_plan(
     program: Program, number: int, context: Context, settings: PlanSettings, made: Plan | None = None
 ) -> Plan:
-    """Returns rank 0's plan on every rank; when planning fails there, raises the same error on every rank.
+    """Returns rank 0's plan on every rank; if planning fails there, raises the same error on every rank.
 
     Args:
       made: see `made_plan`.

@@ -1,7 +1,7 @@
 """Checks that all ranks of a group have each exchange, in the same phase of the step.
 
-A rank that waits for the others in its forward pass, while these come to it in their backward pass, would wait for
-ever if what these need first comes from that rank. So this is compared before the first step.
+If a rank waits for an exchange in its forward pass, and the others reach it in their backward pass only, they deadlock
+if the others first need data from that rank. So the phases are compared before the first step.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def compare_exchanges(programs: Sequence[Program], plan: Plan, number: int, cont
 
 
 def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[int], dict[str, int]]]:
-    """Maps the key of each exchange of a rank's program to its ranks, and how often it is in each phase; "": in none.
+    """Maps the key of each exchange of a rank's program to its ranks, and its count in each phase ("": in no phase).
 
     Args:
-      stages: whether there are stages. These send in phases of their own, to others.
+      stages: whether there are stages. Their sends have phases of their own, for each receiving stage.
     """
     found: dict[str, tuple[list[int], dict[str, int]]] = {}
 
@@ -79,7 +79,7 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
 
 
 def _behind(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """Returns what is sent behind some calls: it waits for them."""
+    """Returns the sends that wait for some calls."""
     late = {node.name for node in calls}
     for node in program.nodes:
         if not late.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
@@ -88,7 +88,7 @@ def _behind(program: Program, calls: Sequence[Node]) -> list[Node]:
 
 
 def _ahead(program: Program, calls: Sequence[Node]) -> list[Node]:
-    """Returns what is received before some calls: they wait for it."""
+    """Returns the receives that some calls wait for."""
     stack, early = list(calls), set[str]()
     while stack:
         node = stack.pop()
@@ -100,7 +100,7 @@ def _ahead(program: Program, calls: Sequence[Node]) -> list[Node]:
 
 
 def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
-    """Raises PlanError where ranks that share an exchange have it in unlike phases, or some have it not."""
+    """Raises PlanError if ranks have an exchange in different phases, or some ranks do not have it."""
     seen: set[str] = set()
     for rank, phases in found.items():
         for key, (ranks, counts) in phases.items():
@@ -121,8 +121,8 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
 
 
 def _meet(counts: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Tells whether two ranks have an exchange at the same time, or outside of micro-batches where neither waits for
-    both.
+    """Tells whether two ranks have an exchange in the same phase, or outside of micro-batches where neither blocks the
+    other.
     """
     if {*counts, *theirs} <= {"", BEFORE, AFTER} and counts and theirs:
         return {*counts, *theirs} != {BEFORE, AFTER}

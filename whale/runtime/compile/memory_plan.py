@@ -1,7 +1,7 @@
-"""Predicts what a step will take in memory, before it runs: by rank and category, against what the devices have.
+"""Predicts the memory of a step before it runs, by rank and category, and compares it with the devices' memory.
 
-The prediction is made of the programs that the ranks would run (see cost_model.graph.peak_memory), so the schedule,
-micro-batches, recomputation, mixed precision and `memory.zero` are in it by themselves.
+The prediction uses the ranks' programs (see cost_model.graph.peak_memory), which already contain the schedule,
+micro-batches, recomputation, mixed precision and `memory.zero`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Options = Callable[[float], str]
 
 
 def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
-    """Returns (bytes that each of ``local_ranks`` ranks of this host may take, what says so); infinite where nobody
-    knows.
+    """Returns (bytes that each of ``local_ranks`` ranks of this host may use, the source of the limit); infinite if
+    unknown.
     """
     import tensorflow as tf
 
@@ -51,7 +51,7 @@ def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
 
 
 def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: int) -> tuple[float, str]:
-    """Returns the same as `limit_bytes` for the smallest GPU that this process sees, which ``sharing`` ranks share."""
+    """Returns the limit as `limit_bytes` does, for the smallest GPU of this process, shared by ``sharing`` ranks."""
     if driver is None or not driver.gpus:
         return math.inf, "no limit is known; memory.limit_bytes sets one"
     gpu = min(driver.gpus, key=lambda one: one.memory_bytes)
@@ -63,7 +63,7 @@ def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: 
 
 
 class _Rank(msgspec.Struct):
-    """A rank's message about its program: nothing but the limit where it fits."""
+    """A rank's message about its program: only the limit if the program fits."""
 
     limit: float
     source: str
@@ -79,7 +79,7 @@ class _Rank(msgspec.Struct):
 
 
 def beside_files(program: Program, in_files: Collection[str]) -> Program:
-    """Returns a rank's program as its memory sees it: variables that lie in files, by handle node, take none."""
+    """Returns a rank's program without the memory of variables in files (by handle node)."""
     variables = (replace(v, type=TensorType(v.type.dtype, ())) if v.node in in_files else v for v in program.variables)
     return replace(program, variables=tuple(variables)) if in_files else program
 
@@ -87,15 +87,15 @@ def beside_files(program: Program, in_files: Collection[str]) -> Program:
 def refuse_what_does_not_fit(
     programs: Mapping[int, Program], context: Context, number: int, settings: PlanSettings, options: Callable[[], str]
 ) -> float:
-    """Returns the bytes that a rank of this process takes at most. Collective.
+    """Raises an error if the step does not fit; else returns the largest bytes of a rank of this process. Collective.
 
     Args:
       programs: of this process's ranks.
       number: of the program in this run.
-      options: what would make it fit; asked of the first rank, and only then.
+      options: describes settings with which it would fit; called on the first rank, and only if it does not fit.
 
     Raises:
-      PlanError: on every rank, when one of them would take more than its device has.
+      PlanError: on every rank, if one of them would exceed its device's memory.
     """
     mine, most_bytes = [], 0.0
     for rank, program in programs.items():
@@ -136,7 +136,7 @@ def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
 
 
 def refusal_of_plan(name: str, memory: Mapping[str, Sequence[int]], limits: Sequence[float], options: str) -> PlanError:
-    """Returns the error for a plan whose ranks would take more than ``limits``."""
+    """Creates the error for a plan whose ranks would exceed ``limits``."""
     said = {
         rank: _Rank(limit, "the device's memory", {kind: sizes[rank] for kind, sizes in memory.items()})
         for rank, limit in enumerate(limits[: len(next(iter(memory.values())))])
@@ -146,7 +146,7 @@ def refusal_of_plan(name: str, memory: Mapping[str, Sequence[int]], limits: Sequ
 
 @dataclass(frozen=True)
 class _Option:
-    """A key of the configuration with another value; what it changes in the planner's settings."""
+    """A key of the configuration with another value, and its effect on the planner's settings."""
 
     name: str
     changes: Mapping[str, Any]
@@ -162,12 +162,12 @@ def options_text(
     marked: Callable[[], Program] | None,
     beside_host: bool,
 ) -> str:
-    """Lists the other settings that would make a step fit into ``limit`` bytes, by what they are predicted to take.
+    """Lists other settings with which a step would fit into ``limit`` bytes, with their predicted bytes.
 
     Args:
       settings, program: with which it does not fit; the program is as captured.
       marked: captures it with its gradients marked, which recomputation needs; None: it cannot.
-      beside_host: the device that computes has a memory of its own, beside its host's.
+      beside_host: whether the computing device has memory of its own, separate from the host's.
     """
 
     def size_of(option: _Option) -> int | None:
@@ -194,7 +194,7 @@ def options_text(
 
 
 def _options(settings: PlanSettings, recomputes: bool, beside_host: bool) -> list[_Option]:
-    """Returns settings that may take less than ``settings``."""
+    """Returns settings that may need less memory than ``settings``."""
     found = []
     if settings.size > 1:
         levels = (level for level in (1, 3) if level > settings.zero.level)

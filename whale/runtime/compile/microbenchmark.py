@@ -1,4 +1,4 @@
-"""Measures for a moment what ranks compute and exchange in a second, on all ranks at the same time."""
+"""Measures briefly the compute and exchange rates of ranks, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
 
 
 def of_kinds(values: Sequence[float]) -> list[float]:
-    """Returns each value replaced by the mean of its kind."""
+    """Replaces each value by the mean of its kind."""
     found = list(values)
     order = sorted(range(len(values)), key=lambda r: -values[r])
     while order:
@@ -109,7 +109,9 @@ def of_kinds(values: Sequence[float]) -> list[float]:
 def _together(
     context: Context, what: str, measured: Callable[[float], tuple[float, float]], seconds: float
 ) -> list[tuple[float, float]]:
-    """Returns what every rank measures, all beginning at once: processors share caches and threads of cores."""
+    """Runs a measurement on all ranks at the same time, since processors share caches and cores; returns all
+    results.
+    """
     comm = context.comms[0]
     comm.allgather_bytes(f"whale/auto/begin/{what}", b"")
     said = comm.allgather_bytes(f"whale/auto/rates/{what}", msgspec.json.encode(measured(seconds)))
@@ -121,9 +123,9 @@ def _shown(link: Link) -> str:
 
 
 def _link(context: Context, through: str) -> Link:
-    """Measures seconds of the smallest all-reduce, and bytes that a rank sends in a second of large ones; collective.
+    """Measures the latency of the smallest all-reduce, and the bandwidth per rank of large ones; collective.
 
-    Tensors are where TensorFlow places them: what the host exchanges between GPUs is copied there and back.
+    Tensors are where TensorFlow places them: exchanges between GPUs through the host include copies there and back.
     """
     import tensorflow as tf
 
@@ -157,9 +159,9 @@ def _link(context: Context, through: str) -> Link:
 
 
 def _seconds(call: Callable[[], Any], least_s: float) -> float:
-    """Returns the mean seconds of a call that has been warmed up.
+    """Returns the mean seconds of a call after warm-up.
 
-    The mean, since a processor that is taken away from time to time (a quota) is slow by that.
+    The mean, because a CPU quota that interrupts the process now and then slows real steps as well.
     """
     count, start_s = 0, time.perf_counter()
     while count < 5 or time.perf_counter() < start_s + least_s:

@@ -1,4 +1,4 @@
-"""Finds the device that computes under ``memory.offload``, and counts bytes between it and the host's memory."""
+"""Finds the device that computes under ``memory.offload``, and counts bytes copied between it and the host's memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from whale.errors import ConfigError
 
 
 def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
-    """Returns the name of the device beside the host's memory: the first accelerator, or a second logical device of the
-    processor.
+    """Returns the name of the computing device: the first accelerator, or a second logical CPU device.
 
     Args:
       devices: of a session; None: this process's.
 
     Raises:
-      ConfigError: there is none: the memory that computes is the host's.
+      ConfigError: there is none: computation uses the host's memory.
     """
     others = _beside_host(tf.config.list_logical_devices() if devices is None else devices)
     if not others:
@@ -36,7 +35,7 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
 
 
 def has_compute_device() -> bool:
-    """Tells whether a device computes that has a memory beside the host's."""
+    """Tells whether there is a computing device with memory of its own, separate from the host's."""
     return bool(_beside_host(tf.config.list_logical_devices()))
 
 
@@ -48,9 +47,7 @@ def _beside_host(devices: Iterable[Any]) -> list[str]:
 
 
 def offloaded_bytes() -> tuple[int, int]:
-    """Returns (bytes that steps of this process have copied to the host's memory, and from it to the device that
-    computes).
-    """
+    """Returns (bytes copied by steps of this process to the host's memory, bytes copied from it)."""
     from whale_ops.memory import load_library
 
     values = (ctypes.c_int64 * 2)()

@@ -48,7 +48,7 @@ class KeptStrategy(msgspec.Struct, frozen=True):
 
 
 def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
-    """Returns the plan that an earlier run made; None: there is none."""
+    """Returns the plan that an earlier run cached; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
     name = _plan_name(program, settings)
@@ -66,13 +66,13 @@ def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Pla
 
 
 def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: Plan) -> None:
-    """Keeps a plan for later runs."""
+    """Caches a plan for later runs."""
     if (files := files_of(context, settings)) is not None:
         put_kept(files, context, _plan_name(program, settings), plan.to_json())
 
 
 def kept_strategy(program: Program, context: Context, settings: PlanSettings) -> ChosenStrategy | None:
-    """Returns the strategy that `auto_parallel` found in an earlier run of these machines; None: there is none."""
+    """Returns the strategy that `auto_parallel` found in an earlier run on these machines; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
     name = _strategy_name(program, context, settings)
@@ -94,14 +94,14 @@ def kept_strategy(program: Program, context: Context, settings: PlanSettings) ->
 
 
 def keep_strategy(program: Program, context: Context, settings: PlanSettings, chosen: ChosenStrategy) -> None:
-    """Keeps a strategy for later runs."""
+    """Caches a strategy for later runs."""
     if (files := files_of(context, settings)) is not None:
         kept = KeptStrategy(chosen, know_machines(context).exchange_s)
         put_kept(files, context, _strategy_name(program, context, settings), msgspec.json.encode(kept))
 
 
 def folder_of(context: Context) -> Path | None:
-    """Returns where plans are kept; None: they are not."""
+    """Returns the cache folder; None: plans are not cached."""
     return None if context.planning.dry is not None else find_folder(context.config["mesh.plan_cache"])
 
 
@@ -168,7 +168,9 @@ def _digest(*values: object) -> str:
 
 @cache
 def code_digest() -> tuple[str, ...]:
-    """Returns what tells one state of the code from another: versions, and a digest of each source's age and size."""
+    """Returns an identifier of the code's version: versions, and a digest of each source's modification time and
+    size.
+    """
     import tensorflow as tf
 
     stamp = blake2b(digest_size=16)
@@ -184,7 +186,7 @@ def code_digest() -> tuple[str, ...]:
 
 
 def files_of(context: Context, settings: PlanSettings) -> CacheFolder | None:
-    """Returns where a run keeps what later ones take; None: nowhere."""
+    """Returns the run's cache folder; None: nothing is cached."""
     folder = folder_of(context)
     return (
         None if folder is None or settings.observer.is_on else CacheFolder(folder)
@@ -192,7 +194,7 @@ def files_of(context: Context, settings: PlanSettings) -> CacheFolder | None:
 
 
 def get_kept(files: CacheFolder, name: str, what: str) -> bytes | None:
-    """Returns what was kept under a name; logs it if that is damaged."""
+    """Returns the data cached under a name; logs it if they are damaged."""
     try:
         return files.get(name)
     except OSError:
@@ -203,7 +205,7 @@ def get_kept(files: CacheFolder, name: str, what: str) -> bytes | None:
 
 
 def put_kept(files: CacheFolder, context: Context, name: str, data: bytes) -> None:
-    """Keeps ``data`` under a name; logs it once if it cannot."""
+    """Caches ``data`` under a name; logs once if that fails."""
     try:
         files.put(name, data)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Logs a line now and then while something takes longer than a user would expect."""
+"""Logs progress lines while an operation takes longer than a user would expect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST_S, LATER_S = 2.0, 10.0
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Logs that ``what`` goes on after two seconds inside, and every ten from then on."""
+    """Logs that ``what`` is still running after two seconds inside, and every ten seconds from then on."""
     over, start_s = threading.Event(), time.monotonic()
 
     def tell() -> None:

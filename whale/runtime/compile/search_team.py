@@ -1,9 +1,9 @@
-"""Lets ranks with a core of their own help rank 0 in its search for a way to spread a program.
+"""Lets ranks with a core of their own help rank 0 in its search for a strategy.
 
-All that rank 0 says goes to every rank, one message after the other, until it has chosen or failed. To each message
-that asks for something every rank answers, with nothing where it was not asked.
+Rank 0 broadcasts one message after the other to every rank, until it has chosen or failed. Every rank answers each
+request, with an empty answer if the request is not for it.
 
-found_together     on every rank: what rank 0 chooses, and on the rank that planned it how it is planned
+found_together     returns rank 0's strategy on every rank, and its plan on the rank that made it
 """
 
 from __future__ import annotations
@@ -43,27 +43,29 @@ class RankTeam:
         self.size = 1 + len(helpers)
 
     def ask(self, ways: Sequence[Asked]) -> None:
-        """Gives one way each to the helpers; they begin."""
+        """Assigns one strategy each to the helpers, which begin at once."""
         self._asked = self._helpers[: len(ways)]
         self._say(_PREDICT + msgspec.msgpack.encode(dict(zip(self._asked, ways, strict=True))))
 
     def answers(self) -> list[Answer]:
-        """Returns what the helpers have found.
+        """Returns the helpers' predictions.
 
         Raises:
-          PlanError: a helper met an error of its own.
+          PlanError: a helper failed with an error of its own.
         """
         return [msgspec.msgpack.decode(said, type=Answer) for said in self._said()]
 
     def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
-        """Returns the plan of a way that a helper has looked at, and what the fullest rank holds under it."""
+        """Returns the plan of a strategy that a helper has predicted, and the bytes of the rank with the highest
+        peak.
+        """
         self._asked = [self._helpers[member - 1]]
         self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], strategy)))
         held_bytes, _, plan = self._said()[0].partition(b" ")
         return plan_from_json(plan), int(held_bytes)
 
     def end(self, chosen: ChosenStrategy | None, error: str = "") -> None:
-        """Tells all ranks what was chosen, or why nothing was."""
+        """Sends all ranks the chosen strategy, or the reason why there is none."""
         if self._asked:
             try:
                 self._said()
@@ -76,7 +78,7 @@ class RankTeam:
         self._comm.broadcast_bytes(f"{self._key}/{self._number}", message, purpose=self._purpose)
 
     def _said(self) -> list[bytes]:
-        """Returns what those have answered that were asked last."""
+        """Returns the answers of the ranks that got the latest request."""
         asked, self._asked = self._asked, ()
         said = _answers(self._comm, self._key, self._number, b"", self._purpose)
         for rank in asked:
@@ -92,13 +94,14 @@ def found_together(
     plans: Callable[[], Plans],
     look: Callable[[RankTeam], tuple[ChosenStrategy, Made]],
 ) -> tuple[ChosenStrategy, Made | None]:
-    """Returns what ``look``, on rank 0 alone, chooses; and the plan where it was made. Collective between processes.
+    """Returns the strategy chosen by ``look`` on rank 0; and its plan on the rank that made it. Collective between
+    processes.
 
     Args:
-      plans: those of a helper's ways.
+      plans: caches the plans of a helper's strategies.
 
     Raises:
-      PlanError: nothing was chosen, on any rank.
+      PlanError: no strategy was chosen, on any rank.
     """
     comm = context.comms[0]
     # Where ranks outnumber cores, helping would slow rank 0 down.

@@ -28,7 +28,7 @@ def settings_of(context: Context) -> PlanSettings:
     config = context.config
     if config["pipeline.stages"] and not config["mesh.auto_parallel"]:
         raise PlanError(
-            "a number of stages is for auto_parallel to keep to; without it stages are those of the program",
+            "pipeline.stages needs auto_parallel; without it the program defines its stages",
             given=f"pipeline.stages={config['pipeline.stages']}, mesh.auto_parallel=False",
             expected="mesh.auto_parallel=True, or wh.stage in the program",
             action="set mesh.auto_parallel, or leave pipeline.stages out",
@@ -70,10 +70,9 @@ def settings_of(context: Context) -> PlanSettings:
 
 
 def fused_on(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
-    """Returns which fused operations, of those asked for, replace the program's, on a described cluster or in this
-    process.
+    """Returns which of the requested fused operations replace the program's, on a described cluster or in this process.
 
-    They have kernels for processors only; what a described one multiplies by is unknown.
+    Their kernels run on CPUs only; which matrix library a described CPU uses is unknown.
     """
     if has_compute_device() if cluster is None else cluster.kinds != {"cpu"}:
         return FuseSettings()

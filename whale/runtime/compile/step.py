@@ -1,4 +1,4 @@
-"""A step of ``wh.function`` from its arguments to what is called for each batch."""
+"""Compiles a step of ``wh.function``: from its arguments to the callable for each batch."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ from whale_ops.memory import trim
 
 @dataclass(frozen=True)
 class Step:
-    """One compiled specialisation: what to call and with what, and how long making it took after tracing.
+    """One compiled specialisation of a step: its callable, its other arguments, and the seconds of compiling after
+    tracing.
 
-    ``compiled``: what it was lowered from; None: an earlier run lowered it.
+    ``compiled``: the result of compilation; None: an earlier run lowered it.
 
-    ``gathers``: of a batch of which each rank read its rows it takes the whole, which is gathered for each call.
+    ``gathers``: the step takes the whole of a batch whose rows the ranks read separately; it is gathered for each call.
     """
 
     call: Callable[[list[Any]], Any]
@@ -62,7 +63,7 @@ class Step:
     compiled: Compiled | None
 
     def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
-        """What the lowered step takes of the tensors of a call."""
+        """Returns this rank's part of the tensors of a call, as the lowered step takes them."""
         if not self.gathers:
             return [rows_of_run(t, context) for t in tensors]
         return [
@@ -75,7 +76,7 @@ class Step:
 
 @contextlib.contextmanager
 def captures_steps() -> Iterator[None]:
-    """Under it, a step that a graph's function calls becomes part of that graph."""
+    """Makes steps that a graph's function calls inside this context part of that graph."""
     token = capturing.set(True)
     try:
         yield
@@ -84,7 +85,7 @@ def captures_steps() -> Iterator[None]:
 
 
 def tensors_of(arguments: Arguments, step: Step, context: Context, drawn: Sequence[Any] = ()) -> list[Any]:
-    """What ``step.call`` takes of these arguments, and of the batches that were drawn for it."""
+    """Returns the arguments of ``step.call`` for these arguments, and for the batches that were drawn for it."""
     specs = step.captured.function.structured_input_signature[0]
     own = step.own([*drawn, *arguments.tensors], context)
     return own[: len(drawn)] + [
@@ -102,10 +103,11 @@ def compile_step(
     shared: SharedTrace,
     drawing: IteratorReads | None = None,
 ) -> Step:
-    """Traces, plans and lowers ``fn(*args, **kwargs)``, which ``arguments`` are. Collective between processes.
+    """Traces, plans and lowers ``fn(*args, **kwargs)``, whose arguments are ``arguments``. Collective between
+    processes.
 
     Args:
-      shared: the trace that one process would take.
+      shared: the trace that one process would use.
       drawing: reads the batches that ``fn`` takes of iterators.
     """
     with (
@@ -172,11 +174,11 @@ def _lowered(
     context: Context,
     streams: str,
 ) -> Step:
-    """The step of a trace that has to be planned and lowered.
+    """Plans and lowers a trace, and returns its step.
 
     Args:
-      local: inputs of which this rank is given its own rows only, with the rows of every rank.
-      kept: the name under which it is kept for later runs; "": it is not.
+      local: inputs of which this rank gets its own rows only, with the rows of every rank.
+      kept: the name under which it is cached for later runs; "": it is not.
       traced: traces the step again, with its gradients marked.
     """
     captured = _in_scopes(trace.read(), context)
@@ -229,7 +231,7 @@ def _taken(
     context: Context,
     streams: str,
 ) -> Step:
-    """The step of a trace as an earlier run lowered it. Collective between processes."""
+    """Returns the step of a trace that an earlier run has lowered. Collective between processes."""
     start_s = time.perf_counter()
     number, context.programs = context.programs, context.programs + 1
     context.scoping.stages_seen |= ready.gathers and ready.staged
@@ -274,7 +276,7 @@ def _step(
     context: Context,
     compiled: Compiled | None = None,
 ) -> Step:
-    """A step whose calls are compared between the ranks, as far as that is asked for."""
+    """Creates a step whose calls are compared between the ranks, if the configuration asks for that."""
     call = compared(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
     call = wrap_with_replica_check(call, context, ready.program, {id(v.handle) for v in tied.variables})
     trim()
@@ -282,12 +284,14 @@ def _step(
 
 
 def _in_scopes(captured: Captured, context: Context) -> Captured:
-    """With the scopes of variables, of the run and of its annotations."""
+    """Adds the scopes of variables, of the run and of its annotations to a captured program."""
     return put_in_named_scopes(_with_scopes(captured, context), context)
 
 
 def _with_scopes(captured: Captured, context: Context) -> Captured:
-    """Variables created under a scope carry it (the node that reads one joins it), and the run may have one too."""
+    """Adds the scopes in which variables were created (nodes that read one join them), and the run's default scope, if
+    any.
+    """
     program = captured.program
     scopes = {c.node: getattr(c.variable, SCOPE_ATTR, "") for c in captured.variables}
     if any(scopes.values()):

@@ -1,9 +1,9 @@
-"""Lowered steps that an earlier run of the same program made: the key ``mesh.plan_cache``.
+"""Caches lowered steps for later runs of the same program: the key ``mesh.plan_cache``.
 
-A step is found by all that decides what a rank runs: its trace, the configuration, how variables and batches lie, the
-rank, and the code. What is kept is what TensorFlow gets, and what Whale does with it at each call; with it a run reads
-no program out of the trace, plans nothing and lowers nothing. Ranks take what they kept only together, and only if it
-comes of one plan.
+The cache key of a step consists of all inputs of a rank's program: its trace, the configuration, the layouts of
+variables and batches, the rank, and the code. Cached are the functions for TensorFlow, and what Whale does with them at
+each call; a run that uses them does not read, plan or lower the trace. Ranks use cached steps only if all have one,
+from the same plan.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class Ready(msgspec.Struct, frozen=True):
     definitions: tuple[bytes, ...] = ()
 
     def function(self, streams: str) -> LoweredFunction:
-        """What TensorFlow gets, under a name that no other function of this process has.
+        """Returns the functions for TensorFlow, under names that are unique in this process.
 
         Args:
-          streams: what the names of the trace's streams begin with here.
+          streams: prefix of the names of the trace's streams in this process.
         """
         tag = new_tag(self.tag[: -_DIGITS - 1])
         changes = [(self.tag.encode(), tag.encode()), (self.streams.encode(), streams.encode())]
@@ -112,7 +112,7 @@ class Ready(msgspec.Struct, frozen=True):
         )
 
     def read_plan(self) -> Plan:
-        """The plan of all ranks."""
+        """Returns the plan of all ranks."""
         return plan_from_json(self.plan)
 
 
@@ -120,7 +120,7 @@ _DIGITS = 8
 
 
 def new_tag(name: str) -> str:
-    """A name for a step's functions; one of the same step in another process is as long."""
+    """Returns a name for a step's functions; its length is equal in all processes."""
     return make_unique_name(name, _DIGITS)
 
 
@@ -156,10 +156,10 @@ def find(
 
 
 def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context: Context) -> None:
-    """Keeps a lowered step for later runs.
+    """Caches a lowered step for later runs.
 
     Args:
-      name: as ``find`` said.
+      name: as ``find`` returned.
     """
     files = files_of(context, settings_of(context)) if name else None
     if files is None or not context.planning.searched_all:
@@ -173,10 +173,10 @@ def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context
 
 
 def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dict[str, int]], context: Context) -> None:
-    """Tells a run what it knows of programs that it compiles itself.
+    """Records the same facts about a cached step in the run's context as for programs compiled in this run.
 
     Args:
-      predicted: bytes that the step takes on the first rank here, by category.
+      predicted: bytes that the step needs on this process's first rank, by category.
     """
     first = context.rank == 0
     if ready.chosen and context.planning.auto is None:
@@ -204,7 +204,9 @@ def _is_auto(context: Context) -> bool:
 
 
 def _may_keep(context: Context) -> bool:
-    """Whether what a rank runs is decided by what ``_digest`` knows, and nobody needs its program besides."""
+    """Tells whether a rank's program depends only on inputs that ``_digest`` covers, and nothing else needs the
+    program.
+    """
     others = (
         context.planning.dry,
         context.planning.saved,

@@ -1,4 +1,4 @@
-"""Builds the callable of a step: a lowered function with the variables and tensors that it takes beside the batch."""
+"""Builds the callable of a step: a lowered function with its variables and captured tensors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def callable_step(
     context: Context,
     ranks: Sequence[Program] = (),
 ) -> Callable[[list[Any]], Any]:
-    """Returns a closure that calls the lowered function: tensors in, the user's return structure out.
+    """Returns a closure that calls the lowered function: it takes tensors, and returns the user's structure.
 
     Args:
       number: of the program in this run.
-      ranks: what the ranks run, for runs that go on without some of them.
+      ranks: the ranks' programs, for runs that continue without lost ranks.
     """
     device = compute_device(context.config) if ready.offloaded else None
     tf_ctx = tf_context.context()
@@ -111,10 +111,10 @@ def _forget(context: Any, names: Sequence[str]) -> None:
 
 
 def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Wraps ``call`` so that TensorFlow's optimizer leaves its graph as it is: with micro-batches it holds sums and
+    """Wraps ``call`` so that TensorFlow's graph optimizer skips its graph: with micro-batches it consists of sums and
     updates.
 
-    What the micro-batches compute is optimised in functions of their own (whale_ops/tf_kernels/call_kernel.cc).
+    The functions that micro-batches compute are optimised separately (whale_ops/tf_kernels/call_kernel.cc).
     """
     context = tf_context.context()
     usual = context.function_call_options
@@ -134,7 +134,7 @@ def _as_lowered(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _on_device(call: Callable[[list[Any]], Any], device: str) -> Callable[[list[Any]], Any]:
-    """Wraps ``call`` so that ``device`` computes what is placed nowhere else."""
+    """Wraps ``call`` so that nodes without a device of their own are placed on ``device``."""
 
     def there(tensors: list[Any]) -> Any:
         with tf.device(device):

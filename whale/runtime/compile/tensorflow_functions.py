@@ -1,4 +1,4 @@
-"""Ranks' programs as TensorFlow functions and graphs that the runtime can register and call."""
+"""Converts ranks' programs to TensorFlow functions and graphs that the runtime can register and call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True)
 class LoweredFunction:
-    """One callable step.
+    """A callable TensorFlow function of a step.
 
     Attributes:
       name: of the function to call.
@@ -41,7 +41,7 @@ class LoweredFunction:
 
 
 def communicates(ranks: Sequence[Program]) -> bool:
-    """Whether the ranks' programs need the op library: they communicate, have micro-batches, or share streams."""
+    """Tells whether the ranks' programs need the op library: they communicate, have micro-batches, or share streams."""
     return has_streams(ranks) or any(
         n.op.startswith("Whale") for r in ranks for graph in (r, *r.functions.values()) for n in graph.nodes
     )
@@ -56,12 +56,13 @@ def load_ops(ranks: Sequence[Program]) -> None:
 
 
 def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> LoweredFunction:
-    """Functions for the ranks of this process; several ranks (in-process transport) run side by side in one call.
+    """Creates functions for the ranks of this process; several ranks (in-process transport) run concurrently in one
+    call.
 
     Args:
       ranks: their programs (see whale.partition.spmd); same inputs and outputs.
       tag: unique in the process; prefix of all function names.
-      streams: what the names of their random streams begin with; "": each random operation has a stream of its own.
+      streams: prefix of the names of their random streams; "": each random operation has a stream of its own.
     """
     if streams:
         ranks = [with_streams(program, f"{streams}/{i}") for i, program in enumerate(ranks)]
@@ -94,24 +95,24 @@ def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> 
 
 
 def function_definitions(program: Program) -> list[Any]:
-    """FunctionDefs of the bodies."""
+    """Returns the FunctionDefs of a program's function bodies."""
     return [encode_function_def(_calls_by_name(_reads_awaited(body)), name) for name, body in program.functions.items()]
 
 
 def _reads_awaited(body: Program) -> Program:
-    """``body`` of which its caller's successors await the reads too.
+    """Returns ``body`` with control outputs for its reads as well, so that the caller's successors wait for them.
 
-    TensorFlow puts the bodies of branches in their callers' place. What waits for a branch waits for its effects then,
-    and would write a variable before the branch has read it.
+    TensorFlow inlines the bodies of branches into their callers. Nodes that wait for a branch then wait for its effects
+    only, and could write a variable before the branch has read it.
     """
     reads = (node.name for node in body.nodes if node.op in READS)
     return replace(body, effects=tuple(dict.fromkeys((*body.effects, *reads))))
 
 
 def _calls_by_name(graph: Program) -> Program:
-    """``graph`` with a function only at the first of its calls, and its name at the others.
+    """Returns ``graph`` with each function stored only at its first call, and by name at the other calls.
 
-    TensorFlow's passes look into the function of every node that holds one.
+    TensorFlow's passes visit the function of every node that stores one.
     """
     held: set[str] = set()
     others: dict[int, dict[str, Any]] = {}  # number of attributes that calls share -> those of all but the first
@@ -131,7 +132,7 @@ def _calls_by_name(graph: Program) -> Program:
 
 
 def lower_to_graph(program: Program, tag: str) -> Any:
-    """A rank's program as a GraphDef (for a v1 session); its functions are named after ``tag``."""
+    """Converts a rank's program to a GraphDef (for a v1 session); its functions are named after ``tag``."""
     renamed = _rename_functions(program, tag)
     graph_def = encode_graph_def(_calls_by_name(replace(renamed, functions={})))
     graph_def.library.function.extend(function_definitions(renamed))
@@ -144,7 +145,7 @@ def _carries_functions(op: str) -> bool:
 
 
 def _rename_functions(program: Program, tag: str) -> Program:
-    """Function names are global in a process: bodies get names that no other program has."""
+    """Gives function bodies names that no other program has, since function names are global in a process."""
     names = {old: f"{tag}_body{i}" for i, old in enumerate(program.functions)}
     if not names:
         return program
@@ -172,7 +173,7 @@ def _rename_functions(program: Program, tag: str) -> Program:
 
 
 def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
-    """A function that calls one function per rank at the same time; its results are the first rank's.
+    """Creates a function that calls one function per rank concurrently; its results are the first rank's.
 
     Its arguments are the ``shared`` inputs, then each rank's own (variable handles).
     """
@@ -211,22 +212,22 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
 
 
 def has_streams(ranks: Iterable[Program]) -> bool:
-    """Whether a program draws from streams that programs share."""
+    """Tells whether a program draws from random streams that programs share."""
     graphs = (graph for one in ranks for graph in (one, *one.functions.values()))
     return any(node.marks.stream for graph in graphs for node in graph.nodes)
 
 
 def with_streams(program: Program, name: str) -> Program:
-    """``program`` (one rank's) that draws from the streams which are called so, and then as their operations.
+    """Makes one rank's program draw from the process's random streams with this prefix.
 
-    A stream goes on also where the rank does not look at the numbers, having no rows: in branches and loops, too.
+    A stream also advances where the rank does not use the numbers, having no rows: in branches and loops, too.
     """
     drawing = _drawing_functions(program)
     return change_other_graphs(program, lambda graph: _of_graph(graph, name, drawing))
 
 
 def _drawing_functions(program: Program) -> frozenset[str]:
-    """The functions that draw from streams which programs share, or call one that does."""
+    """Returns the functions that draw from streams which programs share, or call such a function."""
     found = {name for name, body in program.functions.items() if any(node.marks.stream for node in body.nodes)}
     grew = bool(found)
     while grew:
@@ -262,7 +263,7 @@ def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
 
 
 def _by_counter(node: Node, stream: str) -> list[Node]:
-    """The counter of the stream, which goes on, and what draws behind it."""
+    """Creates nodes that advance the stream's counter, and draw from it."""
     seed, seed2 = int(node.attrs.get("seed", 0)), int(node.attrs.get("seed2", 0))
     shape, *bounds = node.inputs
     sizes = node.attrs["T"]
@@ -290,7 +291,7 @@ def _by_counter(node: Node, stream: str) -> list[Node]:
 
 
 def _by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
-    """The operation itself, by a kernel that the programs share. ``types``: of its operands."""
+    """Creates the random operation with a kernel that the programs share. ``types``: of its operands."""
     plain = replace(node, attrs={key: value for key, value in node.attrs.items() if not key.startswith("_")})
     node_def = encode_node_def(plain, "draw", [f"operand_{i}" for i in range(len(node.inputs))])
     attrs = {

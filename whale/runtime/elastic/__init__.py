@@ -1,1 +1,3 @@
-"""Lets ranks go on when others are slower or gone: divides rows anew, and keeps copies of what only one rank has."""
+"""Lets ranks continue when others are slow or gone: divides rows again, and keeps copies of data that only one rank
+has.
+"""

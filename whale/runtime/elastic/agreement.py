@@ -1,4 +1,4 @@
-"""Lets ranks that are left agree before they go on, and lets one that is a step behind catch up."""
+"""Lets the remaining ranks agree before they continue, and lets a rank that is a step behind catch up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.runtime.elastic.call_replay import CallProgress
 
 
 class LoneCommunicator:
-    """Stands for a communicator of one rank."""
+    """A communicator of a single rank."""
 
     rank, size, name = 0, 1, ""
 
@@ -33,10 +33,10 @@ _TIMES = 1 << 20  # ranks may plan anew so many times after one piece of news
 
 
 class Agreements:
-    """Decisions that ranks act on together: each of them first has all that it needs to act, then acts.
+    """Decisions that ranks take together: each of them first gets all that it needs to act, then acts.
 
-    When one is gone in between, some have acted, and the others could have. All that are there meet then, and who has
-    not acted does so if anybody has.
+    If one is lost in between, some have acted, and the others could have. All remaining ones meet then, and a rank that
+    has not acted does so if any rank has.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Agreements:
         """Acts once all ranks of a meeting are ready to.
 
         Args:
-          news: how many pieces there were of ranks gone or come.
-          time: which of several agreements of this kind it is.
+          news: number of losses and joins heard so far.
+          time: number of the agreement among those of this kind.
 
         Raises:
-          CommError: one of them is gone. What was agreed on is done in the next meeting, or by nobody.
+          CommError: one of them is gone. The decision is carried out in the next meeting, or by no rank.
         """
         self._number, self._act = _TIMES * (_KINDS * news + kind + 1) + time, act
         gather_bytes(meeting, b"")
@@ -70,7 +70,7 @@ class Agreements:
 
 @dataclass
 class RankStatement:
-    """A message of a rank that is left about itself: calls made and steps taken, and what it knows of by now."""
+    """A statement of a remaining rank: the numbers of its calls and steps, and the news it has heard."""
 
     calls: int
     steps: int
@@ -92,7 +92,7 @@ class RankStatement:
 
 
 def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress) -> None:
-    """Gives ranks that are one call behind what the latest call returned on a rank that has made it; collective.
+    """Sends the result of the latest call to ranks that are one call behind; collective.
 
     Raises:
       ClusterError: ranks are further apart than one call.
@@ -100,7 +100,7 @@ def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: Call
     calls, steps = max(one.calls for one in said), max(one.steps for one in said)
     if min(one.calls for one in said) < calls - 1 or min(one.steps for one in said) < steps - 1:
         raise ClusterError(
-            "the ranks that are left are at different steps",
+            "the remaining ranks are at different steps",
             given=f"(calls made, steps taken) by each: {[(one.calls, one.steps) for one in said]}",
             expected="at most one between them, since every step exchanges something",
             action="start again from a checkpoint: `whale run --max-restarts`",
@@ -115,7 +115,7 @@ def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: Call
 def catch_up(
     meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress, known: Sequence[tf.Variable]
 ) -> None:
-    """Gives ranks that are one step behind its results, and the variables after it; collective."""
+    """Sends the results of the latest step, and the variables, to ranks that are one step behind; collective."""
     steps = max(one.steps for one in said)
     if any(one.steps < steps for one in said):
         first = next(rank for rank, one in enumerate(said) if one.steps == steps)
@@ -129,7 +129,7 @@ def catch_up(
 
 
 def gather_bytes(meeting: Any, data: bytes) -> list[bytes]:
-    """Returns what every rank of a meeting says."""
+    """Returns the data of every rank of a meeting."""
     purpose = "going on with the ranks that are left"
     return list(meeting.allgather_bytes("whale/elastic", data, TURN_TIMEOUT_S, purpose))
 

@@ -1,4 +1,4 @@
-"""Keeps calls that exchange something, so that the ranks that are left can make them again."""
+"""Records calls that communicate, so that the remaining ranks can repeat them after a loss."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CallProgress:
     """The calls and steps that a rank has made so far.
 
     Attributes:
-      calls: made that exchanged something, a step or not; steps: taken.
-      results: of the latest step; returned: by the latest call that was no step.
+      calls: number of calls that communicated, steps or not; steps: number of steps taken.
+      results: of the latest step; returned: by the latest call that was not a step.
     """
 
     calls: int = 0
@@ -37,12 +37,12 @@ class CallProgress:
 
 @dataclass
 class ReplayStep:
-    """A call that took a step, kept for when the ranks go back to before it.
+    """A call that took a step, recorded so that it can be repeated if the ranks go back to before it.
 
     Attributes:
       number: of the step.
-      take, args, kwargs: what was called, with what; drawn: batches that it read itself.
-      rewritten: values that the script has given to variables since.
+      take, args, kwargs: the callable and its arguments; drawn: batches that it read itself.
+      rewritten: values that the script has assigned to variables since.
     """
 
     number: int
@@ -55,11 +55,11 @@ class ReplayStep:
 
 @dataclass
 class CallLog:
-    """The calls of this rank, and what it needs to make the latest again.
+    """The calls of this rank, with the data needed to repeat the latest one.
 
     Attributes:
-      again: of a tensor or of a part of a batch, what takes its place when a call is made again.
-      undone: the step that an earlier call took, and of which nothing is left.
+      again: maps a tensor or a part of a batch to its replacement when a call is repeated.
+      undone: a step taken by an earlier call, whose effects were undone.
     """
 
     again: Callable[[Any], Any]
@@ -75,16 +75,16 @@ class CallLog:
         self._drawn, self._drawn_again, self._steps_before = [], 0, self.at.steps
 
     def prepare_again(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Prepares for making the call again; returns its arguments, renewed."""
+        """Prepares for repeating the call; returns its arguments, with rows cut again."""
         self._drawn_again = 0
         return tf.nest.map_structure(self.again, (args, kwargs))  # type: ignore[no-any-return]
 
     def record_step(self, take: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> None:
-        """Records that the call has taken a step, which may have to be taken again."""
+        """Records that the call has taken a step, which may have to be repeated."""
         self._last = ReplayStep(self.at.steps, take, args, kwargs, self._drawn)
 
     def draw_batch(self, draw: Callable[[], _T]) -> _T:
-        """Returns a batch that a step reads itself: the next one, or the same when the call is made again."""
+        """Returns a batch that a step reads itself: the next one, or the same one when the call is repeated."""
         if self._drawn_again < len(self._drawn):
             known = self._drawn[self._drawn_again]
             self._drawn[self._drawn_again] = tf.nest.map_structure(self.again, known, expand_composites=True)
@@ -94,10 +94,11 @@ class CallLog:
         return self._drawn[self._drawn_again - 1]  # type: ignore[no-any-return]
 
     def go_back(self, steps: int, rewritten: Callable[[], Sequence[tuple[tf.Variable, tf.Tensor]]]) -> None:
-        """Goes back to where ``steps`` steps were taken, at most one less than now; the variables are as after these.
+        """Goes back to the state after ``steps`` steps, at most one less than now; the variables have been restored
+        already.
 
         Args:
-          rewritten: gives (variable, value) to which the script has given values since the latest step.
+          rewritten: returns (variable, value) pairs that the script has assigned since the latest step.
         """
         if self.at.steps > steps:
             if self.undone is None and self.at.steps == self._steps_before:  # an earlier call took it
@@ -107,7 +108,7 @@ class CallLog:
             self.at.steps = steps
 
     def redo(self) -> tuple[int, int]:
-        """Takes the step again of which nothing is left, if there is one. Returns (calls, steps) so far."""
+        """Repeats the step whose effects were undone, if there is one. Returns (calls, steps) so far."""
         step = self.undone
         if step is None:
             return self.at.calls, self.at.steps
@@ -127,7 +128,9 @@ class CallLog:
 
 
 def wrap_in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wraps ``take`` so that it runs in the scopes that are entered now, wherever the script is when it is called."""
+    """Wraps ``take`` so that it runs in the scopes that are entered now, whichever scopes are entered when it is
+    called.
+    """
     entered = list(scopes)
 
     def run_inside(args: Any, kwargs: Any) -> Any:
@@ -141,7 +144,7 @@ def wrap_in_scopes(scopes: list[Any], take: Callable[[Any, Any], Any]) -> Callab
 
 
 def cut_rows_again(context: Ranks, value: Any) -> Any:
-    """Returns the rows of a batch that are this rank's now."""
+    """Returns the rows of a batch that this rank computes now."""
     if type(value) is not ShardedTensor:
         reference, *place = getattr(value, ALONE, None) or (lambda: None, 0, 0)
         iterator = reference() if context.size > 1 else None

@@ -1,11 +1,11 @@
-"""Lets a run go on when ranks are taken away: the others continue, each in its process, with the step that failed.
+"""Lets a run continue after a loss of ranks: the others repeat the failed step, each in its process.
 
-A step's updates wait for all of its exchanges (whale/kernels/updates/last.py), so each rank that is left has taken the
-step whole or not at all; and who has taken it cannot be further ahead, since the next step needs the others. They
-meet on a communicator of their own. Where every variable is whole everywhere, who has taken the step gives the others
-its results and the variables. Where ranks hold parts, the parts that are gone come from who keeps copies of them
-(whale/runtime/elastic/generations.py), and if the step is not whole with these, all take it again, those that had
-taken it too. Programs are compiled anew for as many ranks as are left.
+A step's updates wait for all of its exchanges (whale/kernels/updates/last.py), so each remaining rank has taken the
+step completely or not at all; and no rank can be further ahead, since the next step needs the others. They
+meet on a new communicator. If all variables are replicated, a rank that has taken the step sends the others
+its results and the variables. If ranks hold parts, lost parts come from the ranks that keep copies of them
+(whale/runtime/elastic/generations.py), and if the step is not complete with these, all ranks repeat it.
+Programs are compiled again for the remaining ranks.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ _T = TypeVar("_T")
 
 
 class Elastic:
-    """The part of a rank that lets it go on when others are gone.
+    """Lets this rank continue when others are gone.
 
     Attributes:
-      drawn: of what gives a batch that a step reads itself: the next one, or the same when the call is made again.
-      share_again: has a dataset be divided among the ranks that there are (``divide_again``).
+      drawn: wraps a source of batches that a step reads itself: returns the next one, or the same one in a repeated
+          call.
+      share_again: divides a dataset among the present ranks (``divide_again``).
     """
 
     def __init__(self, context: Context) -> None:
@@ -89,17 +90,17 @@ class Elastic:
 
     @property
     def number(self) -> int:
-        """Returns how often ranks are gone or have come so far; equal on all that are left."""
+        """Returns how many changes of the set of ranks there have been so far; equal on all remaining ranks."""
         return self._group.number
 
     @property
     def divisions(self) -> int:
-        """Returns how often rows were divided anew among the same ranks, or ranks were taken in."""
+        """Returns how often rows were divided again among the same ranks, or ranks were admitted."""
         return self._group.divisions
 
     def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:
-        """Returns what counts the steps of a program of this rank under a plan; None: its rows are not divided, or stay
-        so.
+        """Returns a counter of the steps of this rank's program under a plan; None: its rows are never divided
+        again.
         """
         run = self._run
         if self._balance is None:
@@ -116,13 +117,13 @@ class Elastic:
         watched: WatchedSteps | None = None,
         assigned: Mapping[int, tf.Tensor] | None = None,
     ) -> Any:
-        """Takes a step.
+        """Takes a step, so that it can be repeated after a loss of ranks.
 
         Args:
-          run: gives its flat results.
-          early: (handle, dtype) of variables that it writes before its exchanges have come to their end.
+          run: returns its flat results.
+          early: (handle, dtype) of variables that it writes before its exchanges are complete.
           watched: counts it.
-          assigned: handle's number -> whole value that the script gave to a variable of which ranks hold parts.
+          assigned: handle's number -> whole value that the script assigned to a variable of which ranks hold parts.
         """
         step, generations = self._at.steps + 1, self._generations if self._run.comms else None
         if generations is not None:
@@ -137,14 +138,13 @@ class Elastic:
         return pack_results(results)
 
     def retry(self, take: Callable[[Any, Any], _T], args: Any = (), kwargs: Any = None) -> _T:
-        """Calls ``take(args, kwargs)``, which exchanges something, as often as it takes.
+        """Calls ``take(args, kwargs)``, which communicates, and repeats it after a loss of ranks until it succeeds.
 
-        Where another rank has made this call before somebody was gone, returns what it returned there. Of a call that
-        takes no
-        step, that is something that ``pack`` takes.
+        If another rank completed this call before the loss, returns that rank's result. The result of a call that is
+        not a step must be something that ``pack`` takes.
 
         Raises:
-          CommError: it failed though nobody is gone, or what is gone cannot be had again.
+          CommError: it failed though no rank is lost, or lost data cannot be recovered.
         """
         if self._inside:
             return take(args, kwargs)
@@ -182,7 +182,7 @@ class Elastic:
         return result
 
     def _look(self, balance: Balance, watched: WatchedSteps) -> None:
-        """Divides rows anew, after a step, where ranks are faster or slower than their shares."""
+        """Divides rows again, after a step, if ranks are faster or slower than their shares."""
         context = self._run
         self._calls.begin()  # a step that is gone now is one that an earlier call has taken
         try:
@@ -198,10 +198,11 @@ class Elastic:
             self._group.divide_work(rows, why)
 
     def check(self, uses: Mapping[str, VariableUse], variables: Sequence[CapturedVariable]) -> None:
-        """Checks a program that is about to divide variables so. Collective where it is the first that does.
+        """Checks that elastic training supports a program before it divides its variables. Collective for the first
+        such one.
 
         Raises:
-          PlanError: one of them would be gone with its ranks, or could not be divided anew.
+          PlanError: a variable would be lost with its ranks, or could not be divided again.
           CommError: a rank is gone.
         """
         context = self._run
@@ -234,8 +235,8 @@ class Elastic:
                 error = another
 
     def _meet(self) -> None:
-        """Meets all ranks that are there, also if they have not been taken in, and agrees who goes on, and from
-        where.
+        """Meets all present ranks, also those not yet admitted, and agrees on the members and the step to continue
+        from.
         """
         context, group = self._run, self._group
         self._times.begin_change()
@@ -263,7 +264,7 @@ class Elastic:
         group.connect(group.make_survivors(members))
 
     def _hear_statements(self, meeting: Any) -> list[RankStatement]:
-        """Returns what every rank of a meeting says of itself."""
+        """Returns the statements of all ranks of a meeting."""
         context = self._run
         keeps = self._generations is not None and bool(self._generations.begun)
         left = self._commits.steps_left if context.config["fault.join"] == "weighed" else None
@@ -294,7 +295,7 @@ class Elastic:
         recovered: RecoveredState | None,
         divisions: int = 0,
     ) -> None:
-        """Makes the run one of these ranks; what was compiled before is compiled again."""
+        """Makes these ranks the members of the run; programs are compiled again."""
         context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
             self._calls.go_back(recovered.steps, generations.list_rewritten)
@@ -316,7 +317,7 @@ class Elastic:
             log.info(f"{describe_going_on(len(said))} after {steps} steps, {describe_lost(recovered)}")
 
     def _make_variables_whole(self, meeting: Any, said: Sequence[RankStatement], kind: int) -> None:
-        """Makes every variable whole on all ranks, which stay the same; nothing is compiled for them."""
+        """Gathers every variable on all ranks, without a change of members; nothing is compiled again."""
         self._times.begin_change()
         group, generations, recovered = self._group, self._generations, None
         if generations is not None and generations.begun:
@@ -329,20 +330,21 @@ class Elastic:
 
     @property
     def is_keeping_commits(self) -> bool:
-        """Tells whether other processes may come to take up what the script commits."""
+        """Tells whether other processes may join later and continue from the script's commits."""
         return self._group.door is not None
 
     def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
-        """Records that another process can take up the script here with what ``state`` gives, now or later."""
+        """Commits the script's state here (returned by ``state``), from which joining processes can continue, now or
+        later.
+        """
         self._commits.keep(self._at.calls, state, steps_left)
 
     def come_in(self) -> bytes | None:
-        """Waits for the others in a process that joins, and returns what the script has committed there; elsewhere
-        returns None.
+        """Waits for the other ranks in a process that joins, and returns the script's committed state; otherwise None.
 
         Raises:
-          CommError: one of them is gone while they take this one in.
-          SystemExit: they have come to their end before they took it in.
+          CommError: one of them is lost while they admit this one.
+          SystemExit: they have finished before they admitted it.
         """
         if self._group.members:
             return None
@@ -377,9 +379,7 @@ class Elastic:
             log.info(f"{joined} after {known.steps} steps: {describe_going_on(len(members))}")
 
     def _take_in(self) -> bool:
-        """Takes in, before a call, ranks that have come, where the script has just committed; tells whether there were
-        any.
-        """
+        """Admits waiting ranks before a call, if the script has just committed; tells whether there were any."""
         context, group, state = self._run, self._group, self._commits.held.get(self._at.calls)
         if state is not None and not context.comms and group.hear(0.0):  # nothing fails here when somebody comes
             self._meet()
@@ -398,10 +398,10 @@ class Elastic:
 
 
 def refuse_session(context: Context) -> None:
-    """Raises ConfigError where a session is made in a run that is to go on when ranks are gone."""
+    """Raises ConfigError if a session is created in an elastic run."""
     if context.elastic is not None:
         raise ConfigError(
-            "sessions do not go on when ranks are gone",
+            "sessions cannot continue after a loss of ranks",
             given="elastic, and a session of TensorFlow 1",
             expected="steps of wh.function or of Keras",
             action="leave elastic out, and use `whale run --max-restarts` with checkpoints",

@@ -1,13 +1,13 @@
-"""Keeps what ranks held before and after their latest steps, and copies of other ranks' pieces, so that none is lost.
+"""Keeps a rank's variable pieces before and after its latest steps, and copies of other ranks' pieces, against losses.
 
-A rank that is gone takes pieces with it which nobody else has. So after each step every rank sends such pieces to
-another one, on another host where there is one. A rank of the same machine that has mapped its memory is told where
-they lie instead: that memory outlives the process, and holds them still, since nobody writes to what is lent. The
-others may be a step apart when it goes. Then those that are ahead go back, for which each keeps what it held before the
+A lost rank may have pieces that no other rank has. So after each step every rank sends such pieces to
+another one, on another host where there is one. A rank on the same machine, which maps the sender's memory, gets
+their address instead: that memory outlives the process, and lent memory is not overwritten. When a rank is lost, the
+others may be a step apart. Then those that are ahead go back, for which each keeps its pieces from before the
 step; that is free until the step writes, and then as much memory as the rank's own pieces.
 
-Moment        a rank's pieces at one moment
-Copies        of pieces of other ranks, after a number of steps
+Snapshot      a rank's pieces at one moment
+PieceCopies   pieces of other ranks, after a number of steps
 Generations   the last two of each
 """
 
@@ -42,7 +42,7 @@ class Snapshot:
     Attributes:
       holdings: of all variables known then.
       values: the piece of each, None where this rank has none.
-      assigned: handle's number -> the whole value of which the script had it cut just before.
+      assigned: handle's number -> the whole value, assigned by the script, from which pieces had just been cut.
     """
 
     holdings: Sequence[Holding]
@@ -52,9 +52,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _PieceMessage:
-    """Pieces that one rank alone has, sent together: one large one as it lies, or small ones of a dtype in a row.
+    """Pieces that only one rank has, sent together: one large piece unchanged, or small ones of a dtype concatenated.
 
-    ``lent``: the rank that keeps copies reads them in that one's memory.
+    ``lent``: the rank that keeps copies reads them in the sender's memory.
     """
 
     rank: int
@@ -69,13 +69,15 @@ class _PieceMessage:
         return sum(math.prod(shape) for *_, shape in self.pieces)
 
     def pack(self, mine: Sequence[tf.Tensor | None]) -> tf.Tensor:
-        """Returns what is sent or lent. ``mine``: this rank's piece of every holding."""
+        """Packs the pieces that are sent or lent. ``mine``: this rank's piece of every holding."""
         if self.lent and len(self.pieces) == 1:
             return mine[self.pieces[0][0]]
         return tf.concat([tf.reshape(mine[i], [-1]) for i, *_ in self.pieces], 0)
 
     def unpack(self, row: Callable[[], tf.Tensor]) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """Yields (number of the holding, of the piece, what gives the piece). ``row``: gives the row of all pieces."""
+        """Yields (number of the holding, of the piece, function that returns the piece). ``row``: returns all pieces
+        packed.
+        """
         begin = 0
         for i, piece, shape in self.pieces:
             end = begin + math.prod(shape)
@@ -84,22 +86,22 @@ class _PieceMessage:
 
 
 class PieceCopies:
-    """Copies of pieces that some other ranks alone had. ``received``: messages, each with what gives what came
-    of it.
+    """Copies of pieces that only some other rank had. ``received``: messages, each with a function that returns the
+    data.
     """
 
     def __init__(self, received: Sequence[tuple[_PieceMessage, Callable[[], tf.Tensor]]]) -> None:
         self._received = received
 
     def iterate_pieces(self) -> Iterator[tuple[int, int, Callable[[], tf.Tensor]]]:
-        """Yields (number of the holding, of the piece, what gives the piece)."""
+        """Yields (number of the holding, of the piece, function that returns the piece)."""
         for message, row in self._received:
             yield from message.unpack(row)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The pieces of the variables as they lie now, with the function that reads and exchanges them.
+    """The current layout of the variables' pieces, with the function that reads and exchanges them.
 
     Attributes:
       places: of this rank's pieces among ``holdings``.
@@ -119,7 +121,7 @@ class _Layout:
         return _read_values([self.holdings[i].dtype for i in self.places], self.handles)
 
     def distribute_pieces(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Returns this rank's piece of every holding, None where it has none, from the pieces that it has."""
+        """Returns this rank's piece of every holding, None where it has none, from the list of its own pieces."""
         found: list[tf.Tensor | None] = [None] * len(self.holdings)
         for i, value in zip(self.places, values):
             found[i] = value
@@ -127,15 +129,15 @@ class _Layout:
 
 
 class Generations:
-    """The latest moments and copies of this rank.
+    """The latest snapshots and copies of this rank.
 
     Args:
       hosts: of every rank, the name of its host.
-      copies: whether pieces are sent; otherwise only what several ranks have outlives one of them.
+      copies: whether pieces are sent; otherwise only pieces that several ranks have survive a loss.
 
     Attributes:
       rank: this one, of ``ranks``.
-      begun, taken: number of a step -> what this rank held when it began, and when it was taken.
+      begun, taken: number of a step -> the snapshot before it, and after it.
       copies: number of steps -> pieces of other ranks after so many.
     """
 
@@ -151,11 +153,10 @@ class Generations:
         self._latest: _Layout | None = None
 
     def record_before(self, step: int, assigned: Mapping[int, tf.Tensor]) -> None:
-        """Records what this rank holds before step number ``step``; collective where the variables lie otherwise than
-        before.
+        """Takes a snapshot before step number ``step``; collective if the variables' layout has changed.
 
         Args:
-          assigned: handle's number -> whole value of which the pieces were just cut.
+          assigned: handle's number -> whole value from which the pieces were just cut.
         """
         before, layout = self._latest, self._find_layout()
         if layout is not before:
@@ -164,7 +165,7 @@ class Generations:
         self.begun.pop(step - 2, None)
 
     def record_after(self, step: int) -> None:
-        """Records what this rank holds after the step, and exchanges copies; collective."""
+        """Takes a snapshot after the step, and exchanges copies; collective."""
         layout = self._find_layout()
         for holding in layout.holdings:
             holding.forget_first()
@@ -174,7 +175,7 @@ class Generations:
             kept.pop(step - 2, None)
 
     def read_now(self) -> Snapshot:
-        """Reads what this rank holds; not collective."""
+        """Takes a snapshot now; not collective."""
         holdings = self._variables.list_holdings(self.ranks.size)
         own = [holding if holding.find_piece(self.rank) is not None else None for holding in holdings]
         values = [
@@ -185,7 +186,7 @@ class Generations:
         return Snapshot(holdings, values, given)
 
     def list_rewritten(self) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Returns (variable, value) of those to which the script has given a value since the latest step was taken."""
+        """Returns (variable, value) pairs that the script has assigned since the latest step."""
         step, taken = max(self.taken.items(), key=lambda item: item[0])
         now, found = self.begun.get(step + 1) or self.read_now(), []
         for holding, before, after in zip(taken.holdings, taken.values, now.values):
@@ -196,7 +197,7 @@ class Generations:
         return found
 
     def _find_layout(self) -> _Layout:
-        """Returns how the variables lie now."""
+        """Returns the current layout of the variables."""
         holdings, rank = self._variables.list_holdings(self.ranks.size), self.rank
         if self._latest is None or self._latest.holdings is not holdings:
             lie = tuple((holding.key, holding.holders) for holding in holdings)
@@ -227,7 +228,7 @@ class Generations:
         return layout.distribute_pieces(values)
 
     def _read(self, message: _PieceMessage, place: int) -> tf.Tensor:
-        """Reads what another rank has lent."""
+        """Reads the memory that another rank has lent."""
         row = np.empty(message.elements, message.dtype.as_numpy_dtype)
         self._comm.read_lent(message.rank, place, row.view(np.uint8))
         return tf.constant(row)
@@ -235,8 +236,8 @@ class Generations:
     def _build_exchange(
         self, holdings: Sequence[Holding]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Builds, in a graph, this rank's pieces, what it lends, what it keeps for others, and where what they lend
-        lies.
+        """Builds a graph that returns this rank's pieces, the memory it lends, the copies it keeps, and where lent
+        memory is.
         """
         ops, rank = whale_ops.load_ops(), self.rank
         own = [holding for holding in holdings if holding.find_piece(rank) is not None]
@@ -277,7 +278,7 @@ class Generations:
         return [message for rank in of for message in self._list_messages(holdings, rank)]
 
     def _list_messages(self, holdings: Sequence[Holding], rank: int) -> list[_PieceMessage]:
-        """Returns the messages with all pieces that a rank alone has: this one, or one for which it keeps them."""
+        """Returns the messages with all pieces that only ``rank`` has: this one, or one for which it keeps copies."""
         other = self._keepers[rank] if rank == self.rank else rank
         lends = self._comm.is_sharing_tensors(other)
         alone_bytes = LENT_BYTES if lends else ALONE_BYTES
@@ -306,7 +307,7 @@ def _cut_piece(row: Callable[[], tf.Tensor], begin: int, end: int, shape: tuple[
 
 
 def _read_values(dtypes: Sequence[tf.DType], handles: Sequence[Any]) -> list[tf.Tensor]:
-    """Reads what variables hold."""
+    """Reads the values of variables by their handles."""
     if not handles or any("GPU" in handle.device for handle in handles):
         pairs = zip(handles, dtypes)
         return [gen_resource_variable_ops.read_variable_op(handle, dtype) for handle, dtype in pairs]
@@ -318,6 +319,6 @@ def _is_equal(before: tf.Tensor | None, after: tf.Tensor | None) -> bool:
 
 
 def _find_keeper(rank: int, hosts: Sequence[str]) -> int:
-    """Returns the rank that keeps copies for a rank: the next one on another host, or the next one."""
+    """Returns the rank that keeps copies for a rank: the next one on another host, or else the next one."""
     others = [(rank + i) % len(hosts) for i in range(1, len(hosts))]
     return next((other for other in others if hosts[other] != hosts[rank]), others[0])

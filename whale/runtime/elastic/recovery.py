@@ -1,7 +1,7 @@
-"""Recovers the variables from what the ranks that are left hold between them, after as many steps as possible.
+"""Recovers the variables from the pieces and copies of the remaining ranks, after as many steps as possible.
 
-All of them make the same decisions, of what each has said to all. The latest step counts if each of them has taken it
-and every piece of it is there, on who had it or on who keeps the copy; else they go back to before it.
+All ranks decide alike, from the statements of all. The latest step counts if each of them has taken it
+and every piece of it exists, on its holder or on the rank that keeps the copy; otherwise they go back to before it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ WHOLE = -1  # stands for a piece's number where a rank has the whole value
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Whole values of variables after ``steps`` steps, in the order in which they came to be known.
+    """Whole values of variables after ``steps`` steps, in the order in which they became known.
 
-    ``back``: some ranks had taken one more; ``joined``: how many variables were put together from parts and copies.
+    ``back``: some ranks had taken one more; ``joined``: how many variables were assembled from parts and copies.
     """
 
     steps: int
@@ -43,13 +43,13 @@ class RecoveredState:
 def recover(
     meeting: whale_ops.Communicator | LoneCommunicator, generations: Generations, latest: int, taken: int
 ) -> RecoveredState:
-    """Recovers the variables as the ranks of a meeting can have them; collective.
+    """Recovers the variables for the ranks of a meeting; collective.
 
     Args:
       latest, taken: the most and the fewest steps that any of them has taken.
 
     Raises:
-      ClusterError: pieces are gone with all ranks that had them.
+      ClusterError: pieces are lost with all ranks that had them.
       CommError: one more rank is gone.
     """
     missing: list[str] = []
@@ -78,7 +78,7 @@ def recover(
 
 
 def become_whole(holdings: Sequence[Holding], recovered: RecoveredState | None) -> None:
-    """Makes every variable an ordinary one again: with the value that was recovered, or as before any step."""
+    """Makes every variable an ordinary one again: with the recovered value, or as before any step."""
     values = () if recovered is None else recovered.values
     for i, holding in enumerate(holdings):
         if i >= len(values):
@@ -93,7 +93,7 @@ def describe_going_on(count: int) -> str:
 
 
 def describe_lost(recovered: RecoveredState | None) -> str:
-    """Returns what is lost with ranks that are gone, in words. ``recovered``: None where every rank had everything."""
+    """Describes the data lost with ranks. ``recovered``: None where every rank had everything."""
     back = recovered is not None and recovered.back
     what = "the last of which they take again" if back else "none of which is lost"
     if recovered is not None and recovered.joined:
@@ -102,7 +102,9 @@ def describe_lost(recovered: RecoveredState | None) -> str:
 
 
 def _find_available(generations: Generations, steps: int, back: bool) -> tuple[_Found, _Found, Snapshot]:
-    """Returns the pieces after so many steps, this rank's own and copies; and what the script has left on it then."""
+    """Returns the pieces after ``steps`` steps, this rank's own and copies; and the snapshot with the script's
+    assignments.
+    """
     rank = generations.rank
     moment = generations.begun.get(steps + 1) or generations.read_now()
     # Nothing is kept of a step that was taken when its copies could not be sent: it is what there is now.
@@ -120,14 +122,12 @@ def _find_available(generations: Generations, steps: int, back: bool) -> tuple[_
 
 
 def _find_holders(said: _Said, key: _Key) -> list[int]:
-    """Returns the ranks of the meeting that have something; those that have it themselves come before those with a
-    copy.
-    """
+    """Returns the ranks of the meeting that have a piece; owners come before ranks with a copy."""
     return sorted((rank for rank, keys in enumerate(said) if key in keys), key=lambda rank: said[rank][key])
 
 
 def _find_needs(said: _Said, moment: Snapshot, i: int) -> list[int]:
-    """Returns the pieces of a variable that have to be sent; [] if everybody has all of it."""
+    """Returns the pieces of a variable that have to be sent; [] if every rank has all of it."""
     pieces = range(len(moment.holdings[i].holders))
     whole = len(_find_holders(said, (i, WHOLE))) == len(said) or (
         len(pieces) == 1 and len(_find_holders(said, (i, 0))) == len(said)
@@ -136,7 +136,7 @@ def _find_needs(said: _Said, moment: Snapshot, i: int) -> list[int]:
 
 
 def _list_missing(said: _Said, moment: Snapshot, count: int) -> list[str]:
-    """Returns the names of the variables of which not every piece is there."""
+    """Returns the names of the variables with missing pieces."""
     return [
         moment.holdings[i].variable.name
         for i in range(count)

@@ -29,7 +29,7 @@ from whale.started import GROWS_VARIABLE, PEERS_VARIABLE, ProcessPlace, joins
 
 
 class ElasticRun(Protocol):
-    """What changes of a run's context when its ranks do."""
+    """The parts of a run's context that change with its ranks."""
 
     config: Config
     place: ProcessPlace
@@ -54,14 +54,14 @@ class RankGroup:
     """The ranks of a run.
 
     Args:
-      run: gives its context.
+      run: returns its context.
 
     Attributes:
-      number: of what was told of ranks that are gone or have come, and this rank has acted on.
-      divisions: how often rows were divided anew, or ranks taken in.
-      me: this rank, as it was started; members: all of them; (): this one has not been taken in.
-      ranks: what is known of them.
-      door: where others reach this one; None where no rank may join.
+      number: count of lost or joined ranks that this rank has acted on.
+      divisions: how often rows were divided again, or ranks admitted.
+      me: this rank's number at its start; members: those of all ranks; (): this one has not been admitted.
+      ranks: information about them.
+      door: the listener for joining processes; None where no rank may join.
     """
 
     def __init__(self, run: Callable[[], ElasticRun]) -> None:
@@ -88,7 +88,7 @@ class RankGroup:
         return watch
 
     def hear(self, timeout_s: float) -> bool:
-        """Whether there is news of ranks; waits for it."""
+        """Waits for news of lost or joined ranks, and tells whether there is any."""
         changes = self._watch.list_changes(self.number, timeout_s)
         if len(changes) <= self.number:
             return False
@@ -97,35 +97,35 @@ class RankGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank has come to its end, and so the run."""
+        """Tells whether a rank has finished, and so the run."""
         return self._watch.is_over
 
     def wait_until_asked_in(self) -> None:
-        """Of a process that joins: it is ready, and waits until all ranks know of it."""
+        """Announces that this joining process is ready, and waits until all ranks know of it."""
         self._watch.tell({"ready": True})
         while self.me not in self.ranks.present:
             self.hear(TURN_TIMEOUT_S)
 
     def make_communicator(self, members: Sequence[int], kind: int, **shared: Any) -> whale_ops.Communicator:
-        """Of some of the ranks; ``kind`` and ``shared`` as of ``Members.connect``. It is looked after."""
+        """Creates a communicator of some ranks, and watches it; ``kind`` and ``shared`` as of ``Members.connect``."""
         comm = self.ranks.connect(self._name, self.me, members, kind, self.door, self._watch, **shared)
         self._made.append((comm, tuple(members)))
         self._watch.look_after(comm, members, self.number)
         return comm
 
     def _leave(self, comm: whale_ops.Communicator, ranks: Sequence[int]) -> bool:
-        """Leaves a communicator that is not used any more; whether all others have, too, or are gone."""
+        """Leaves an unused communicator; tells whether all other ranks have left it or are gone."""
         for i, rank in enumerate(ranks):
             if rank not in self.ranks.present:
                 comm.lose(i, "is gone")
         return comm.leave(0.0)
 
     def register_dataset(self, dataset: Any) -> None:
-        """Has a dataset be divided (``divide_again``) whenever the ranks are others, or their shares."""
+        """Registers a dataset to be divided (``divide_again``) whenever the ranks or their shares change."""
         self._datasets.add(dataset)
 
     def divide(self, shares: list[int]) -> None:
-        """The shares of rows are these from now on."""
+        """Sets the shares of rows from now on."""
         context = self._of()
         context.config = context.config.but({"batch.shares": shares})
         if context.planning.auto is not None:
@@ -133,7 +133,9 @@ class RankGroup:
             context.planning.auto = msgspec.structs.replace(context.planning.auto, strategy=even)
 
     def divide_work(self, rows: Sequence[int], why: str) -> None:
-        """The ranks stay, with these rows, or with stages that are planned anew (); nothing is compiled for that."""
+        """Changes the rows, or with () plans stages again, on the same ranks; programs are not compiled again for
+        rows.
+        """
         context = self._of()
         if rows:
             self.divisions += 1
@@ -144,7 +146,7 @@ class RankGroup:
             log.info(why)
 
     def divide_data(self) -> None:
-        """Datasets are read by the ranks and the shares that there are now."""
+        """Divides the registered datasets by the current ranks and shares."""
         for dataset in list(self._datasets):
             dataset.divide_again()
 
@@ -166,14 +168,14 @@ class RankGroup:
         context.reports.compiled_for.clear()
 
     def make_meeting(self, members: Sequence[int], kind: int) -> Any:
-        """Through which some of the ranks talk that are there; ``kind`` as of ``Members.connect``."""
+        """Creates the connection through which the present ranks talk; ``kind`` as of ``Members.connect``."""
         if len(members) > 1:
             return self.make_communicator(members, kind, share_memory=False)
         self._watch.look_after(None, self.members, self.number)  # nobody else is left to be looked after
         return LoneCommunicator()
 
     def make_survivors(self, members: Sequence[int]) -> whale_ops.Communicator | None:
-        """Of those that are left, for all that follows; None: this one is alone."""
+        """Creates the communicator of the remaining ranks for the rest of the run; None: this one is alone."""
         if len(members) == 1:
             return None
         config = self._of().config
@@ -215,7 +217,7 @@ class RankGroup:
         self.connect(comm)
 
     def connect(self, comm: whale_ops.Communicator | None) -> None:
-        """The ranks exchange through this from now on; None: this one is alone."""
+        """Makes the ranks communicate through ``comm`` from now on; None: this one is alone."""
         context = self._of()
         if comm is not None:
             configure_communicator(comm, context.config)

@@ -1,4 +1,4 @@
-"""Checks which runs can go on when ranks are gone, and fits their configuration to the ranks that are left."""
+"""Checks which runs can continue after a loss of ranks, and fits their configuration to the remaining ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whale.runtime.variables.variable_store import find_given_tiles
 
 
 def refuse(ranks: Ranks, joins: bool = False) -> None:
-    """Raises ConfigError for a run that cannot go on when ranks are gone. ``joins``: this process joins it."""
+    """Raises ConfigError for a run that cannot continue after a loss of ranks. ``joins``: this process joins it."""
     config = ranks.config
     wrong = ""
     if ranks.place.launcher != "whale run" or not (ranks.has_other_processes or joins):
@@ -38,12 +38,12 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
 
 
 def has_divided_variables(uses: Mapping[str, VariableUse], size: int) -> bool:
-    """Tells whether a program has variables of which some rank does not hold all."""
+    """Tells whether a program has variables of which some rank holds only a part, or nothing."""
     return any(use.tiles is not None or len(use.ranks) < size for use in uses.values())
 
 
 def refuse_variables(variables: Sequence[CapturedVariable]) -> None:
-    """Raises PlanError for a variable whose parts the ranks that are left could not have."""
+    """Raises PlanError for a variable whose parts could not be divided among the remaining ranks."""
     for c in variables:
         if find_given_tiles(c) is not None:
             _refuse(c.name, "a LayoutMap that says how it lies", "a layout that Whale can choose again")
@@ -62,7 +62,7 @@ def _refuse(variable: str, given: str, expected: str) -> None:
 
 
 def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size: int, copies: bool) -> None:
-    """Raises PlanError for a plan that gives one rank alone a part of a variable, where no other keeps a copy of it."""
+    """Raises PlanError for a plan in which one rank alone has a part of a variable, and no other rank keeps a copy."""
     if copies:
         return
     for node, use in uses.items():
@@ -78,9 +78,9 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
 
 
 def make_nothing_to_join_error() -> ClusterError:
-    """Returns the error of a process that joins a run and cannot know where the others are."""
+    """Creates the error of a joining process that has no address of the run."""
     return ClusterError(
-        "a process that joins a run has to know where the others are",
+        "a process that joins a run has no address of the other ranks",
         given="a step, or another call that exchanges something, before wh.State or Keras 3's fit",
         expected="state = wh.State(...) before the training loop, or fit as the first such call",
         action="keep in the state what the loop has to know: its epoch, what it has counted",
@@ -88,9 +88,9 @@ def make_nothing_to_join_error() -> ClusterError:
 
 
 def make_other_place_error(there: str, here: str) -> ClusterError:
-    """Returns the error of a process that joins a run and has come to another place of its script than the others."""
+    """Creates the error of a joining process that has reached another commit of its script than the other ranks."""
     return ClusterError(
-        "a process that joins a run has to come to where the others are",
+        "a process that joins a run has reached another place in the script than the other ranks",
         given=f"the others are in {there}, and this process in {here}",
         expected="the same on all",
         action="let a script that others join train in one way: by fit, or in a loop with wh.State",
@@ -98,11 +98,11 @@ def make_other_place_error(there: str, here: str) -> ClusterError:
 
 
 def find_fitting_changes(config: Config, size: int) -> dict[str, Any]:
-    """Returns the changes that a configuration needs when ``size`` ranks are left: a mesh, ranks of a split scope,
+    """Returns the changes that a configuration needs for ``size`` remaining ranks: a mesh, ranks of a split scope,
     stages.
 
-    The data axis (the first one, where none is named so) takes the ranks that are left if the others divide them.
-    Else axes have no sizes: those that the program names share the ranks.
+    The data axis (the first one, if none has that name) gets the remaining ranks if the other axes divide them.
+    Else axes get no sizes: those that the program names share the ranks.
     """
     changes: dict[str, Any] = {}
     if config["mesh.auto_parallel"] and config["pipeline.stages"] and size % config["pipeline.stages"]:
@@ -125,7 +125,7 @@ def count_hosts_left(emulated: Sequence[int], members: Sequence[int]) -> tuple[i
 
 
 def find_host_name(emulated: Sequence[int], rank: int) -> str:
-    """Returns the name of the host of the rank that was started as this number; the caller is that rank."""
+    """Returns the name of the host of this rank by its number at the start."""
     of = list_emulated_hosts(emulated)
     return str(of[rank]) if rank < len(of) else socket.gethostname()
 

@@ -46,7 +46,7 @@ _REPEATS = HAS_BODIES | CALLS | {"Assert", "LookupTableFindV2", "LookupTableSize
 
 
 class Unknown(Exception):
-    """Why a rank has to read all rows."""
+    """Raised with the reason why a rank has to read all rows of a dataset instead of its own."""
 
 
 @dataclass(frozen=True)

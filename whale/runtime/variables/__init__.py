@@ -1,1 +1,1 @@
-"""Tracks which rank holds which part of which variable, and gives variables their first values."""
+"""Tracks which rank holds which part of which variable, and initialises variables."""

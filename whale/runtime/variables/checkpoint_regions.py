@@ -1,4 +1,4 @@
-"""Describes, reads and sets the rectangles of a variable's value that ranks hold, for checkpoints."""
+"""Describes, reads and sets the rectangles of variables that ranks hold, for checkpoints."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _by_regions: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_restor
 
 
 def format_spec(region: Region, shape: Sequence[int]) -> str:
-    """Returns a region of a variable of ``shape`` in the form of ``slice_spec``."""
+    """Formats a region of a variable of ``shape`` as ``slice_spec`` does."""
     return slice_spec(shape, region.begin, region.size)
 
 
 def slice_spec(shape: Sequence[int], begin: Sequence[int], size: Sequence[int]) -> str:
-    """Returns a rectangle of a tensor of ``shape`` as TensorFlow's ``shape_and_slices`` write it: ``"4 6 0,4:3,3"``."""
+    """Formats a rectangle of a tensor of ``shape`` as TensorFlow's ``shape_and_slices``: ``"4 6 0,4:3,3"``."""
     return f"{' '.join(map(str, shape))} {':'.join(f'{b},{s}' for b, s in zip(begin, size))}"
 
 
 def find_variable(trackable: Any) -> Any:
-    """Returns the tf.Variable that an object of a checkpoint is, or that it wraps (Keras 3); None for other objects."""
+    """Returns the tf.Variable that an object of a checkpoint is, or wraps (Keras 3); None for other objects."""
     found = trackable if isinstance(trackable, tf.Variable) else getattr(trackable, "_value", None)
     return found if isinstance(found, tf.Variable) else None
 
@@ -42,12 +42,12 @@ def is_split(variable: Any) -> bool:
 
 
 def list_variable_regions(variable: Any) -> list[Region]:
-    """Returns the rectangles into which a variable that lies split is cut; those without elements are left out."""
+    """Returns the rectangles into which a split variable is cut, without empty ones."""
     return list_regions(variable._whale_parts.tiles, tuple(variable.shape.as_list()))
 
 
 def list_regions(tiles: Tiles, shape: Sequence[int]) -> list[Region]:
-    """Returns the rectangles into which a value is cut; those without elements are left out."""
+    """Returns the rectangles into which a value is cut, without empty ones."""
     return [region for place in range(tiles.count) for region in tiles.iterate_regions(shape, place)]
 
 
@@ -58,7 +58,7 @@ def find_holders(variable: Any, region: Region, context: Ranks) -> tuple[int, ..
 
 
 def read_region_value(variable: Any, region: Region, context: Ranks, rank: int) -> tf.Tensor:
-    """Returns the region's values now, whatever later steps do, from a rank of this process."""
+    """Returns a snapshot of the region's values, from a rank of this process."""
     variable._whale_parts.settle()
     part = variable._whale_parts.read_value(rank)
     if tuple(part.shape) == region.size:
@@ -76,12 +76,14 @@ def list_own_regions(variable: Any, context: Ranks) -> list[Region]:
 
 
 def is_in_files(variable: Any) -> bool:
-    """Tells whether a variable lies split, and in files: such a one is read in pieces, one after the other."""
+    """Tells whether a variable is split and stored in files, so that it has to be read in pieces, one after the
+    other.
+    """
     return is_split(variable) and bool(variable._whale_parts.folder)
 
 
 def iterate_pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
-    """Cuts a region by rows into pieces that are small enough for memory."""
+    """Cuts a region by rows into pieces that are small compared with memory."""
     rows, *row = region.size
     each = max(1, _PIECE_BYTES // max(1, math.prod(row) * dtype.size))
     for first in range(0, rows, each):
@@ -90,9 +92,7 @@ def iterate_pieces(region: Region, dtype: tf.DType) -> Iterator[Region]:
 
 
 def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], context: Ranks) -> None:
-    """Sets all of ``list_own_regions``, or ``iterate_pieces`` of them; a whole value that was assigned before is
-    gone.
-    """
+    """Assigns all regions of ``list_own_regions``, or pieces of them; discards a whole value assigned before."""
     parts = variable._whale_parts
     parts.settle()
     for rank in context.ranks:
@@ -112,9 +112,7 @@ def assign_regions(variable: Any, values: Sequence[tuple[Region, tf.Tensor]], co
 
 @contextlib.contextmanager
 def restore_by_pieces() -> Iterator[None]:
-    """Has TensorFlow's restoring leave out variables that lie split, inside the context: their regions are read
-    instead.
-    """
+    """Makes TensorFlow's restoring skip split variables inside the context: their regions are read instead."""
     token = _by_regions.set(True)
     try:
         yield
@@ -123,5 +121,5 @@ def restore_by_pieces() -> Iterator[None]:
 
 
 def is_restoring_by_regions() -> bool:
-    """Tells whether ``restore_by_pieces`` is in effect: values are read region by region, and not by TensorFlow."""
+    """Tells whether ``restore_by_pieces`` is in effect: values are read region by region, not by TensorFlow."""
     return _by_regions.get()

@@ -17,9 +17,7 @@ from whale.replicas import Said, differing, in_words
 
 
 def compute_checksum(value: tf.Tensor) -> int:
-    """Returns a checksum of a tensor's elements; with equal shapes and types, other values give another one but for
-    chance.
-    """
+    """Returns a checksum of a tensor's elements, which differs with high probability for tensors with other values."""
     array = np.ascontiguousarray(value.numpy())
     if array.dtype.hasobject:
         return zlib.crc32(b"\0".join(map(bytes, array.reshape(-1).tolist())))
@@ -27,11 +25,12 @@ def compute_checksum(value: tf.Tensor) -> int:
 
 
 def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, tuple[int, bool]]:
-    """Describes this rank's variables by checksums. ``variables``: (name, its value here or None where others hold it,
-    whether it must be equal).
+    """Describes this rank's variables by checksums.
 
-    Variables of one name are told apart by how many there are and which of them it is: where a rank has more of them
-    than another, nobody knows which belong together.
+    ``variables``: (name, its value here or None if other ranks hold it, whether it must be equal).
+
+    Variables of one name are distinguished by their count and position: if a rank has more of them
+    than another, it is unknown which correspond.
     """
     variables = list(variables)
     count, seen = Counter(name for name, _, _ in variables), Counter[str]()
@@ -45,11 +44,11 @@ def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) 
 
 
 def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
-    """Compares what the ranks hold; collective.
+    """Compares the variables of all ranks; collective.
 
     Args:
-      mine: what ``describe_variables`` says of this rank's variables.
-      when: what is about to happen with them, in words.
+      mine: the result of ``describe_variables`` for this rank.
+      when: describes the following action, for messages.
 
     Returns:
       how many variables were compared.

@@ -1,8 +1,8 @@
-"""Defers variables until it is known how they lie: such a variable has a handle and a recorded initial value, but no
+"""Defers variables until their layout is known: a deferred variable has a handle and a recorded initial value, but no
 memory.
 
-A program's first plan says which part a rank holds, and only that part is made. A script that needs the variable
-before, or outside of steps (reading it, a plain tf.function), gets the whole value, as in plain TensorFlow.
+A program's first plan says which part a rank holds, and only that part is allocated. If a script needs the variable
+before, or outside of steps (reading it, a plain tf.function), it gets the whole value, as in plain TensorFlow.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PLAIN = {"use_resource": (None, True), "validate_shape": (None, True)}
 
 
 def find_deferred(variable: Any) -> DeferredInitial | None:
-    """Returns the initial value of a variable that has not been made; None: the variable holds a value."""
+    """Returns the initial value of a variable that is still deferred; None: the variable holds a value."""
     return getattr(variable, "_whale_initial", None)
 
 
 @contextmanager
 def announce_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
-    """Announces shape and type of the variable that is created inside; its initializer may not tell them before it has
-    run.
+    """Announces shape and type of the variable that is created inside, as its initializer may not reveal them before it
+    runs.
     """
     token = _known_bytes.set(math.prod(shape) * int(tf.as_dtype(dtype).size))
     try:
@@ -53,13 +53,13 @@ def announce_size(shape: Sequence[int], dtype: str) -> Iterator[None]:
 
 
 def install(wanted: Callable[[int | None], bool]) -> None:
-    """Defers variables that this thread creates eagerly from now on, where that is ``wanted``.
+    """Defers variables that this thread creates eagerly from now on, if ``wanted`` says so.
 
-    The hook stays when the run ends (creators are a stack, of which only the top can be taken away), and does nothing
-    until the next run puts its own in its place. Functions that are traced have creators of their own.
+    The hook stays when the run ends (creators are a stack, of which only the top can be removed), and does nothing
+    until the next run replaces it. Functions that are traced have creators of their own.
 
     Args:
-      wanted: is asked for each variable that is not little, with its bytes, or None where these are not known yet.
+      wanted: called for each variable that is not small, with its bytes, or None if these are not known yet.
     """
     ours = make_creator(wanted)
     setattr(ours, _OURS, True)
@@ -69,7 +69,9 @@ def install(wanted: Callable[[int | None], bool]) -> None:
 
 
 def make_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
-    """Returns a variable creator for TensorFlow that defers what is ``wanted``, and passes the others on."""
+    """Returns a variable creator for TensorFlow that defers variables for which ``wanted`` is true, and creates the
+    others.
+    """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
         size_bytes = _known_bytes.get()
@@ -82,11 +84,11 @@ def make_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
 
 
 def make_trace_creator(wanted: Callable[[int | None], bool]) -> Callable[..., Any]:
-    """Returns a variable creator for traced functions, which defers what begins with constants, as an optimizer's state
-    does.
+    """Returns a variable creator for traced functions, which defers variables with constant initial values, such as
+    slots.
 
-    tf.function would take such a variable in, and hold its whole first value as long as itself. What begins with random
-    numbers stays with it, so that these are those of plain TensorFlow.
+    tf.function would capture such a variable together with its whole initial value. Variables with random initial
+    values are left to TensorFlow, so that the numbers are those of plain TensorFlow.
     """
 
     def create(next_creator: Any, **kwargs: Any) -> Any:
@@ -134,8 +136,8 @@ def _create_uninitialized(initial: DeferredInitial, kwargs: dict[str, Any]) -> A
 
 
 def _read_initial(kwargs: dict[str, Any]) -> DeferredInitial | tf.Tensor | None:
-    """Returns what to make of a creation: a deferred initial value, a little one that is computed, or None: leave it
-    alone.
+    """Returns a deferred initial value, a small one that is computed at once, or None: TensorFlow creates the
+    variable.
     """
     known = {*_PASSED_ON, *_PLAIN, "initial_value", "dtype", "shape", "experimental_enable_variable_lifting"}
     known.add("collections")  # of graphs: no matter where creation is eager
@@ -165,30 +167,30 @@ def _read_initial(kwargs: dict[str, Any]) -> DeferredInitial | tf.Tensor | None:
 
 
 def defer(variable: Any, initial: DeferredInitial) -> None:
-    """Makes ``variable``, which holds nothing, one that will hold ``initial``."""
+    """Makes the empty variable ``variable`` a deferred one with the initial value ``initial``."""
     variable._whale_initial = initial
     variable.__class__ = _make_deferred_class()
 
 
 def forget(variable: Any) -> None:
-    """Ends the deferral of ``variable``, which then holds nothing: its caller gives it a value now."""
+    """Ends the deferral of ``variable`` without a value, which its caller assigns now."""
     if find_deferred(variable) is not None:
         variable.__class__ = resource_variable_ops.ResourceVariable
         del variable._whale_initial
 
 
 def restore_from(variable: Any, reader: Reader) -> None:
-    """Lets a deferred variable take its value from ``reader``, once it is known which part of it is wanted.
+    """Makes a deferred variable read its value from ``reader``, once it is known which part is needed.
 
     Args:
-      reader: called with (begin, size) of a region of the global value, over all dimensions; returns what lies there.
+      reader: called with (begin, size) of a region of the global value, over all dimensions; returns the values there.
     """
     initial = variable._whale_initial
     variable._whale_initial = DeferredInitial(initial.shape, initial.dtype, {}, (), 0, reader)
 
 
 def make_whole(variable: Any) -> None:
-    """Gives a deferred variable its whole value."""
+    """Initialises a deferred variable with its whole value."""
     initial = find_deferred(variable)
     if initial is not None:
         with tf.init_scope():

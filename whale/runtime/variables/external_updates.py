@@ -1,4 +1,6 @@
-"""Notes changes of variables beside the run's programs: every rank makes them alone, and nothing keeps them equal."""
+"""Tracks changes of variables outside of the run's programs: every rank makes them separately, so copies may
+diverge.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,11 @@ _TRAINS = ("ResourceApply", "ResourceSparseApply", "Apply", "SparseApply")
 
 @dataclass
 class TrackedVariable:
-    """A trainable variable of floating point that was made, or written to, since the run began.
+    """A trainable floating-point variable that was created, or written to, since the run began.
 
     Attributes:
-      trained: whether it was trained beside the run's programs.
-      given: how often a value was assigned to it.
+      trained: whether it was trained outside of the run's programs.
+      given: number of assignments to it.
     """
 
     variable: weakref.ref[tf.Variable]
@@ -44,11 +46,11 @@ class TrackedVariable:
 
 
 class ExternalUpdates:
-    """Notes what changes variables beside the run's programs, from its making to ``take_back``.
+    """Tracks changes of variables outside of the run's programs, from its creation to ``take_back``.
 
     Attributes:
       written: numbers (``id``) of handles that were written to eagerly since ``forget_written``.
-      trained: what trained, in words -> names of the variables, as far as they are known.
+      trained: describes what trained -> names of the variables, if known.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class ExternalUpdates:
             setattr(gen_training_ops, module, passed_on)
 
     def take_back(self) -> None:
-        """Ends the noting: restores what was replaced."""
+        """Ends the tracking: restores the replaced functions."""
         for where, name, original in reversed(self._replaced):
             setattr(where, name, original)
         self._replaced.clear()
@@ -79,12 +81,12 @@ class ExternalUpdates:
     def iterate_held(
         self, other_than: Collection[int], only: Collection[int] | None
     ) -> Iterator[tuple[str, tf.Tensor, bool]]:
-        """Yields (name, value, whether it was trained) of the noted variables that hold a value, in the order of their
-        making.
+        """Yields (name, value, whether it was trained) of the tracked variables with a value, in the order of their
+        creation.
 
         Args:
-          other_than: numbers (``id``) of the handles of those that are left out.
-          only: of those that are not; None: all.
+          other_than: numbers (``id``) of the handles to leave out.
+          only: handles to consider among the others; None: all.
         """
         for key, made in list(self._made.items()):
             variable = made.variable()
@@ -96,8 +98,8 @@ class ExternalUpdates:
                 yield made.name, value, made.trained
 
     def forget_written(self, handles: Iterable[int] | None = None) -> None:
-        """Forgets the writes so far, which are known; ``handles``: only those to these handles (``id``), which got
-        other values since.
+        """Forgets the writes so far; ``handles``: only writes to these handles (``id``), which got other values
+        since.
         """
         for key in list(self.written if handles is None else handles):
             self.written.pop(key, None)
@@ -161,7 +163,7 @@ class ExternalUpdates:
             self._note_trained_in_function([made.name])
 
     def _note_optimizer(self, op: str, handle: Any) -> None:
-        """Notes that an operation of TensorFlow's optimizers is built, or run."""
+        """Records that an operation of TensorFlow's optimizers is built, or run."""
         if capturing.get():
             return
         made = self._made.get(id(handle))
@@ -175,7 +177,9 @@ class ExternalUpdates:
             self._note_trained_in_function(names)
 
     def _note_trained_in_function(self, names: Iterable[str]) -> None:
-        """Notes that a function is traced that writes to variables; graphs of TensorFlow 1 are seen when they run."""
+        """Records that a function is traced that writes to variables; graphs of TensorFlow 1 are inspected when they
+        run.
+        """
         graph, outermost = tf.compat.v1.get_default_graph(), None
         while isinstance(graph, FuncGraph):
             graph, outermost = graph.outer_graph, graph
@@ -188,7 +192,7 @@ class ExternalUpdates:
         self.trained.setdefault(what, {}).update(dict.fromkeys(names))
 
     def _find_tracked(self, variable: Any) -> TrackedVariable | None:
-        """Returns what is noted of a variable; None where it is not one that is trained."""
+        """Returns the record of a variable; None if it is not trainable."""
         handle = getattr(variable, "_handle", None)
         if not isinstance(handle, tf.__internal__.EagerTensor):
             return None
@@ -210,7 +214,9 @@ class ExternalUpdates:
 
 
 class _OpListener:
-    """A module one of whose functions is listened to: ``hear`` gets the operation's name and the variable's handle."""
+    """Replaces a module of generated ops to observe one function: ``hear`` gets the op's name and the variable's
+    handle.
+    """
 
     def __init__(self, module: Any, call: str, hear: Callable[[str, Any], None]) -> None:
         self._module, self._hear = module, hear
@@ -227,7 +233,7 @@ class _OpListener:
 
 
 def _format_place(before: str = " at") -> str:
-    """Returns ``before`` and the line of the script that has called, or "" if none in this thread has."""
+    """Returns ``before`` and the calling line of the script, or "" if no frame of this thread is in the script."""
     line = find_script_line()
     return f"{before} {line}" if line else ""
 

@@ -1,11 +1,11 @@
-"""Keeps parts of variables in files instead of memory: of tables that are larger than what a rank has.
+"""Keeps parts of variables in files instead of memory, for tables that are larger than a rank's memory.
 
-A part's tensor is a file that the system maps (``WhaleMappedTensor``): TensorFlow's own operations read and write rows
-of it, what is used is in memory while there is room, and what was changed is written back. Files have no names, and go
-with the process. That is for variables of which steps read and write rows; who reads one whole has it in memory.
+A part's tensor is a memory-mapped file (``WhaleMappedTensor``): TensorFlow's own operations read and write rows of it,
+pages in use are in memory while there is room, and changed pages are written back. Files are unlinked, and disappear
+with the process. This suits variables of which steps read and write rows; reading one whole needs memory for all of it.
 
-``keep_in_files``, ``find_folder``: which variables. ``make_mapped_variable``: a part. ``write_block``: a block of it.
-``copy_part``: a value.
+``keep_in_files``, ``find_folder``: which variables. ``make_mapped_variable``: creates a part. ``write_block``: writes a
+block of it. ``copy_part``: copies its value.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _FOLDER = "_whale_folder"
 
 
 def keep_in_files(variable: tf.Variable, folder: str) -> None:
-    """Marks ``variable`` so that its parts will lie in files of ``folder``, once a run has it sharded."""
+    """Marks ``variable`` so that its parts will be stored in files of ``folder``, once a run shards it."""
     setattr(variable, _FOLDER, folder)
 
 
 def find_folder(variable: Any) -> str:
-    """Returns the folder in whose files a variable's parts lie; empty: they lie in memory."""
+    """Returns the folder of the files with a variable's parts; empty: the parts are in memory."""
     return str(getattr(variable, _FOLDER, ""))
 
 
 def make_mapped_variable(folder: str, shape: Sequence[int], dtype: str, name: str) -> tf.Variable:
-    """Makes a variable of zeros in a file.
+    """Creates a variable of zeros in a file.
 
     Raises:
-      PlanError: the folder cannot have such a file.
+      PlanError: the file cannot be created in the folder.
     """
     try:
         value = whale_ops.load_ops().whale_mapped_tensor(folder=folder, shape=list(shape), T=dtype)
@@ -53,7 +53,7 @@ def make_mapped_variable(folder: str, shape: Sequence[int], dtype: str, name: st
 
 
 def write_block(part: tf.Variable, begin: Sequence[int], value: tf.Tensor) -> None:
-    """Writes a block of a part, in place: nothing else refers to its memory."""
+    """Writes a block of a part in place, since no other tensor refers to its memory."""
     first = np.array(begin, np.int64)
     tf.raw_ops.ResourceStridedSliceAssign(
         ref=part.handle, begin=first, end=first + np.array(value.shape.as_list(), np.int64),
@@ -64,5 +64,5 @@ def write_block(part: tf.Variable, begin: Sequence[int], value: tf.Tensor) -> No
 
 
 def copy_part(part: tf.Variable, folder: str) -> tf.Tensor:
-    """Returns the value of a part now, whatever later steps do; the copy lies in a file, too."""
+    """Returns a snapshot of a part's value; the copy is in a file, too."""
     return whale_ops.load_ops().whale_mapped_copy(variable=part.handle, folder=folder, T=part.dtype)

@@ -1,4 +1,4 @@
-"""Records what an initializer computes without running it: a Python function, or a part of a session's graph."""
+"""Records the computation of an initializer without running it: a Python function, or a part of a session's graph."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _OF_STATES = ASSIGNS | {"ReadVariableOp"}
 
 
 def record(make: Callable[[], Any], dtype: Any = None) -> DeferredInitial | tf.Tensor | None:
-    """Records what ``make`` computes: a value that is not computed yet, or a little one; None: it has to be run to
-    know.
+    """Records the computation of ``make``: returns a deferred value, or a small computed one; None: it has to be run.
 
     Raises what ``make`` raises in a graph, and ValueError where only running it can tell what it does.
     """
@@ -63,7 +62,7 @@ def _find_eager_seeds(number: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The draw of a stateful op: numbers of ``little`` for its key and counter, and how far a run moves the counter."""
+    """A draw of a stateful random op: value numbers of its key and counter, and by how much it advances the counter."""
 
     op: str
     key: int
@@ -74,14 +73,14 @@ class _Stream:
 
 @dataclass(frozen=True)
 class RecordedInitializer:
-    """A graph's computation as an initial value, complete but for the present state of its random ops."""
+    """A graph's computation of an initial value, complete except for the present state of its random ops."""
 
     initial: DeferredInitial
     streams: tuple[_Stream, ...] = ()
 
     @property
     def is_seeded(self) -> bool:
-        """Tells whether every stream of random numbers has a seed, and draws the same ones on every rank."""
+        """Tells whether every stream of random numbers has a seed, so that every rank draws the same numbers."""
         return all(any(stream.seeds) for stream in self.streams)
 
     @property
@@ -92,10 +91,10 @@ class RecordedInitializer:
         return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
     def run(self, runs: Counter[str], seeds: Callable[[int], tuple[int, int]]) -> DeferredInitial:
-        """Returns the initial value that the next run computes.
+        """Returns the deferred initial value of the next run.
 
         Args:
-          runs: name of a random op -> how often it has run; counts on.
+          runs: name of a random op -> number of its runs; incremented.
           seeds: of random ops that have none, by their number.
         """
         little = dict(self.initial.little)
@@ -108,10 +107,10 @@ class RecordedInitializer:
 
 
 def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> RecordedInitializer | None:
-    """Records what a session's graph computes for ``made``; None: it depends on more than constants and seeds.
+    """Records how a session's graph computes ``made``; None: it depends on more than constants and seeds.
 
     Args:
-      fed: names of tensors that a run gives other values.
+      fed: names of tensors that a run feeds.
     """
     wanted, waiting = {made.op}, [made.op]
     if made.name in fed:
@@ -136,7 +135,7 @@ def record_tensor(made: tf.Tensor, fed: Collection[str] = ()) -> RecordedInitial
 def _record_operations(
     operations: Sequence[Any], made: tf.Tensor, outer: dict[int, Any]
 ) -> RecordedInitializer | tf.Tensor | None:
-    """Records the operations behind ``made``; see ``record``."""
+    """Records the operations from which ``made`` is computed; see ``record``."""
     if not all(op.type in _STREAMS or _is_recordable(op, outer) for op in operations):
         return None
     if not all(t.shape.is_fully_defined() for op in operations for t in (made, *op.outputs)):
@@ -209,7 +208,7 @@ def _is_recordable(op: Any, outer: dict[int, Any]) -> bool:
 
 
 def _find_repeated_element(op: Any) -> np.ndarray | None:
-    """Returns the element of a constant whose elements are all alike, by the form it has in the graph; else None."""
+    """Returns the value of a constant with equal elements, if the graph stores it compressed; else None."""
     proto = op.get_attr("value")
     values = [value for field, value in proto.ListFields() if field.name.endswith("_val")]
     if proto.tensor_content or proto.string_val or sum(map(len, values)) != 1:

@@ -1,6 +1,6 @@
-"""Tells which rank holds which piece of the variables that programs use, and makes a variable whole again.
+"""Tells which rank holds which piece of the variables that programs use, and restores whole variables.
 
-A piece is what one rank computes with: a tile of a variable that lies split, or all of one that does not. Which rank
+A piece is the part that one rank computes with: a tile of a split variable, or all of another one. Which rank
 has which piece follows from the plans, so every rank knows it of all.
 """
 
@@ -40,7 +40,7 @@ class Holding:
 
     @property
     def has_parts(self) -> bool:
-        """Tells whether the variable lies split, or belongs to a stage."""
+        """Tells whether the variable is split, or belongs to a stage."""
         return self._parts is not None or self._home is not None
 
     @property
@@ -49,15 +49,15 @@ class Holding:
         return self.variable.dtype
 
     def find_piece(self, rank: int) -> int | None:
-        """Returns the number of the piece that a rank has; None: it has none."""
+        """Returns the number of a rank's piece; None: it has none."""
         return next((piece for piece, ranks in enumerate(self.holders) if rank in ranks), None)
 
     def find_lone_piece(self, rank: int) -> int | None:
-        """Returns the number of the piece that a rank has, and no other rank; None: there is none."""
+        """Returns the number of a piece that only this rank has; None: there is none."""
         return next((piece for piece, ranks in enumerate(self.holders) if ranks == (rank,)), None)
 
     def handle(self, rank: int) -> Any:
-        """Returns the handle of the memory in which this process's rank has its piece."""
+        """Returns the handle of the memory with the piece of a rank of this process."""
         return self._handle if self._parts is None else self._parts.find_rank_part(rank).handle
 
     def shape(self, piece: int) -> tuple[int, ...]:
@@ -66,15 +66,13 @@ class Holding:
         return whole if self._parts is None else tuple(self._parts.tiles.find_local_shape(whole, piece))
 
     def find_assigned(self) -> tf.Tensor | None:
-        """Returns the whole value that a script has given to a variable that lies split, and that no step has cut yet;
-        else None.
-        """
+        """Returns the whole value that a script has assigned to a split variable and no step has cut yet; else None."""
         if self._parts is None or not self._parts.is_assigned:
             return None
         return gen_resource_variable_ops.read_variable_op(self._handle, self.dtype)
 
     def assemble(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Assembles the whole value from all pieces in order."""
+        """Concatenates the whole value from all pieces in order."""
         if self._parts is None:
             return pieces[0]
         shape = tuple(self.variable.shape)
@@ -86,12 +84,12 @@ class Holding:
         return tf.constant(whole)
 
     def make_whole(self, value: tf.Tensor) -> None:
-        """Makes the variable an ordinary one, as before any program used it, with this value."""
+        """Makes the variable an ordinary, replicated one with this value, as before any program used it."""
         self._leave()
         gen_resource_variable_ops.assign_variable_op(self._handle, value)
 
     def make_new(self) -> None:
-        """Restores the variable to what it was before any program used it. No step has changed it."""
+        """Restores the variable to its state before any program used it; no step has changed it."""
         first = self._first
         self._leave()
         if isinstance(first, DeferredInitial):
@@ -105,7 +103,7 @@ class Holding:
         return None if owner is None else owner.first
 
     def forget_first(self) -> None:
-        """Forgets the first value: a step has changed the variable."""
+        """Drops the initial value, since a step has changed the variable."""
         for owner in (self._parts, self._home):
             if owner is not None:
                 owner.first = None
@@ -117,16 +115,14 @@ class Holding:
 
 
 class HoldingsCache:
-    """The holdings of all known variables, kept between steps: they are asked for at every step."""
+    """Caches the holdings of all known variables between steps, since every step needs them."""
 
     def __init__(self) -> None:
         self._lie: list[Any] = []
         self._holdings: list[Holding] = []
 
     def list_holdings(self, entries: Mapping[int, Any], homes: Mapping[int, VariableHome], size: int) -> list[Holding]:
-        """Returns the holdings of the owner's entries, each with its home if it has one; the same list as before if
-        they lie as before.
-        """
+        """Returns the holdings of the given entries and homes; the same list as before if no layout has changed."""
         known = [(entry, homes.get(key)) for key, entry in entries.items()]
         lie = [size, *((entry.parts, home, home and home.ranks) for entry, home in known)]
         if self._lie != lie:

@@ -1,7 +1,7 @@
-"""Makes initial values part by part, so that no rank ever holds a whole one.
+"""Computes initial values part by part, so that no rank ever holds a whole one.
 
-What an initializer computes is recorded as a small program, without running it. Little values in it (shapes, seeds, a
-generator's state) are computed at once, in the order in which the script would; what is large is computed later, for
+The computation of an initializer is recorded as a small program, without running it. Small values in it (shapes, seeds,
+a generator's state) are computed at once, in the order in which the script would; large ones are computed later, for
 the part that a rank holds. Random numbers come from counters (Salmon et al., "Parallel random numbers: as easy as 1, 2,
 3", SC 2011), so a part of a stream begins at its own counter: the elements are, bit by bit, those of the whole tensor.
 """
@@ -62,9 +62,9 @@ class DeferredInitial:
 
     Attributes:
       little: number of a value -> the value, computed when the variable was created.
-      ops: what remains to be computed, in order.
+      ops: the remaining ops, in order.
       result: number of the value that is the initial value.
-      reader: gives a region of the value instead, where it comes from somewhere else (a checkpoint).
+      reader: returns a region of the value, if it comes from elsewhere (a checkpoint).
     """
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class DeferredInitial:
 
     @property
     def is_divisible(self) -> bool:
-        """Tells whether a part is computed without the whole."""
+        """Tells whether a part can be computed without the whole."""
         return self.reader is not None or all(_is_divisible(op) for op in self.ops)
 
     def compute_whole(self) -> tf.Tensor:
@@ -91,12 +91,12 @@ class DeferredInitial:
         return _Region(self, (0,) * len(self.shape), self.shape).value()
 
     def make_part(self, tiles: Tiles, place: int, name: str = "part", folder: str = "") -> tf.Variable:
-        """Makes a variable that holds part number ``place``; that takes a megabyte or two beside the part.
+        """Creates a variable with part number ``place``; it needs about a megabyte or two beside the part.
 
-        A value that is not divisible is whole for a moment.
+        A value that is not divisible is computed whole for a moment.
 
         Args:
-          folder: the part lies in a file there; empty: in memory.
+          folder: the part is stored in a file there; empty: in memory.
 
         Raises:
           PlanError: there is no room in the folder.
@@ -146,7 +146,7 @@ class DeferredInitial:
 
 
 def record_uniform_value(value: tf.Tensor) -> DeferredInitial | None:
-    """Records an eager tensor whose elements are all alike (zeros of an optimizer's slot), to be made again; None for
+    """Records an eager tensor with equal elements (zeros of an optimizer's slot), to be created again; None for
     others.
     """
     shape, dtype = tuple(value.shape.as_list()), value.dtype
@@ -174,7 +174,7 @@ def _is_divisible(op: RecordedOp) -> bool:
 
 
 class _Region:
-    """Computes a region of a recorded value: all rows that lie behind each other, and of each a part."""
+    """Computes a region of a recorded value: consecutive rows, and the same columns of each."""
 
     def __init__(self, initial: DeferredInitial, begin: tuple[int, ...], size: tuple[int, ...]):
         self.initial, self.begin, self.size = initial, begin, size
@@ -205,7 +205,7 @@ class _Region:
         return execute_op(op, [self._compute_operand(n) for n in op.operands])
 
     def _find_bounds(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """Returns (begin, size) of the region in a tensor of ``shape``, given NumPy's broadcasting."""
+        """Returns (begin, size) of the region in a tensor of ``shape`` that broadcasts, as in NumPy."""
         missing = len(self.initial.shape) - len(shape)
         pairs = [(0, 1) if n == 1 else (self.begin[missing + d], self.size[missing + d]) for d, n in enumerate(shape)]
         return [b for b, _ in pairs], [n for _, n in pairs]
@@ -240,7 +240,7 @@ class _Region:
 
 
 def _draw(op: RecordedOp, little: dict[int, np.ndarray], begin: int, count: int, shape: tuple[int, ...]) -> tf.Tensor:
-    """Draws elements ``begin`` to ``begin + count`` of the stream that the whole tensor takes its elements from."""
+    """Draws elements ``begin`` to ``begin + count`` of the stream from which the whole tensor is drawn."""
     _, key, counter, algorithm = (little[n] for n in op.operands)
     assert int(algorithm) in (PHILOX, _ANY_ALGORITHM), algorithm
     # The kernel deals the stream out in groups, each of which begins at a counter of its own.
@@ -263,12 +263,12 @@ def _replace_attr(attrs: tuple[Any, ...], name: str, value: Any) -> tuple[Any, .
 
 
 def copy_to_own_memory(value: tf.Tensor) -> tf.Tensor:
-    """Copies a value: rows that were cut out lie in the whole tensor's memory, which a variable of them would hold on
-    to.
+    """Copies a value: a slice of rows refers to the whole tensor's memory, which a variable of the slice would keep
+    alive.
     """
     return tf.raw_ops.DeepCopy(x=value)
 
 
 def _make_variable(value: tf.Tensor, name: str) -> tf.Variable:
-    """Makes a variable past tf.Variable, which asks who defers creations."""
+    """Creates a variable without tf.Variable, whose creators would defer it."""
     return resource_variable_ops.ResourceVariable(value, trainable=False, name=name)

@@ -1,10 +1,10 @@
 """Keeps variables split between steps: every rank holds its part, and steps read and update the parts.
 
-A variable that lies whole in the host's memory beside an accelerator has one part, which all ranks hold.
+A variable that is whole in the host's memory beside an accelerator has one part, which all ranks hold.
 
-The user's tf.Variable stays what the program names. It holds nothing while the parts are valid; read eagerly, it gives
-the global value, which is collective. What a script or a checkpoint assigns to it is a whole value, which the next step
-cuts into parts again.
+The user's tf.Variable remains the program's object. It holds nothing while the parts are valid; read eagerly, it
+returns the global value, which is collective. A value assigned by a script or a checkpoint is a whole value, which the
+next step cuts into parts again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NEED_WHOLE = (
 
 
 class VariableParts:
-    """The parts that this process's ranks hold of one variable.
+    """The parts of one variable that this process's ranks hold.
 
     Attributes:
       tiles: how the variable is cut, and over which axes of the mesh.
-      folder: where the parts lie in files; empty: in memory.
-      group: the ranks that have the parts, if they are those of a stage; empty: all ranks. In groups in a row, where
-        they are more than the parts.
-      first: what they were made of, as long as somebody may want that again.
+      folder: the folder of files with the parts; empty: in memory.
+      group: the ranks that have the parts, if they are those of a stage; empty: all ranks. If there are more ranks than
+        parts, consecutive groups of ranks have all parts.
+      first: the initial value, as long as it may be needed again.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class VariableParts:
         group: tuple[int, ...] = (),
         device: str | None = None,
     ):
-        """Cuts the variable's value into parts, or makes them from its initial value.
+        """Cuts the variable's value into parts, or creates these from its initial value.
 
         Args:
-          initial: the value of a variable that holds none: its parts are all that is made.
-          device: on which the parts lie; None: TensorFlow's choice.
+          initial: the initial value of a deferred variable: only its parts are computed.
+          device: of the parts; None: TensorFlow's choice.
         """
         self.device = device
         self.name, self.tiles, self.group = captured.name, tiles, group
@@ -80,7 +80,7 @@ class VariableParts:
         self._variable.__class__ = _make_split_class(kind)
 
     def leave(self) -> None:
-        """Makes the variable an ordinary one again, which holds nothing; the parts are gone with their last reader."""
+        """Makes the variable an ordinary, empty one again; the parts are freed with their last reader."""
         self._variable.__class__ = self._kind
         del self._variable._whale_parts
         self._parts.clear()
@@ -101,7 +101,7 @@ class VariableParts:
         return self._variable.shape
 
     def find_place(self, rank: int) -> int | None:
-        """Returns the number of the part that a rank has; None: it has none."""
+        """Returns the number of a rank's part; None: it has none."""
         if not self.group:
             return rank % self.tiles.count
         return self.group.index(rank) % self.tiles.count if rank in self.group else None
@@ -115,15 +115,13 @@ class VariableParts:
         return self._parts[rank]
 
     def _list_own_parts(self) -> list[tuple[int, int]]:
-        """Returns (rank, part) of this process's ranks that have one."""
+        """Returns (rank, part) for each rank of this process that has one."""
         places = ((rank, self.find_place(rank)) for rank in self._context.ranks)
         return [(rank, place) for rank, place in places if place is not None]
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes that these ranks hold in memory: their parts, and the whole value where somebody assigned
-        one.
-        """
+        """Returns the bytes of memory on these ranks: their parts, and the whole value if one was assigned."""
         held = self._read_held()
         whole = 0 if held is None else int(tf.size(held)) * held.dtype.size
         return (
@@ -133,7 +131,7 @@ class VariableParts:
         )
 
     def settle(self) -> tf.Tensor | None:
-        """Cuts the whole value into parts, if the variable itself has one, and returns it."""
+        """Cuts the whole value into parts, if one was assigned to the variable, and returns it."""
         whole = self._read_held()
         if whole is None:
             return None
@@ -143,12 +141,12 @@ class VariableParts:
         return whole
 
     def read_value(self, rank: int) -> tf.Tensor:
-        """Returns the part that a rank of this process has, as it is now, whatever later steps do."""
+        """Returns a snapshot of the part of a rank of this process."""
         part = self._parts[rank]
         return copy_part(part, self.folder) if self.folder else part.read_value()
 
     def free_files(self) -> None:
-        """Frees the files now: a process that ends with large files seems to be gone long before it is."""
+        """Deletes the files now, because ending a process with large files takes long."""
         for part in self._parts.values() if self.folder else ():
             hold_nothing(part.handle, self.dtype)
 
@@ -169,7 +167,7 @@ class VariableParts:
         """Returns the global value. Collective between processes, unless a whole value was assigned.
 
         Raises:
-          CommError: the ranks do not all read it, or the run is over.
+          CommError: not all ranks read it, or the run is over.
         """
         held = self._read_held()
         if held is not None:
@@ -198,14 +196,14 @@ class VariableParts:
         gen_resource_variable_ops.assign_variable_op(self._handle, whole)
 
     def make_room(self) -> None:
-        """Puts a whole value of zeros into the variable if it has none, so that another can be assigned."""
+        """Creates a whole value of zeros in the variable if it has none, so that another can be assigned."""
         if self._read_held() is None:
             zeros = tf.zeros(self._variable.shape, self._variable.dtype)
             gen_resource_variable_ops.assign_variable_op(self._handle, zeros)
 
     @property
     def is_assigned(self) -> bool:
-        """Tells whether a whole value was assigned, which the next step cuts."""
+        """Tells whether a whole value was assigned that the next step will cut."""
         return self._read_held() is not None
 
     def _read_held(self) -> tf.Tensor | None:
@@ -214,16 +212,16 @@ class VariableParts:
 
 
 def forget_parts(split: list[VariableParts]) -> None:
-    """Empties the list: the run is over."""
+    """Empties the list at the end of the run."""
     while split:
         split.pop().free_files()
 
 
 def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
-    """Frees the memory of a variable whose value lies elsewhere. It stays initialised.
+    """Frees the memory of a variable whose value is elsewhere. It stays initialised.
 
-    TensorFlow's eager operations read a variable that they are given past its methods. They must not find a number that
-    passes for its value: NaN, of a rank that no variable has, gives NaN or an error.
+    TensorFlow's eager operations read a variable argument without calling its methods. They must not find a number that
+    looks like its value: a NaN tensor, of a rank that no variable has, gives NaN or an error.
     """
     nan = tf.as_dtype(dtype).is_floating
     nothing = tf.constant(float("nan"), dtype, (1,) * 9) if nan else tf.zeros((0,), dtype)
@@ -231,7 +229,7 @@ def hold_nothing(handle: Any, dtype: tf.DType | str) -> None:
 
 
 def cut_part(whole: tf.Tensor, tiles: Tiles, place: int) -> tf.Tensor:
-    """Returns part number ``find_place`` of a value, in memory of its own."""
+    """Copies part number ``find_place`` of a value to memory of its own."""
     regions = list(tiles.iterate_regions(tuple(whole.shape.as_list()), place))
     if len(regions) == 1:
         # tf.slice is not used: where a variable's handle says no shape, TensorFlow's optimizer takes the first rows for
@@ -259,12 +257,11 @@ def _restore_order(joined: tf.Tensor, placement: Shard) -> tf.Tensor:
 def gather_on_rank(
     part: tf.Tensor, tiles: Tiles, order: Sequence[int], rank: int, comm: tf.Tensor, key: str
 ) -> tf.Tensor:
-    """Gathers the whole value on ``rank``, which has ``part``. Collective among the ranks that have all parts between
-    them.
+    """Gathers the whole value on ``rank``, which has ``part``. Collective among a group of ranks that has all parts.
 
     Args:
-      order: of ranks; those that have the parts between them are next to each other.
-      comm: the communicator's resource; key: begins that of the messages.
+      order: of ranks; those of a group are consecutive.
+      comm: the communicator's resource; key: prefix of the messages' keys.
     """
     position = order.index(rank)
     at = position % tiles.count
@@ -313,7 +310,7 @@ def _gather_parts(part: tf.Tensor | None, parts: VariableParts, context: Ranks) 
 
 @cache
 def _make_split_class(kind: type) -> type:
-    """Returns a subclass of ``kind`` for a variable that lies split; graphs that read it are built as ever."""
+    """Returns a subclass of ``kind`` for a split variable; graphs that read it are built as usual."""
 
     def read(self: Any, no_copy: bool = False) -> Any:
         if tf.executing_eagerly():

@@ -1,8 +1,8 @@
 """Keeps variables of stages up to date on the ranks of their stage only, and sends their values to other readers.
 
-Every rank knows on which ranks the present value of every variable is, since that follows from the plans of the
+Every rank knows which ranks have the present value of every variable, since that follows from the plans of the
 steps that ran. A program that reads it elsewhere, and a script that reads it, first get the value; so reading is
-collective, as for variables that lie split. The other ranks hold no value after a step; of ranks in one process the
+collective, as for split variables. The other ranks hold no value after a step; of ranks in one process the
 first one does, whose variable is the script's.
 """
 
@@ -25,12 +25,12 @@ from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
 
 class VariableHome:
-    """The ranks on which a variable's present value is.
+    """The ranks that have a variable's present value.
 
     Attributes:
       ranks: those ranks; None: all.
-      held: whether the variable itself has a value here, be it the present one or not.
-      first: what it was made of, as long as somebody may want that again.
+      held: whether the variable itself has a value here, present or stale.
+      first: the initial value, as long as it may be needed again.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class VariableHome:
             variable.__class__ = _make_homed_class(kind)
 
     def leave(self) -> None:
-        """Makes the variable an ordinary one again, with the value that it has here."""
+        """Makes the variable an ordinary one again, with its value on this rank."""
         self.variable.__class__ = self._kind
         del self.variable._whale_home
 
@@ -62,8 +62,8 @@ class VariableHome:
         return self.variable if position == 0 else self.copies[position - 1]
 
     def note_use(self, use: VariableUse) -> None:
-        """Records a step's use of the variable; in one process, copies the value to the first rank's, which the script
-        sees.
+        """Records a step's use of the variable; in one process, copies the value to the first rank's variable for the
+        script.
         """
         if not use.writes:
             return
@@ -79,7 +79,7 @@ class VariableHome:
         self.free()
 
     def free(self) -> None:
-        """Frees the copies of those ranks of this process that do not have the present value."""
+        """Frees the copies on those ranks of this process that do not have the present value."""
         for position in range(1, len(self.copies) + 1) if self.ranks is not None else ():
             if position not in self.ranks and position not in self._empty:  # type: ignore[operator]
                 copy = self.find_copy(position)
@@ -87,7 +87,7 @@ class VariableHome:
                 self._empty.add(position)
 
     def give_copies(self, value: tf.Tensor) -> None:
-        """Assigns a value to every copy that lacks the present one."""
+        """Assigns a value to every copy with a stale one."""
         for position in set(range(self.context.size)) - (self.ranks or frozenset(range(self.context.size))):
             gen_resource_variable_ops.assign_variable_op(self.find_copy(position).handle, value)
         self._empty.clear()
@@ -97,17 +97,17 @@ class VariableHome:
         return int(self.held) + len(self.copies) - len(self._empty)
 
     def make_room(self) -> None:
-        """Puts zeros into a variable that holds nothing, so that another value can be assigned."""
+        """Assigns zeros to an empty variable, so that another value can be assigned."""
         if not self.held:
             self.hold(tf.zeros(self.variable.shape, self.variable.dtype))
 
     def hold(self, value: tf.Tensor) -> None:
-        """Puts a value into the variable itself."""
+        """Assigns a value to the variable itself."""
         gen_resource_variable_ops.assign_variable_op(self.variable.handle, value)
         self.held = True
 
     def read_own_value(self) -> tf.Tensor:
-        """Returns what this rank's variable holds, or zeros."""
+        """Returns the value of this rank's variable, or zeros if it is empty."""
         if not self.held:
             return tf.zeros(self.variable.shape, self.variable.dtype)
         return gen_resource_variable_ops.read_variable_op(self.variable.handle, self.variable.dtype)
@@ -116,8 +116,8 @@ class VariableHome:
 def make_home(
     name: str, variable: Any, copies: Sequence[Any], use: VariableUse | None, context: Ranks
 ) -> VariableHome | None:
-    """Makes the home of a variable that some ranks of this process use, so that only these and the first one hold it;
-    else None.
+    """Creates the home of a variable that some ranks of this process use, so that only these and the first rank hold
+    it; returns None if all ranks use it.
     """
     if not copies or use is None or not 0 < len(use.ranks) < context.size:
         return None
@@ -127,13 +127,13 @@ def make_home(
 
 
 def list_present_copies(copies: Sequence[Any], home: VariableHome | None) -> list[Any]:
-    """Returns the copies of other ranks of this process than the first that have the present value."""
+    """Returns the copies, on other ranks of this process than the first, with the present value."""
     ranks = home.ranks if home is not None else None
     return [copy for i, copy in enumerate(copies, 1) if ranks is None or i in ranks]
 
 
 def refresh(homes: Sequence[VariableHome], context: Ranks) -> None:
-    """Brings present values to every rank. Collective."""
+    """Sends present values to every rank. Collective."""
     homes = [home for home in homes if home.ranks is not None]
     if not context.has_other_processes:
         for home in homes:
@@ -167,7 +167,7 @@ def refresh(homes: Sequence[VariableHome], context: Ranks) -> None:
 
 
 def refresh_for(homes: Mapping[int, VariableHome], uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-    """Brings present values of what a step uses to ranks that lack them, before it."""
+    """Sends, before a step, the present values of its variables to ranks that lack them."""
     stale = []
     for key, use in uses:
         home = homes.get(key)
@@ -178,10 +178,10 @@ def refresh_for(homes: Mapping[int, VariableHome], uses: Sequence[tuple[int, Var
 
 
 def _read_by_script(home: VariableHome) -> None:
-    """Brings the present value here before the script reads it. All ranks have to read it.
+    """Fetches the present value before the script reads it. All ranks have to read it.
 
     Raises:
-      CommError: the ranks do not all read it, or the run is over.
+      CommError: not all ranks read it, or the run is over.
     """
     if home.ranks is None:
         return
@@ -192,7 +192,7 @@ def _read_by_script(home: VariableHome) -> None:
 
 @cache
 def _make_homed_class(kind: type) -> type:
-    """Returns a subclass of ``kind`` for a variable of a stage; graphs that read it are built as ever."""
+    """Returns a subclass of ``kind`` for a variable of a stage; graphs that read it are built as usual."""
 
     def read(self: Any, no_copy: bool = False) -> Any:
         def read_now() -> Any:

@@ -1,4 +1,6 @@
-"""Holds the variables of a run: their layouts, first values, copies of in-process ranks, and the check of replicas."""
+"""Stores the variables of a run: their layouts, initial values, copies for in-process ranks, and the check of
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ _TURN = "the first value of {!r}, which can only be computed whole, by one rank 
 
 
 class _Entry:
-    """A variable that programs of this run use: its layout (the first plan fixes it) and the copies of other ranks.
+    """A variable that programs of this run use: its layout (fixed by the first plan) and the copies of other ranks.
 
-    ``left`` is the first rank's value as the last step left it, when other ranks of this process have copies.
-    ``parts`` are what the ranks hold instead, where the variable lies split.
+    ``left`` is the first rank's value after the last step, if other ranks of this process have copies.
+    ``parts`` replace the value on the ranks, if the variable is split.
     """
 
     __slots__ = ("copies", "handle", "kind", "left", "name", "parts", "variable")
@@ -57,9 +59,10 @@ class _Entry:
 
 
 class VariableStore:
-    """The variables of a run. A variable is known by its handle, which is kept alive with it.
+    """The variables of a run, each identified by its handle, which is kept alive with it.
 
-    ``keeps_first``: it remembers what parts were made of. ``moved``: how often some left what earlier steps call.
+    ``keeps_first``: it keeps the initial values of parts. ``moved``: how often variables got another layout than
+    earlier steps use.
     """
 
     def __init__(self, keeps_first: bool = False) -> None:
@@ -70,18 +73,20 @@ class VariableStore:
         self._held = HoldingsCache()
 
     def clear(self) -> None:
-        """Forgets all variables: the run is over."""
+        """Forgets all variables at the end of the run."""
         self._entries.clear()
         forget_parts(self._split)
         self._homes.clear()
 
     @property
     def known(self) -> list[tf.Variable]:
-        """Returns the variables that programs have used, in the order in which all ranks came to know them."""
+        """Returns the variables that programs have used, in an order that is equal on all ranks."""
         return [entry.variable for entry in self._entries.values()]
 
     def list_tiles(self, captured: Sequence[CapturedVariable]) -> dict[str, Tiles]:
-        """Returns the tiles of those variables that an earlier program or the script has fixed, by handle node."""
+        """Returns the tiles of those variables whose layout an earlier program or the script has fixed, by handle
+        node.
+        """
         given = {c.node: find_given_tiles(c) for c in captured}
         known = ((c.node, self._entries.get(id(c.handle))) for c in captured)
         fixed = {node: entry.tiles for node, entry in known if entry is not None}
@@ -94,18 +99,17 @@ class VariableStore:
         uses: Mapping[str, VariableUse],
         on_host: Collection[str] = (),
     ) -> None:
-        """Takes in variables that a program uses; new ones get the first rank's value on every rank. Collective.
+        """Adds the variables that a program uses; new ones get the first rank's value on every rank. Collective.
 
-        A variable that holds no value yet, and that belongs to a pipeline's stage, gets it on the ranks of that stage
-        only.
+        A deferred variable of a pipeline's stage is initialised on the ranks of that stage only.
 
         Args:
-          uses: handle node -> the ranks that use it, where they are not all, and how it lies split.
-          on_host: those that lie in the host's memory, beside an accelerator.
+          uses: handle node -> the ranks that use it, if not all do, and its tiles if it is split.
+          on_host: variables in the host's memory, beside an accelerator.
 
         Raises:
           CommError: the ranks cannot exchange the values.
-          PlanError: a variable cannot lie as the plan says.
+          PlanError: a variable cannot have the layout of the plan.
         """
         self._move_to_host([c for c in captured if c.node in on_host])
         # A variable in the host's memory lies there in parts, even if it is one part.
@@ -144,9 +148,7 @@ class VariableStore:
                 self._homes[id(c.handle)] = home
 
     def is_owner_of(self, variable: tf.Variable) -> bool:
-        """Tells whether programs of this run use the variable: its value is then the same on every rank, or lies
-        split.
-        """
+        """Tells whether programs of this run use the variable, so that its value is equal on every rank, or split."""
         return id(variable._handle) in self._entries
 
     def _send(
@@ -158,9 +160,7 @@ class VariableStore:
         uses: Mapping[str, VariableUse],
         on_host: Collection[str],
     ) -> None:
-        """Broadcasts the first rank's values; of variables that come to lie split, one at a time is whole on every
-        rank.
-        """
+        """Broadcasts the first rank's values; variables to be split are whole on every rank one at a time."""
         broadcast_values([c for c in new if c.node not in placed], context)
         for c, initial in zip(new, initials):
             if c.node in placed and initial is None:
@@ -168,7 +168,7 @@ class VariableStore:
                 self._divide(c, placed[c.node], None, context, uses.get(c.node), c.node in on_host)
 
     def _give_home(self, c: CapturedVariable, initial: DeferredInitial, ranks: frozenset[int], context: Ranks) -> None:
-        """Gives a variable that holds none its value, on ``ranks`` only."""
+        """Initialises a deferred variable on ``ranks`` only."""
         forget(c.variable)
         held = context.rank in ranks
         if held:
@@ -180,14 +180,14 @@ class VariableStore:
         home.first = initial if self.keeps_first else None
 
     def _move_to_host(self, captured: Sequence[CapturedVariable]) -> None:
-        """Forgets what earlier programs had beside the accelerator's memory, so that it is taken in again."""
+        """Drops parts in an accelerator's memory of variables that move to the host, so that they are added again."""
         for c in captured:
             entry = self._entries.get(id(c.handle))
             if entry is None or (entry.parts is not None and entry.parts.device is not None):
                 continue
             if entry.parts is not None or id(c.handle) in self._homes:
                 raise PlanError(
-                    "a variable lies in the device's memory since an earlier step",
+                    "a variable is in the device's memory since an earlier step",
                     op=c.name,
                     given="a step after which it would lie in the host's memory",
                     expected="the training step, which shows what is an optimizer's state, before others that use it",
@@ -206,7 +206,7 @@ class VariableStore:
         use: VariableUse | None,
         on_host: bool,
     ) -> None:
-        """Makes the variable's parts on the ranks of this process, unless it has them."""
+        """Creates the variable's parts on the ranks of this process, unless they exist."""
         if id(c.handle) in self._entries:
             return
         forget(c.variable)
@@ -223,8 +223,8 @@ class VariableStore:
         self._entries[id(c.handle)] = _Entry(c, (), self._split[-1])
 
     def classify(self, captured: Sequence[CapturedVariable], kinds: Mapping[str, str]) -> None:
-        """Records the kinds of variables in a program that uses them; a parameter stays one whatever other
-        programs do.
+        """Records the kinds of variables in a program that uses them; a parameter stays a parameter in other
+        programs.
         """
         for c in captured:
             entry = self._entries[id(c.handle)]
@@ -232,7 +232,7 @@ class VariableStore:
                 entry.kind = kinds[c.node]
 
     def count_held_bytes(self) -> dict[str, int]:
-        """Returns kind -> bytes that the ranks of this process hold of the variables that programs have used."""
+        """Returns kind -> bytes of the variables that programs have used, on the ranks of this process."""
         found: Counter[str] = Counter()
         for entry in self._entries.values():
             home = self._homes.get(id(entry.handle))
@@ -241,14 +241,14 @@ class VariableStore:
         return dict(found)
 
     def count_host_bytes(self) -> int:
-        """Returns the bytes of these that lie in the host's memory beside an accelerator."""
+        """Returns the bytes of these in the host's memory beside an accelerator."""
         return sum(e.parts.bytes for e in self._entries.values() if e.parts is not None and e.parts.device is not None)
 
     def prepare_uses(
         self, captured: Sequence[CapturedVariable], uses: Mapping[str, VariableUse], context: Ranks
     ) -> list[tuple[int, VariableUse]]:
-        """Returns what a program does with its variables, for ``prepare_step`` and ``note_step``; a variable of one
-        stage gets a home.
+        """Returns a program's uses of its variables, for ``prepare_step`` and ``note_step``; a variable of one stage
+        gets a home.
         """
         found = []
         for c in captured:
@@ -260,23 +260,27 @@ class VariableStore:
         return found
 
     def prepare_step(self, uses: Sequence[tuple[int, VariableUse]], context: Ranks) -> None:
-        """Brings present values to where a step reads them. Collective where a stage reads what another one holds."""
+        """Sends present values to the ranks where a step reads them. Collective if a stage reads another one's
+        variable.
+        """
         if self._homes:
             refresh_for(self._homes, uses, context)
 
     def note_step(self, uses: Sequence[tuple[int, VariableUse]]) -> None:
-        """Records, after a step, where its variables have their present values now."""
+        """Records, after a step, which ranks have the present values of its variables."""
         if self._homes:
             for key, use in uses:
                 if key in self._homes:
                     self._homes[key].note_use(use)
 
     def settle(self) -> dict[int, tf.Tensor]:
-        """Cuts whole values that were assigned to split variables since the last step: handle's number -> value."""
+        """Cuts whole values that were assigned to split variables since the last step; returns handle's number ->
+        value.
+        """
         return {parts.key: whole for parts in self._split if (whole := parts.settle()) is not None}
 
     def list_holdings(self, size: int) -> list[Holding]:
-        """Returns what each of ``size`` ranks holds of the known variables, in the same order everywhere: see
+        """Returns the holdings of ``size`` ranks for the known variables, in the same order on all ranks: see
         ``HoldingsCache``.
         """
         return self._held.list_holdings(self._entries, self._homes, size)
@@ -286,18 +290,18 @@ class VariableStore:
         return tuple(sorted(self._find_entry_holders(self._entries[id(variable._handle)], context)))
 
     def read_own_value(self, variable: tf.Variable) -> tf.Tensor:
-        """Returns what this rank holds of it; not collective."""
+        """Returns this rank's value of a variable; not collective."""
         return self._entries[id(variable._handle)].read()
 
     def bring_home(self, variables: Sequence[tf.Variable], context: Ranks) -> None:
-        """Brings present values of those that stages have to every rank, until the next step. Collective."""
+        """Sends present values of stage variables to every rank, until the next step. Collective."""
         homes = dict.fromkeys(self._homes.get(id(v._handle)) for v in variables)
         refresh([home for home in homes if home is not None], context)
 
     def follow(self) -> None:
-        """Gives what a script assigned since the last step to the copies too: it knows the first rank's variable only.
+        """Copies values that a script assigned since the last step from the first rank's variables to the other copies.
 
-        Between processes every rank runs the script, and there are no copies.
+        With several processes every rank runs the script, and there are no copies.
         """
         for entry in self._entries.values():
             if not entry.copies:
@@ -309,7 +313,7 @@ class VariableStore:
                 entry.left = now
 
     def leave(self) -> None:
-        """Remembers the values that a step left, for ``follow``."""
+        """Records the values that a step left, for ``follow``."""
         for entry in self._entries.values():
             if entry.copies:
                 entry.left = entry.read()
@@ -317,8 +321,8 @@ class VariableStore:
     def list_handles(
         self, captured: Sequence[CapturedVariable], nodes: Sequence[str], position: int, rank: int
     ) -> list[Any]:
-        """Returns the handles of the variables behind ``nodes`` for ``rank``, the process's rank number
-        ``position``.
+        """Returns the handles of the variables of ``nodes`` for ``rank``, which is number ``position`` in this
+        process.
         """
         by_node = {c.node: c for c in captured}
         entries = [self._entries[id(by_node[n].handle)] for n in nodes]
@@ -332,7 +336,7 @@ class VariableStore:
         ]
 
     def check(self, context: Ranks, outside: ExternalUpdates | None, what: str = "wh.check_replicas()") -> int:
-        """Compares all copies, also of what was trained beside programs, and returns how many. Collective between
+        """Compares all copies, also of variables trained outside of programs, and returns how many. Collective between
         processes.
 
         Raises:
@@ -355,12 +359,13 @@ class VariableStore:
         only: Collection[int] | None = None,
         trainable: bool = False,
     ) -> Said:
-        """Describes the variables that this rank holds whole by checksums, to compare copies.
+        """Describes the replicated variables of this rank by checksums, to compare copies.
 
         Args:
-          outside: knows of those that no program uses.
-          only: numbers (``id``) of the handles of which to speak; None: all.
-          trainable: whether to speak of trainable variables only. A rank may well reset a metric that it alone shows.
+          outside: tracks the variables that no program uses.
+          only: numbers (``id``) of the handles to describe; None: all.
+          trainable: whether to describe trainable variables only. A rank may legitimately reset a metric that it
+              alone shows.
         """
         found: list[tuple[str, tf.Tensor | None, bool]] = []
         for key, e in self._entries.items():
@@ -371,20 +376,18 @@ class VariableStore:
         )
 
     def list_written(self, outside: ExternalUpdates) -> dict[int, str]:
-        """Returns the handles that were written to since the last step, of variables that are whole everywhere: id ->
-        name.
-        """
+        """Returns the handles of replicated variables that were written to since the last step: id -> name."""
         known = {key: self._entries[key] for key in outside.written if key in self._entries and key not in self._homes}
         return {key: entry.name for key, entry in known.items() if entry.parts is None}
 
     def _find_entry_holders(self, entry: _Entry, context: Ranks) -> frozenset[int]:
-        """Returns the ranks on which its value is the present one."""
+        """Returns the ranks with the present value of an entry."""
         home = self._homes.get(id(entry.handle))
         return frozenset(range(context.size)) if home is None or home.ranks is None else home.ranks
 
 
 def _refuse_other_layout(entry: _Entry | None, c: CapturedVariable, use: VariableUse | None) -> None:
-    """Raises PlanError for a variable that lies split over the ranks of a stage, and is used by others."""
+    """Raises PlanError for a variable that is split over the ranks of a stage, and used by other ranks."""
     if entry is not None and entry.parts is not None and entry.parts.group:
         if use is None or use.place != entry.parts.group:
             raise PlanError(
@@ -397,7 +400,7 @@ def _refuse_other_layout(entry: _Entry | None, c: CapturedVariable, use: Variabl
 
 
 def _make_one_part_tiles(c: CapturedVariable) -> Tiles:
-    """Returns tiles with one part, which all ranks hold."""
+    """Returns tiles with a single part, which all ranks hold."""
     return make_one_axis_tiles(shard(0, (int(c.variable.shape[0]),)))
 
 
@@ -406,8 +409,8 @@ def _count_bytes(variable: tf.Variable) -> int:
 
 
 def _is_untouched(now: tf.Tensor, left: tf.Tensor) -> bool:
-    """Tells whether a variable still holds the value that a step left: the same memory, or for little things equal
-    values.
+    """Tells whether a variable still holds the value that a step left: the same memory, or for small ones an equal
+    value.
     """
     if not now.shape.rank or now.dtype == tf.string:
         return bool(np.array_equal(now.numpy(), left.numpy()))
@@ -430,7 +433,7 @@ def _compare(name: str, rank: int, first: np.ndarray, other: np.ndarray) -> None
 
 
 def agree_on_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[DeferredInitial | None]:
-    """Returns the first rank's initial values of variables that hold none there; None for those that it has made.
+    """Returns the first rank's initial values of variables that are deferred there; None for initialised ones.
 
     Raises:
       CommError: a variable is restored from a checkpoint on the first rank only.
@@ -449,7 +452,7 @@ def agree_on_initials(new: Sequence[CapturedVariable], context: Ranks) -> list[D
             firsts[i] = own  # its reader knows the file
             if own is None or own.reader is None:
                 raise CommError(
-                    "a variable takes its first value from a checkpoint on some ranks only",
+                    "a variable is initialised from a checkpoint on some ranks only",
                     variable=c.name,
                     given=f"rank 0 restored it, rank {context.rank} did not",
                     expected="the same on every rank",
@@ -473,7 +476,7 @@ def _decode_initial(said: Any) -> DeferredInitial | None:
 
 
 def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> None:
-    """Sends the first rank's values, one fused broadcast per element type, straight into the variables."""
+    """Broadcasts the first rank's values into the variables, fused by element type."""
     ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
     by_dtype: dict[str, list[Any]] = {}
@@ -493,19 +496,19 @@ def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> No
 
 
 def find_given_tiles(captured: CapturedVariable) -> Tiles | None:
-    """Returns how the script says that the variable lies; None: it says nothing."""
+    """Returns the tiles that the script sets for a variable; None: it sets none."""
     return getattr(captured.variable, "_whale_tiles", None)
 
 
 def refuse_other_tiles(
     captured: Iterable[CapturedVariable], known: Mapping[str, Tiles], planned: Mapping[str, Tiles]
 ) -> None:
-    """Refuses a plan under which a variable does not lie as the script says.
+    """Refuses a plan under which a variable has another layout than the script sets.
 
     Args:
-      known: what planning was told of the variables, by handle node. One that a program has used before the script gave
-        it a layout is known by another, and stays so.
-      planned: of the variables that lie split.
+      known: the layouts that planning started from, by handle node. A variable that a program used before the script
+        set a layout is known by an earlier one, and keeps it.
+      planned: of the split variables.
 
     Raises:
       PlanError: with the first such variable.

@@ -1,4 +1,4 @@
-"""Matrix products and einsum: cut on a contracted dimension they give a partial sum."""
+"""Defines rules of matrix products and einsum: cut along a contracted dimension, they give a partial sum."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from whale.sharding_rules.registry import rule
 
 
 def find_product_letters(node: Node, rank: int) -> tuple[str, ...]:
-    """Names each dimension that a product reads, operand by operand, and of its result by a letter; () for no product.
+    """Assigns a letter to each dimension of a product's operands and of its result (as in einsum); () if it is no
+    product.
 
     Args:
-      rank: dimensions of what a matrix product reads and makes, where nothing broadcasts.
+      rank: dimensions of a matrix product's operands and result, where nothing broadcasts.
     """
     if node.op == "Einsum":
         return _split_equation(node)

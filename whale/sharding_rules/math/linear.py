@@ -11,7 +11,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _cast_is_linear(op: OpView) -> str | None:
-    """Lets P(sum) pass a Cast between floating types: integers truncate; what is rounded to be sent is summed first."""
+    """Lets P(sum) pass a Cast between floating types: integers truncate; rounding for sending comes after the sum."""
     if op.marks.rounds_for_wire:
         return None
     return "0" if op.inputs[0].dtype in FLOATING and op.outputs[0].dtype in FLOATING else None
@@ -33,7 +33,7 @@ def _add_line(op: OpView) -> str | None:
 
 
 def _find_no_known_outputs(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Knows no output in advance: each output has its own layout, and an empty one says nothing about the others."""
+    """Returns no known outputs: each output has its own layout, and an empty one says nothing about the others."""
     return (None,) * len(op.outputs)
 
 

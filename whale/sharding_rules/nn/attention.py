@@ -20,24 +20,22 @@ _BEFORE_SIDES = {ATTENTION: 3, ATTENTION_GRADIENT: 6}
 
 
 def has_queries(shape: Dims | None, scores: tuple[int, ...]) -> bool:
-    """Tells whether a tensor that broadcasts over scores [.., queries, keys] has something for each query."""
+    """Tells whether a tensor that broadcasts over scores [.., queries, keys] varies over queries."""
     return shape is not None and len(shape) >= 2 and shape[-2] == scores[-2]
 
 
 def has_keys(shape: Dims | None, scores: tuple[int, ...]) -> bool:
-    """Tells whether a tensor that broadcasts over scores has something for each key."""
+    """Tells whether a tensor that broadcasts over scores varies over keys."""
     return shape is not None and len(shape) >= 1 and shape[-1] == scores[-1]
 
 
 def count_leading_operands(node: Node) -> int:
-    """Returns the number of operands before those by which scores are scaled and masked."""
+    """Returns the number of operands before those that scale and mask scores."""
     return _BEFORE_SIDES[node.op]
 
 
 def count_ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
-    """Returns the bytes that travel in all: keys and values to every rank but their own, and back to it their
-    gradients.
-    """
+    """Returns the bytes sent in total: keys and values to every other rank, and their gradients back."""
     if not isinstance(strategy.inputs[0], Shard):
         return 0
     times = 1 if node.op == ATTENTION else 2

@@ -57,7 +57,7 @@ def _find_axes(op: OpView) -> list[_Axis]:
 
 
 def _find_crossed_axis(op: OpView, strategy: Strategy) -> _Axis | None:
-    """Returns the divided dimension over which windows reach further than they step, or None."""
+    """Returns the divided dimension in which windows overlap neighbouring parts, or None."""
     if op.attr("padding") != "SAME":
         return None
     cut = {p.dim for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)}
@@ -76,13 +76,13 @@ def _widen(strategy: Strategy, i: int, halo: tuple[int, int]) -> Strategy | None
 
 
 def widen_image(op: OpView, strategy: Strategy) -> Strategy | None:
-    """Widens the image (operand 0) by the rows that windows of the rank's own results reach."""
+    """Adds a halo to the image (operand 0): the rows that windows of the rank's own results read."""
     axis = _find_crossed_axis(op, strategy)
     return strategy if axis is None else _widen(strategy, 0, (axis.before, axis.reach - axis.step - axis.before))
 
 
 def widen_gradient(op: OpView, strategy: Strategy) -> Strategy | None:
-    """Widens the incoming gradient (operand 2) to that of all windows that reach the rank's own rows."""
+    """Adds a halo to the incoming gradient (operand 2): that of all windows that read the rank's own rows."""
     axis = _find_crossed_axis(op, strategy)
     if axis is None:
         return strategy
@@ -91,7 +91,7 @@ def widen_gradient(op: OpView, strategy: Strategy) -> Strategy | None:
 
 
 def make_padding_explicit(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Makes the padding explicit: what lies outside of the image, counted from what the rank has of it."""
+    """Makes the padding explicit, relative to the rank's part of the image."""
     axis = _find_crossed_axis(op, strategy)
     if axis is None:
         return UNCHANGED

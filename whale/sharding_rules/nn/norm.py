@@ -43,7 +43,7 @@ def _write_image_term(op: OpView, batch: str) -> str:
 
 def _is_linear(op: OpView) -> str:
     """Lets P(sum) pass scale and offset; with given statistics also image, mean and offset, and the mean is
-    passed on.
+    returned.
     """
     return "1&2" if op.attr("is_training", True) else "1&2|0&2&3>0&1&3"
 

@@ -1,1 +1,3 @@
-"""Rules of ops that move elements about or hold them: shapes, slices, gathers, variables, lists, sources and sinks."""
+"""Defines rules of ops that rearrange or store elements: shapes, slices, gathers, variables, lists, sources and
+sinks.
+"""

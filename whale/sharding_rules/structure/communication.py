@@ -1,7 +1,6 @@
-"""Rules of communication over one axis of a mesh, seen from another axis: each coordinate does it with the part it
-holds.
+"""Defines rules of communication over one mesh axis, seen from another axis: each coordinate communicates its own part.
 
-These nodes stand in programs that were lowered for one axis already. Operand 0 is the communicator.
+These nodes occur in programs that are already lowered for one axis. Operand 0 is the communicator.
 """
 
 from __future__ import annotations

@@ -33,15 +33,15 @@ def gather(op: OpView) -> str:
 
 
 def _count_batch_dims(op: OpView, rank: int) -> int:
-    """Returns how many dimensions of the indices, of which there are ``rank``, params have as well; all of them
-    can be.
+    """Returns how many of the indices' ``rank`` dimensions are batch dimensions, shared with params; all of them may
+    be.
     """
     batch = int(op.attr("batch_dims", 0))
     return batch + rank if batch < 0 else batch
 
 
 def _zero_remote_rows(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Zeroes rows that other ranks hold, where the dimension that is cut is the one that is indexed."""
+    """Zeroes rows on other ranks, if the cut dimension is the indexed one."""
     cut = strategy.inputs[0]
     at = 0
     if op.node.op == "GatherV2" and op.inputs[0].shape is not None:
@@ -82,7 +82,7 @@ def _write_addressed_terms(op: OpView, flag: str = "") -> tuple[str, str] | None
 
 
 def _is_within_blocks(op: OpView) -> bool:
-    """Tells whether the blocks that the node is known to stay within can be shared out."""
+    """Tells whether the node is known to stay within blocks that can be divided over the ranks."""
     return op.marks.blocks >= op.parts > 1
 
 
@@ -94,7 +94,7 @@ def _find_block_sizes(op: OpView) -> tuple[int, int]:
 
 
 def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Restricts indices to the rank's part of a dimension that they address: positions count from its first."""
+    """Makes indices relative to the rank's part of the addressed dimension."""
     indices, rows = (0, 1) if op.node.op == "ScatterNd" else (1, None if op.node.op == "GatherNd" else 2)
     cut = strategy.outputs[0] if op.node.op != "GatherNd" else strategy.inputs[0]
     depth = _count_addressed_dims(op)
@@ -121,9 +121,10 @@ def _restrict_indices(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def _can_stay(op: OpView, indices: int, rows: int) -> bool:
-    """Tells whether elements that fall elsewhere can be written so that they change nothing: as zeros where they are
-    added, else as what is there, but not beside another one of their block. Longer rows are left out: that moves less
-    memory.
+    """Tells whether elements of indices outside of the rank's part can be written without effect.
+
+    They are written as zeros where they are added, else as the old value, unless another element of their block is
+    written there. Longer rows are left out: that moves less memory.
     """
     at, elements = op.inputs[indices].shape, op.inputs[rows].shape
     if not op.marks.blocks or at is None or elements is None or len(elements) != len(at) - 1:
@@ -181,9 +182,7 @@ def one_hot(op: OpView) -> str:
 
 
 def _restrict_depth(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Restricts the depth to the rank's part: indices count from its first, and those that fall elsewhere are off
-    everywhere.
-    """
+    """Restricts the depth to the rank's part: indices are relative to it, and those outside give zeros everywhere."""
     cut, at = strategy.outputs[0], int(op.attr("axis", -1))
     at = len(op.inputs[0].shape or ()) if at == -1 else at
     if not isinstance(cut, Shard) or cut.dim != at:
@@ -201,7 +200,7 @@ def dynamic_stitch(op: OpView) -> str:
 
 
 def _list_data_operands(op: OpView) -> str:
-    """Names all data operands, partial at once."""
+    """Lists all data operands, which may be partial at the same time."""
     count = len(op.inputs) // 2
     return "&".join(str(count + n) for n in range(count))
 

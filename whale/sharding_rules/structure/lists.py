@@ -14,7 +14,9 @@ from whale.sharding_rules.registry import rule
 
 
 def _set_element_shape_unknown(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Sets the element shape of a cut list, which differs between ranks, to -1; it serves as an element shape only."""
+    """Returns the element shape of a cut list, which differs between ranks, as -1; it is used as an element shape
+    only.
+    """
     if not isinstance(strategy.inputs[0], Shard):
         return (None,)
     kind = op.outputs[0]
@@ -46,7 +48,7 @@ def get_value(op: OpView) -> str:
 
 
 def _set_local_shapes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Sets the shape of what is held, an attribute, to the local one."""
+    """Sets the shape of the contained tensor, an attribute, to the local one."""
     placement, shapes = strategy.outputs[0], op.attr("output_shapes")
     if not isinstance(placement, Shard) or not shapes:
         return UNCHANGED

@@ -40,7 +40,7 @@ def _find_linear_weights(op: OpView) -> str | None:
 
 
 def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Restricts segments to the rank's: numbers count from its first; rows of others get -1, which is dropped."""
+    """Makes segment numbers relative to the rank's part; rows of other ranks' segments get -1, and are dropped."""
     cut = strategy.outputs[0]
     apart = 0 if op.marks.blocks else None
     if not isinstance(cut, Shard) or cut.dim != 0:

@@ -1,4 +1,4 @@
-"""Rules of ops that move elements about: reshapes, transposes, joins, repeats."""
+"""Defines rules of ops that rearrange elements: reshapes, transposes, joins, repeats."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def write_reshape_terms(
 
 
 def _write_empty_terms(before: Dims, after: Dims) -> tuple[list[str], list[str]]:
-    """Writes the terms of a reshape without elements, where products of dimensions say nothing: the last ones that both
-    have can be cut, what is before them if it is as many on both sides, else the first ones that both have.
+    """Writes the terms of a reshape without elements, for which products of dimensions are meaningless.
+
+    The last dimensions that both have can be cut, and the ones before them if there are equally many on both sides,
+    else the first ones that both have.
     """
     same = 0
     while same < min(len(before), len(after)) and before[-1 - same] == after[-1 - same]:
@@ -237,7 +239,7 @@ def _write_runs(sizes: list[int | None]) -> tuple[list[str], str]:
 
 
 def _list_concat_values(op: OpView) -> str:
-    """Names all values, partial at once."""
+    """Lists all values, which may be partial at the same time."""
     shift = int(op.node.op == "Concat")
     return "&".join(str(i + shift) for i in range(len(op.inputs) - 1))
 
@@ -354,7 +356,7 @@ def broadcast_to(op: OpView) -> str:
 
 
 def _compute_static_shapes(op: OpView, strategy: Strategy, coordinate: int) -> tuple[np.ndarray | None, ...]:
-    """Returns the global shapes, so that a rank does not look at its share."""
+    """Returns the global shapes, since a rank's own part has another one."""
     if not any(isinstance(p, Shard) for p in strategy.inputs) or not all(t.is_static for t in op.inputs):
         return (None,) * len(op.outputs)
     return tuple(_make_shape_value(op.node.op, t, o) for t, o in zip(op.inputs, op.outputs))
@@ -379,7 +381,7 @@ def shape_of(op: OpView) -> str:
 
 
 def _add_remote_sizes(op: OpView, strategy: Strategy, coordinate: int) -> Local:
-    """Adds to a shape with sizes that only the run knows what other ranks have of the dimension that is cut."""
+    """Adds the sizes on other ranks to a shape of a cut dimension whose size only the run knows."""
     cut = strategy.inputs[0]
     if op.inputs[0].is_static or not isinstance(cut, Shard):
         return UNCHANGED

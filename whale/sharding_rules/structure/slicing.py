@@ -59,7 +59,7 @@ class _Run:
     all: int
 
     def labels(self, label: str) -> tuple[str, str]:
-        """Writes the dimension sliced, and what is kept of it."""
+        """Writes the terms of the sliced dimension, and of the kept part."""
         return write_runs(self.all, label), write_runs(self.kept, label)
 
     def local(self, placement: Shard, coordinate: int) -> tuple[int, int]:

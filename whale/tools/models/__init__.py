@@ -1,4 +1,4 @@
-"""Captures programs of well-known models from their hyper-parameters, without allocating anything."""
+"""Captures programs of well-known models from their hyper-parameters, without allocating weights."""
 
 from whale.tools.models.capture import capture_program, trace_program
 from whale.tools.models.families import FAMILIES, Description, read_description

@@ -1,6 +1,6 @@
-"""Builds the training step of a description as a Program.
+"""Builds the training step of a described model as a Program.
 
-It is built in a graph of TensorFlow's first version, whose variables hold nothing before they are initialised, so the
+It is built in a TensorFlow 1 graph, whose variables take no memory before they are initialised, so the
 size of the model does not matter; from there it is captured like any session's graph.
 """
 
@@ -24,8 +24,8 @@ RATE = 1e-3
 def capture_program(d: Description, mark_gradients: bool = False) -> Program:
     """Returns the captured step; not normalised. Allocates no weights.
 
-    With recompute it carries the marks for ``PlanSettings.memory.recompute="marked"``, and if asked for, those of
-    gradients without it.
+    With recompute it has the marks for ``PlanSettings.memory.recompute="marked"``; with ``mark_gradients`` gradients
+    are marked without it.
     """
     with tf.Graph().as_default() as graph:
         batch = {name: _v1.placeholder(dtype, shape, name) for name, (shape, dtype) in losses.list_inputs(d).items()}
@@ -42,7 +42,7 @@ def capture_program(d: Description, mark_gradients: bool = False) -> Program:
 
 
 def make_step(d: Description) -> Callable[..., tf.Tensor]:
-    """Returns the same step as a user's function of the batch's tensors, with weights that exist. For small
+    """Returns the same step as a user's function of the batch's tensors, with allocated weights, for small
     descriptions.
     """
     made: dict[str, Any] = {}

@@ -76,7 +76,7 @@ class _DividedText(_Text, frozen=True, kw_only=True):
         super().__post_init__()
         if self.sequence_parallel and not self.tensor_parallel:
             raise PlanError(
-                "sequence_parallel divides what lies between products whose weights are divided",
+                "sequence_parallel needs tensor_parallel: it divides the activations between split products",
                 given="sequence_parallel without tensor_parallel",
                 expected="both",
                 action="set tensor_parallel: true, or leave sequence_parallel out",
@@ -150,6 +150,6 @@ Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm | Classifier
 
 
 def read_description(path: str | Path) -> Description:
-    """Reads a model file; a mistake is an error with line and key."""
+    """Reads a model file; a mistake raises an error with line and key."""
     file = yaml_files.YamlFile(yaml_files.read_text(path, "model file"), str(path), "model file")
     return file.decode(Description)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Computes a description's loss: what a training step of its family computes from a batch."""
+"""Computes a described model's loss from a batch."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def attention(
     memory: tf.Tensor | None = None,
     core: Scope = nullcontext,
 ) -> tf.Tensor:
-    """Computes multi-head attention; to another sequence where ``memory`` is given. Its scores are computed under
+    """Computes multi-head attention; to the sequence ``memory``, if given. Its scores are computed under
     ``core``.
     """
     rows, length, width = x.shape.as_list()
@@ -196,8 +196,8 @@ def feed_forward(
 
 
 def experts(weight: Weight, name: str, x: tf.Tensor, inner: int, count: int, capacity: float) -> tf.Tensor:
-    """Computes a mixture of experts with one expert a token (Switch Transformer); tokens beyond its capacity are left
-    out.
+    """Computes a mixture of experts with one expert per token (Switch Transformer); tokens beyond its capacity are
+    dropped.
     """
     rows, length, width = x.shape.as_list()
     tokens = rows * length

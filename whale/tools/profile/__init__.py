@@ -1,1 +1,1 @@
-"""Measures what operations, exchanges and steps take on this machine."""
+"""Measures the seconds of operations, exchanges and steps on this machine."""

@@ -154,7 +154,7 @@ def _measure_wake_s(comm: whale_ops.Communicator, kind: str, results: Results) -
 
 @contextlib.contextmanager
 def _keep_computing(threads: int) -> Iterator[None]:
-    """Has so many threads of this process compute meanwhile."""
+    """Keeps ``threads`` threads of this process computing inside the context."""
     over = threading.Event()
     x = np.ones((384, 384), np.float32)
 

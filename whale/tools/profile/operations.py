@@ -1,7 +1,8 @@
-"""Measures seconds and scratch memory of single operations, run as a step runs them: by TensorFlow's executor.
+"""Measures seconds and scratch memory of single operations, run by TensorFlow's executor as in a step.
 
-Each operation becomes a function of its own that holds several copies of it, one after the other, on operands of their
-own; what a call of an empty function takes is subtracted. Operands that the program has as constants stay constants.
+Each operation becomes a function with several copies of it, one after the other, on separate
+operands; the seconds of calling an empty function are subtracted. Operands that are constants in the program stay
+constants.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack Selec
 
 
 def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
-    """Returns the operations of programs that take time, one of each signature."""
+    """Returns the operations of programs that take time, one for each signature."""
     found: dict[str, tuple[Program, Node]] = {}
     for program in map(unrolled, programs):
         copied = copied_reads(program)
@@ -66,11 +67,11 @@ def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]
 def measure(
     operations: Sequence[tuple[Program, Node]], budget_s: float = 60.0, said: Callable[[str], None] = lambda text: None
 ) -> tuple[list[Operation], list[str]]:
-    """Measures operations. Returns (what was measured, what could not be, and why).
+    """Measures operations. Returns (measurements, operations that could not be measured with the reason).
 
     Args:
-        budget_s: larger operations come first; what is left when the time is over stays unmeasured.
-        said: is told how far it is.
+        budget_s: larger operations come first; operations left when the time is over stay unmeasured.
+        said: called with the progress.
     """
     end_s = time.monotonic() + budget_s
     order = sorted(operations, key=lambda one: -_estimate_size(*one))
@@ -94,7 +95,7 @@ class _NotMeasurableError(Exception):
 
 
 def _find_work(program: Program, node: Node) -> Work:
-    """Returns the work of a node; reads that are measured are copies."""
+    """Returns the work of a node; measured reads are copies."""
     return (
         copying(node)
         if node.op == "ReadVariableOp"
@@ -139,7 +140,9 @@ def _count_new_bytes(node: Node) -> int:
 def _make_chain(
     program: Program, node: Node, types: Sequence[TensorType], copies: int
 ) -> tuple[Program, list[Any], Any]:
-    """Returns a program with so many copies of the node, one after the other; its arguments; what has to stay alive."""
+    """Returns a program with ``copies`` copies of the node, one after the other; its arguments; objects to keep
+    alive.
+    """
     nodes: list[Node] = []
     inputs: list[str] = []
     variables: list[Variable] = []
@@ -217,7 +220,7 @@ def _compile_program(program: Program, values: Sequence[Any], outputs: int = 0) 
 
 
 def _measure_call_s(call: Callable[[], Any]) -> float:
-    """Returns the median over rounds of one call's seconds."""
+    """Returns the median seconds of a call over several rounds."""
     start_s = time.perf_counter()
     call()
     await_gpus()
@@ -234,10 +237,10 @@ def _measure_call_s(call: Callable[[], Any]) -> float:
 
 
 def compile_whole_step(program: Program) -> Callable[[], Any]:
-    """Returns a callable that runs a program of one device on random values; its variables are made anew.
+    """Returns a callable that runs a program of one device on random values, with new variables.
 
     Raises:
-      ProgramError: it takes an argument that is no tensor of numbers with a static shape.
+      ProgramError: it takes an argument that is not a numeric tensor with a static shape.
     """
     generator = np.random.default_rng(0)
     values: list[Any] = []
@@ -245,7 +248,7 @@ def compile_whole_step(program: Program) -> Callable[[], Any]:
         (t,) = program.by_name[name].outputs
         if t.dtype in ("variant", "string", "resource") or not t.is_static:
             raise ProgramError(
-                "the step takes an argument that cannot be made up",
+                "the step takes an argument for which no random values can be made",
                 given=f"{name}: {t}",
                 expected="tensors of numbers with static shapes",
                 action="leave the script out: `whale profile` without it measures the machine",
@@ -267,8 +270,8 @@ def compile_whole_step(program: Program) -> Callable[[], Any]:
 
 
 def _find_bound(program: Program, ref: Ref) -> int:
-    """Returns how many different numbers an argument may hold: rows of the tables that it is looked up in, classes;
-    else 2.
+    """Returns how many different integers an argument may hold: rows of the tables that it indexes, or classes; else
+    2.
     """
     found, waiting, seen = [], [ref], {ref}
     while waiting:

@@ -105,9 +105,7 @@ def measure_machine(
 
 
 def _measure_slice_s() -> float:
-    """Measures seconds that a computing thread keeps its core when another waits: two on each see how long they stand
-    still.
-    """
+    """Measures the time slice of a computing thread when another waits: two per core see how long they stand still."""
     found = []
     count = 2 * len(os.sched_getaffinity(0))
     command = [sys.executable, "-S", "-c", _WATCH, str(LEAST_PAUSE_S)]
@@ -203,9 +201,9 @@ def _run_told(
 
 
 def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> MachineProfile:
-    """Measures what a script's first step consists of, on one device and as ``ranks`` ranks would run it.
+    """Measures the operations of a script's first step, on one device and as ``ranks`` ranks would run it.
 
-    The step is captured, not run; it is measured on random values. The table of the machine is completed.
+    The step is captured, not run; it is measured on random values. Results are added to the machine's table.
 
     Raises:
       ClusterError: the machine has not been measured.
@@ -219,7 +217,7 @@ def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: C
 def measure_programs(
     table: MachineProfile, planned: Sequence[Planned], out: Path, say: Callable[[str], None]
 ) -> MachineProfile:
-    """Measures what all ranks of some plans run, and whole steps side by side; writes the larger table."""
+    """Measures the ranks' programs of some plans, and whole steps side by side; writes the extended table."""
     ranks = {id(p): rank_programs(p) for p in planned}
     runs: dict[int, dict[str, list[Program]]] = {}  # by the number of ranks
     for p in planned:
@@ -261,7 +259,7 @@ def _make_alone(planned: Planned) -> Program:
 
 
 def _predict_s(table: MachineProfile, run: Sequence[Program]) -> float:
-    """Predicts seconds of steps side by side by their operations as they are alone, calls left out."""
+    """Predicts the seconds of concurrent steps from their operations alone, without calls."""
     found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
     return sum(one.end_s for one in found) / len(found)
 
@@ -273,7 +271,7 @@ def replan(planned: Planned, **changes: object) -> Planned:
 
 
 def format_summary(table: MachineProfile) -> str:
-    """Returns some lines about a table, for people."""
+    """Formats a summary of a table."""
     fastest: dict[tuple[str, str], tuple[float, str]] = {}  # by op and dtype: the rate and its unit
     for o in table.operations:
         if o.op in ("MatMul", "Conv2D", "AddV2"):
@@ -335,12 +333,12 @@ def _measure_copy_s(source: str, target: str, size_bytes: int) -> float:
 # What came from others is taken from what this rank hands over, in the shape that comes out, so that every kernel still
 # runs, on as many numbers and after the same ones. Values are of no use.
 def has_inner_exchanges(program: Program) -> bool:
-    """Tells whether a loop or branch communicates: its exchanges cannot be left out."""
+    """Tells whether a loop or branch communicates, so that its exchanges cannot be removed."""
     return any(n.op in EXCHANGES or n.op in _JOINED for body in program.functions.values() for n in body.nodes)
 
 
 def remove_exchanges(program: Program) -> Program:
-    """Returns ``program`` without exchanges; what it only receives becomes inputs, what it only sends outputs."""
+    """Returns ``program`` without exchanges; received tensors become inputs, sent ones outputs."""
     nodes: dict[str, Node] = {}
     inputs, outputs = list(program.inputs), list(program.outputs)
     stands_for: dict[Ref, Ref] = {}
@@ -382,7 +380,7 @@ def _add_input(name: str, kind: TensorType, nodes: dict[str, Node], inputs: list
 
 
 def _reshape_to(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[str]) -> Ref:
-    """Returns ``source`` in the shape of ``kind``: its first numbers, or followed by as many as are missing."""
+    """Reshapes ``source`` to ``kind``: its first elements, padded if there are too few."""
     own = emit.type_of(source)
     if own.shape == kind.shape:
         return emit.node_of("apart", "Identity", (source,), kind, {"T": DType(kind.dtype)})

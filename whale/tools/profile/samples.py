@@ -1,6 +1,6 @@
-"""Defines small training steps whose operations stand for those of most programs, for `whale profile`.
+"""Defines small training steps whose operations represent those of most programs, for `whale profile`.
 
-They are captured, never run: what is measured are their operations, one by one.
+They are captured, never run: their operations are measured one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH, HEADS = 64, 4
 
 
 def make_programs() -> list[Program]:
-    """Returns the normalised programs, and the same with our kernel for products, which may be off in a run."""
+    """Returns the normalised programs, and the same with our kernel for products, which a run may turn off."""
     steps = [_make_transformer(*sizes) for sizes in TRANSFORMERS] + [
         _make_convolution(*sizes) for sizes in CONVOLUTIONS
     ]

@@ -1,6 +1,6 @@
 """Measures whole steps without exchanges, as many side by side as a plan has ranks.
 
-They send nothing to each other, and yet they are slower than one: they share cores, caches and memory, as the ranks of
+Although they do not communicate, they are slower than one alone: they share cores, caches and memory, as the ranks of
 a plan will. Each is a process of its own.
 """
 
@@ -28,7 +28,7 @@ WARM_STEPS = 3
 def measure_step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
     """Returns seconds of a step of each run, on random values: the mean of its processes' medians.
 
-    Runs take turns, so that what disturbs the machine for a while disturbs all of them.
+    Runs take turns, so that temporary disturbances of the machine affect all of them.
 
     Args:
       runs: the programs that run side by side, equally many in each; a step begins when the last one has ended.
@@ -92,7 +92,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """Runs one process: told a program's number, it runs a step of it and prints its seconds."""
+    """Runs one process, which reads a program's number, runs a step of that program, and prints its seconds."""
     from whale.distributed.gpus import await_gpus
     from whale.tools.profile.operations import compile_whole_step
 

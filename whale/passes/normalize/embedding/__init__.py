@@ -1,1 +1,1 @@
-"""Rewrites lookups, sums and updates by ids or indices so that they may run where the rows are."""
+"""Rewrites lookups, sums and updates by ids so that they can run on the ranks that own the rows."""

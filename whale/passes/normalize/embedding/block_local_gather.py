@@ -1,9 +1,9 @@
-"""Finds indices that stay within blocks: rows of one group address only what belongs to that group.
+"""Finds gathers and scatters whose indices stay within blocks: the rows of a group address only rows of that group.
 
 A mixture of experts whose groups have slots of their own scatters with indices of which the first column is the number
 of the group, ``stack([range(groups), expert, slot])``; the gradient of a gather with ``batch_dims`` adds up rows in
-segments numbered ``index + group * size``. Both are known from the program, and marked (``blocks``): rules then cut
-indices and table together, and nothing has to move.
+segments numbered ``index + group * size``. Both are recognised, and marked (``blocks``): rules then cut
+indices and table together, without communication.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _SEGMENTS = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegm
 
 
 def mark_blocks(program: Program) -> Program:
-    """Marks gathers, scatters and segment sums with the number of blocks they stay within, if it is known."""
+    """Marks gathers, scatters and segment sums with the number of blocks that their indices stay within, if it is
+    known.
+    """
     marked: dict[str, int] = {}
     for node in program.nodes:
         if node.op in _ADDRESSED:
@@ -74,7 +76,7 @@ def _of_columns(program: Program, node: Node, indices: Ref) -> int:
 
 
 def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
-    """Returns the number of rows if a scatter is the gradient of ``top_k``, which sees all rows as one, else 0."""
+    """Returns the number of rows if a scatter is the gradient of ``top_k``, which flattens all rows; else 0."""
     shape, found = program.find_type(indices).shape, node.outputs[0].shape
     if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
         return 0
@@ -88,7 +90,7 @@ def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
 
 
 def _of_segments(program: Program, node: Node) -> int:
-    """Returns the number of blocks if the segments' numbers are those of a gather with ``batch_dims``, else 0."""
+    """Returns the number of blocks if the segment ids come from a gather with ``batch_dims``; else 0."""
     ids, found = program.find_type(node.inputs[1]).shape, node.outputs[0].shape
     if ids is None or len(ids) != 1 or ids[0] is None or not found or found[0] is None:
         return 0
@@ -99,10 +101,10 @@ def _of_segments(program: Program, node: Node) -> int:
 
 
 def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iterator[tuple[Ref, int, int]]:
-    """Yields (indices, blocks, size of one) where ``ref`` is indices to which ``block * size`` was added.
+    """Yields (indices, blocks, size of a block) if ``ref`` is computed by adding ``block * size`` to indices.
 
     Args:
-      positions: that are addressed, of all blocks; rows: indices of all blocks.
+      positions: the number of addressed positions in all blocks; rows: the number of indices of all blocks.
     """
     added = _behind_views(program, ref)
     for base, other in (added.inputs, added.inputs[::-1]) if added.op in ("Add", "AddV2") else ():
@@ -117,9 +119,7 @@ def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iter
 
 
 def _value(program: Program, ref: Ref) -> np.ndarray | None:
-    """Computes the value of what is made from a count alone, which may be too large to be folded; None: it is not
-    known.
-    """
+    """Computes a value that depends on a known count only, and may be too large to be folded; None: it is not known."""
     node, t = program.by_name[ref.node], program.find_type(ref)
     if node.op == "Const":
         return program.const(ref)
@@ -138,14 +138,16 @@ def _value(program: Program, ref: Ref) -> np.ndarray | None:
 
 
 def _only_adds_dimensions(program: Program, node: Node) -> bool:
-    """Tells whether a node is ``x[:, None]``: all elements in their order."""
+    """Tells whether a node only inserts dimensions, as ``x[:, None]`` does: all elements keep their order."""
     before, after = program.find_type(node.inputs[0]), node.outputs[0]
     steps = program.const(node.inputs[3]) if node.op == "StridedSlice" else None
     return steps is not None and bool((steps == 1).all()) and before.is_static and before.elements == after.elements
 
 
 def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, size: int) -> bool:
-    """Tells whether a node takes the indices to gather from blocks of ``size``: then none of them points elsewhere."""
+    """Tells whether a node takes its indices from blocks of ``size``, so that none of them points into another
+    block.
+    """
     if reader.op != "GatherV2" or operand != 1 or int(reader.attrs.get("batch_dims", 0)) != 1:
         return False
     return (program.find_type(reader.inputs[0]).shape or ())[:2] == (blocks, size)

@@ -1,13 +1,13 @@
-"""Looks up rows for every id where a program looks them up once for each unique id (`tf.unique`).
+"""Looks up rows for every id in programs that look them up once for each unique id (`tf.unique`).
 
-`tf.nn.embedding_lookup_sparse` and programs of their own take the ids of a whole batch once each, ``once, back =
-tf.unique(ids)``, and spread the rows again: ``tf.gather(tf.gather(table, once), back)``. What one device saves by that
-costs a split table dearly: how many rows there are only the run knows, and which of them a rank needs only the whole
-batch. Here such lookups read ``tf.gather(table, ids)``, and sums by id that are added to a table are added row by row.
-What a rank needs twice is left out again where rows move (``whale.sharding_rules.embedding``).
+`tf.nn.embedding_lookup_sparse` and similar user code deduplicate the ids of a whole batch, ``once, back =
+tf.unique(ids)``, and expand the rows again: ``tf.gather(tf.gather(table, once), back)``. This saves work on one device,
+but is costly for a split table: only the run knows how many rows there are, and which of them a rank needs depends on
+the whole batch. This pass reads ``tf.gather(table, ids)`` instead, and adds sums by id to a table row by row. Where
+rows are exchanged, duplicates are removed again (``whale.sharding_rules.embedding``).
 
-A tensor with a row for each id once stands for one with a row for every id (``spread``), or is the sum of one by id
-(``added``). Nothing changes unless nothing needs the ids once any more.
+A tensor with a row for each unique id is replaced by one with a row for every id (``spread``), or is the sum of one by
+id (``added``). Nothing changes unless no node needs the unique ids any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub"})
 
 
 def gather_all_ids(program: Program) -> Program:
-    """Makes lookups under split scopes take every id, where that leaves no use of the unique ids."""
+    """Makes lookups under split scopes take every id, if no other use of the unique ids remains."""
     changed = program
     for node in program.nodes:
         if node.op == "Unique" and program.find_type(node.inputs[0]).is_static and _is_looked_up(program, node):
@@ -44,13 +44,13 @@ def gather_all_ids(program: Program) -> Program:
 
 
 def _is_looked_up(program: Program, unique: Node) -> bool:
-    """Tells whether rows of a table of a split scope are read by the unique ids."""
+    """Tells whether a table of a split scope is looked up by the unique ids."""
     readers = program.consumers.get(Ref(unique.name), ())
     return any(r.op == "ResourceGather" and i == 1 and split_scope(r.scope) is not None for r, i in readers)
 
 
 class _Rewriter:
-    """Rewrites a graph without the node that makes its ids unique, in one walk."""
+    """Rewrites a graph, in one pass over its nodes, so that it does not need the node that makes its ids unique."""
 
     def __init__(self, program: Program, unique: str) -> None:
         self.program, self.unique = program, program.by_name[unique]
@@ -64,7 +64,7 @@ class _Rewriter:
         self.done = False
 
     def run(self) -> Program | None:
-        """Returns the graph without what was converted; None where nothing was."""
+        """Returns the graph without the replaced nodes; None if nothing was replaced."""
         for node in self.program.nodes:
             self.nodes.setdefault(node.name, self._moved(node))
             self._visit(node)
@@ -123,14 +123,16 @@ class _Rewriter:
         self.done = True
 
     def _read(self, node: Node, ids: Ref) -> None:
-        """Reads the same rows for every id; the node keeps its name, by which updates of the table wait for it."""
+        """Reads a row for every id; the node keeps its name, since updates of the table wait for it by that name."""
         t = node.outputs[0]
         found = TensorType(t.dtype, (*(self._type(ids).shape or ()), *(t.shape or ())[1:]))
         self.nodes[node.name] = replace(node, inputs=(node.inputs[0], ids), outputs=(found,))
         self.spread[Ref(node.name)] = Ref(node.name)
 
     def _along(self, node: Node, first: Ref) -> None:
-        """Follows rows through nodes that pass them on as they are; a reshape must leave the rows apart."""
+        """Follows rows through nodes that pass them on unchanged; a reshape must keep the rows as a dimension of their
+        own.
+        """
         before, after = self.program.find_type(first), node.outputs[0]
         if first in self.back:
             if node.op != "Cast" and after.shape == before.shape:
@@ -148,7 +150,7 @@ class _Rewriter:
             known[Ref(node.name)] = source
 
     def _scaled(self, node: Node) -> None:
-        """Scales rows instead of sums by id, where a node is linear in these and does the same to each row."""
+        """Scales rows before they are summed by id, if a node is linear in these sums and treats all rows alike."""
         for i, ref in enumerate(node.inputs):
             others = [self.program.find_type(r) for j, r in enumerate(node.inputs) if j != i]
             if ref not in self.added or any(t.shape != () for t in others) or (node.op == "RealDiv" and i):
@@ -160,8 +162,8 @@ class _Rewriter:
             )
 
     def _segments_of(self, node: Node) -> tuple[np.ndarray, int, int] | None:
-        """Returns (the segment of each row, how many these are, the rows of each), if known and each is a block of
-        rows.
+        """Returns (the segment of each row, number of segments, rows per segment), if known and each segment is a block
+        of rows.
         """
         found = self.program.const(node.inputs[2])
         if found is None or not found.size or (np.diff(found) < 0).any() or found[0] != 0:
@@ -183,7 +185,7 @@ class _Rewriter:
         self._becomes(node, _divided(emit, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
-        """Computes the gradients of sums of segments: each row has its segment's."""
+        """Computes the gradients of segment sums: each row has the gradient of its segment."""
         known = self._segments_of(node)
         slope = self.moved.get(node.inputs[0], node.inputs[0])
         t, emit = self._type(slope), self._beside(node)
@@ -205,5 +207,5 @@ def _divided(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: in
 
 
 def _blocks(count: int) -> Marks:
-    """Returns the mark that rows stay within blocks: none where there is one segment only."""
+    """Returns the mark that rows stay within blocks; no mark if there is only one segment."""
     return Marks(blocks=count) if count > 1 else NO_MARKS

@@ -1,11 +1,11 @@
-"""Rewrites updates that visit each id of a table once so that they may run where the table's rows are.
+"""Rewrites updates of a table by unique ids so that they can run on the ranks that own the table's rows.
 
-Optimizers take a gradient's ids once each, ``once, back = tf.unique(ids)``, add up its rows by id, read rows of the
-table and of moments, compute, and write. How many ids there are only the run knows, so a tensor with a row for each
-could be split by columns only. Where all that is done is the same for every row, nobody minds in which order the ids
-come, nor whether one rank has them all: the two nodes become ``WhaleSumsById``, and what follows is marked
-(``owned_rows``), so that rules may place it with the owners of the rows (``whale.sharding_rules.embedding``). Else the
-nodes stay as they are.
+Optimizers deduplicate a gradient's ids, ``once, back = tf.unique(ids)``, add up its rows by id, read rows of the
+table and of moments, compute, and write. Only the run knows how many ids there are, so a tensor with a row for each
+could be split by columns only. If all operations treat every row alike, neither the order of the ids matters nor
+whether one rank has them all: the two nodes become ``WhaleSumsById``, and the nodes behind them are marked
+(``owned_rows``), so that rules may place them on the owners of the rows (``whale.sharding_rules.embedding``). Otherwise
+the nodes are not changed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Update:
     marked: set[str] = field(default_factory=set)
 
     def is_by_row(self) -> bool:
-        """Tells whether everything that depends on the ids is known to do the same to each row."""
+        """Tells whether every operation that depends on the ids is known to treat all rows alike."""
         program, once, back = self.program, Ref(self.unique.name), Ref(self.unique.name, 1)
         if not program.find_type(self.unique.inputs[0]).is_static:
             return False
@@ -76,7 +76,7 @@ class _Update:
         return any(program.by_name[n].op in ROW_SCATTERS for n in self.marked)
 
     def _counts_ids(self, ref: Ref) -> bool:
-        """Tells whether ``ref`` is the number of ids, and is read by the sums alone."""
+        """Tells whether ``ref`` is the number of ids, and only the sums read it."""
         program, readers = self.program, [(self.sums[0], 2)]
         while ref != Ref(self.unique.name):
             node = program.by_name[ref.node]
@@ -87,7 +87,7 @@ class _Update:
         return bool(self.counts)
 
     def _takes(self, node: Node, found: list[int]) -> bool:
-        """Tells whether the node does the same to each row, and notes its results."""
+        """Tells whether the node treats all rows alike, and records its results."""
         refs = node.inputs
         if node.op == "ResourceGather":
             made, fits = self.rows, found == [1] and refs[1] in self.ids and not node.attrs.get("batch_dims", 0)
@@ -117,7 +117,7 @@ class _Update:
         return all(_is_beside(t, depth) if i not in found else len(t.shape or ()) == depth for i, t in enumerate(types))
 
     def both(self) -> Node:
-        """Makes one node for ids and sums, with the name of the sums'."""
+        """Creates one node for ids and sums, with the name of the node that computed the sums."""
         total, unique = self.sums[0], self.unique
         types = self.program.find_type(Ref(unique.name)), self.program.find_type(Ref(total.name))
         attrs = {"T": total.attrs["T"], "Tindices": unique.attrs["T"]}
@@ -150,6 +150,6 @@ def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
 
 
 def _is_beside(t: TensorType, depth: int) -> bool:
-    """Tells whether a tensor is the same for all rows."""
+    """Tells whether a tensor is the same for all rows, so that it only broadcasts over them."""
     shape = t.shape or ()
     return None not in shape and (len(shape) < depth or shape[0] == 1)

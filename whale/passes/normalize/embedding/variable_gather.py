@@ -33,9 +33,10 @@ def gather_from_variables(program: Program) -> Program:
 
 
 def _only_looked_up(program: Program) -> list[str]:
-    """Returns the handle nodes of variables that are read, outside of functions, and else only changed or looked up in.
+    """Returns the handle nodes of variables, read outside of functions, whose other uses only change them or look rows
+    up.
 
-    What is done with the values that are read is left to `_lookups`.
+    `_lookups` checks how the values that are read are used.
     """
     read: set[str] = set()
     other: set[str] = set()
@@ -49,10 +50,10 @@ def _only_looked_up(program: Program) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """A node that looks rows up in a value.
+    """A node that looks up rows in a variable's value.
 
     Attributes:
-      casts: what makes its operand of the variable's value.
+      casts: the casts between the variable's value and its operand.
     """
 
     node: Node
@@ -60,9 +61,9 @@ class _Lookup:
 
 
 def _lookups(program: Program, read: str) -> tuple[list[_Lookup], dict[str, tuple[str, ...]]] | None:
-    """Returns (the lookups in a value that is read, the nodes that only these need and what each of them waits for).
+    """Returns (the lookups in a value that is read, the nodes used only for these with the control inputs of each).
 
-    Returns None where anything else needs the value.
+    Returns None if any other node needs the value.
     """
     found: list[_Lookup] = []
     gone = {read: program.by_name[read].controls}
@@ -135,7 +136,7 @@ def _changed_later(program: Program, handle: str, read: str) -> list[str] | None
 
 
 def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
-    """Makes the nodes that look the rows up in the variable, and cast them; the last one has the name of the lookup."""
+    """Creates the nodes that look rows up in the variable, and cast them; the last one has the name of the lookup."""
     node, variable = lookup.node, program.variable_of[handle]
     (t,) = node.outputs
     internal = {key: value for key, value in node.attrs.items() if key.startswith("_")}
@@ -160,6 +161,6 @@ def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
 
 
 def _free(program: Program, stem: str, count: int) -> list[str]:
-    """Returns names that no node has."""
+    """Returns ``count`` names, derived from ``stem``, that no node has."""
     names = (f"{stem}/rows_{n}" for n in range(count + len(program.nodes)))
     return [name for name in names if name not in program.by_name][:count]

@@ -1,1 +1,1 @@
-"""Does shape arithmetic once, in NumPy, before a program is planned."""
+"""Evaluates shape arithmetic in NumPy before a program is planned."""

@@ -59,7 +59,7 @@ def _reduction(f: Callable[..., Any]) -> Evaluator:
 
 
 def strided_index(attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.ndarray, rank: int) -> tuple[Any, ...]:
-    """Returns the NumPy index that a StridedSlice (or its gradient, or its assignment) with these masks means."""
+    """Returns the NumPy index equivalent to a StridedSlice (or its gradient, or assignment) with these masks."""
     masks = {k: int(attrs.get(f"{k}_mask") or 0) for k in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     index: list[Any] = []
     count = len(begin)

@@ -41,7 +41,7 @@ def fold(program: Program) -> Program:
 
 
 def _settled(program: Program) -> Program:
-    """Folds ``program`` until nothing more is learnt from what lists hold."""
+    """Folds ``program`` until the contents of its lists give no new types."""
     folded = _fold_all(program)
     while (better := refine_lists(folded)) is not folded:
         folded = _fold_all(better)
@@ -88,7 +88,7 @@ class _Folder:
                     self.loose.add(Ref(node.name, i))
 
     def visit(self, node: Node) -> None:
-        """Takes ``node`` over, folded or not."""
+        """Adds ``node`` to the result, folded if possible."""
         moved = self.moved
         if moved and node.inputs:
             inputs = tuple([moved.get(r, r) for r in node.inputs])
@@ -132,7 +132,7 @@ class _Folder:
         return value
 
     def _known(self, ref: Ref) -> np.ndarray | None:
-        """Returns the value of ``ref`` with _UNKNOWN in place of what is not known; None: nothing is known."""
+        """Returns the value of ``ref`` with _UNKNOWN for elements that are not known; None if no element is known."""
         value = self._value(ref)
         return value if value is not None else self.partial.get(ref)
 
@@ -203,7 +203,7 @@ class _Folder:
         return [None] * len(node.outputs)
 
     def _settle(self, node: Node, results: list[np.ndarray | None]) -> None:
-        """Replaces the outputs of ``node`` that are known by constants."""
+        """Replaces the known outputs of ``node`` by constants."""
         if len(results) == 1:
             if results[0] is None:
                 self.nodes.append(node)
@@ -235,7 +235,7 @@ class _Folder:
 
 
 class _Lazy:
-    """A constant that nobody has looked at."""
+    """A constant whose value is computed when first needed."""
 
     __slots__ = ("node",)
 
@@ -250,7 +250,7 @@ def _complete(values: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
 
 
 def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
-    """Evaluates ``node``; yields nothing where its operands do not fit: TensorFlow says so if that node ever runs."""
+    """Evaluates ``node``; yields nothing if its operands do not fit: TensorFlow reports that if the node ever runs."""
     try:
         return EVALUATORS[node.op](node, values)
     except (IndexError, ValueError):
@@ -258,7 +258,9 @@ def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
 
 
 def _steering(op: str, count: int) -> list[int]:
-    """Returns the operands that steer an op which moves sizes about; the others hold the sizes."""
+    """Returns the numbers of the operands that say how an op rearranges sizes (indices, axes); the others are the
+    sizes.
+    """
     data = {"Pack": count, "ConcatV2": count - 1}.get(op, 1)
     return list(range(data, count))
 

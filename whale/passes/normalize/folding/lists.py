@@ -1,8 +1,8 @@
-"""Follows what tensor lists hold through loops and branches: the shape, and for shapes pushed as constants the value.
+"""Infers the contents of tensor lists through loops and branches: shapes, and values for shapes pushed as constants.
 
-A list made before its batch was known allows any batch; what is put in tells the size. The gradient of a loop reads the
-shapes that the loop pushed, one per iteration: when all are the same constant, that is what it reads. The analysis is a
-fixpoint over the lattice nothing put in < one item < an item with unknown sizes or value < an item of unknown rank.
+A list made before its batch was known allows any batch; the items pushed tell the size. The gradient of a loop reads
+the shapes that the loop pushed, one per iteration: when all are the same constant, that is the value read. The analysis
+is a fixpoint over the lattice: no item < one item < an item with unknown sizes or value < an item of unknown rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from whale.ir.values import Dims, Func, Tensor, TensorType
 
 
 class _Item(NamedTuple):
-    """The facts that hold for every item of a list: a shape (None: of unknown rank), and a constant or None."""
+    """The shape (None: of unknown rank), and the constant value or None, that every item of a list has."""
 
     shape: Dims | None = None
     value: Tensor | None = None
@@ -32,9 +32,9 @@ _INTEGERS = frozenset({"int32", "int64"})
 
 
 def refine_lists(program: Program) -> Program:
-    """Refines the output types of list reads (and of nothing else) in ``program`` as far as the items put in tell them.
+    """Refines the output types of list reads in ``program`` by the types of the items that are pushed.
 
-    Bodies in ``program.functions`` are refined too. Returns ``program`` itself when nothing is learnt.
+    Bodies in ``program.functions`` are refined too. Returns ``program`` itself if no type changes.
     """
     graphs = {"": program, **program.functions}
     if not any(_reads_loosely(n) for graph in graphs.values() for n in graph.nodes):
@@ -48,7 +48,9 @@ def refine_lists(program: Program) -> Program:
 
 
 def _reads_loosely(node: Node) -> bool:
-    """Tells whether more could be known of what ``node`` reads: a size, or the value of a vector of integers."""
+    """Tells whether the result of the list read ``node`` is not fully known: a size, or the value of an integer
+    vector.
+    """
     if node.op not in _ITEM_OUTPUT and node.op not in LIST_STACKS:
         return False
     kind = node.outputs[_ITEM_OUTPUT.get(node.op, 0)]
@@ -56,7 +58,7 @@ def _reads_loosely(node: Node) -> bool:
 
 
 def _join(a: _Item | None, b: _Item | None) -> _Item | None:
-    """Returns the least fact that holds for both; None is the list with nothing in it."""
+    """Returns the least element of the lattice above both; None is the empty list."""
     if a is None or b is None:
         return b if a is None else a
     if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):

@@ -21,13 +21,14 @@ class _Variable(NamedTuple):
 
 
 def refine_loops(program: Program, settle: Callable[[Program], Program]) -> Program:
-    """Makes the types of loop variables as static as their initial values, where the body keeps them so.
+    """Makes the types of loop variables as static as their initial values, if the body preserves them.
 
-    All that may hold is assumed at once, ``settle`` works out the types that follow, and whatever a body then does not
-    keep is given up; what remains is an invariant of all loops together. A body that several loops share is left alone.
+    All candidate shapes are assumed at once, ``settle`` infers the types that follow, and shapes that a body does not
+    preserve are dropped; the remaining ones are an invariant of all loops together. A body that several loops share is
+    not changed.
 
     Args:
-      program: settled.
+      program: already settled.
       settle: folds and refines types within all graphs.
     """
     rejected: set[_Variable] = set()

@@ -1,6 +1,6 @@
 """Replaces powers with well-known exponents by cheaper ops: a square root is ten times as fast as ``Pow``.
 
-TensorFlow's own optimizer of graphs does the same (its stage ConvertPow); it does not run on what ranks run.
+TensorFlow's graph optimizer does the same (its stage ConvertPow), but does not run on the ranks' programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Infers static shapes from known operands, for the ops through which shapes mostly flow."""
+"""Infers static shapes from known operands, for the ops that mostly carry shapes."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(CROSS
 
 
 def refined(node: Node, type_of: TypeOf, known: Known) -> tuple[TensorType, ...]:
-    """Returns the output types of ``node`` with the sizes that its operands tell."""
+    """Returns the output types of ``node``, with the sizes that follow from its operands."""
     if node.op in STATIC_SHAPES:
         shapes = STATIC_SHAPES[node.op](node, type_of, known)
         return node.outputs if shapes is None else tuple(map(_merged, node.outputs, shapes))
