@@ -136,7 +136,7 @@ def test_a_cut_that_is_mended_soon_is_survived(make_hosts: Callable[..., Hosts],
         wait_for_line(process, "rank 0 has begun")
         for what in (lambda: hosts.cut("h1"), lambda: hosts.lose("h0", 0.3)):
             what()
-            time.sleep(1.5)
+            time.sleep(1.2)
             hosts.mend("h0"), hosts.mend("h1")
         said = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, said
