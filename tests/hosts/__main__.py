@@ -26,6 +26,7 @@ from tests.launcher.helpers import wait_for_line
 PASSING = ("cut", "loss", "slow")  # the link is as it was again after some time
 LASTING = ("unplug", "host", "rank", "mpirun")
 STEPS, PAUSE_S = 40, 0.05
+PASSES_S = 1.2  # less than half of `fault.freeze_s`, since TCP doubles the time after which it sends again
 MOST_OF_END_S = 20.0  # between a fault that lasts and the end of a run that is not elastic
 _LIMIT_S = 180.0
 _CLOSE = 1e-10
@@ -102,14 +103,12 @@ def _befall(case: Case, hosts: Hosts, launcher: HostLauncher) -> None:
     if case.fault in PASSING:
         if case.fault == "cut":
             hosts.cut(case.at)
-            time.sleep(2.0)
         elif case.fault == "loss":
             hosts.lose(case.at, 0.3)
-            time.sleep(2.0)
         else:
             hosts.shape(case.at, 1)
-            time.sleep(2.0)
-            hosts.shape(case.at, None)
+        time.sleep(PASSES_S)
+        hosts.shape(case.at, None)
         hosts.mend(case.at)
     elif case.fault == "unplug":
         hosts.cut(case.at)

@@ -136,8 +136,9 @@ def test_a_cut_that_is_mended_soon_is_survived(make_hosts: Callable[..., Hosts],
         wait_for_line(process, "rank 0 has begun")
         for what in (lambda: hosts.cut("h1"), lambda: hosts.lose("h0", 0.3)):
             what()
-            time.sleep(1.5)
+            time.sleep(1.2)
             hosts.mend("h0"), hosts.mend("h1")
+            time.sleep(2.0)  # what was lost is sent again after as long as the cut took, at most
         said = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, said
     assert_same(read_result(tmp_path), train_alone(tmp_path, 60))

@@ -213,7 +213,7 @@ def test_auto_parallel_measures_the_devices_beside_the_host(library: Path) -> No
             assert 0 < host.exchange_s < 1 and 0 < devices.exchange_s < 1
             assert host.bytes_per_s > 1e6 and devices.bytes_per_s > 1e6
         keys = {counter.key for comm in comms for counter in comm.counters()}
-    for size in (1, 1 << 20):
+    for size in (1, microbenchmark.FIRST_ELEMENTS):
         assert f"whale/auto//{size}/0" in keys and f"device/whale/auto/cuda-ipc/{size}/0/turn" in keys, keys
 
 

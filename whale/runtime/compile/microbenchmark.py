@@ -151,7 +151,7 @@ def _link(context: Context, through: str) -> Link:
 
     small_s = measured(1, 18, SMALL_IN_A_CALL)
     # All ranks have to exchange as many elements: the rank that took longest decides.
-    said = comm.allgather_bytes(f"whale/auto/{through}/first", msgspec.json.encode(measured(FIRST_ELEMENTS, 1)))
+    said = comm.allgather_bytes(f"whale/auto/{through}/first", msgspec.json.encode(measured(FIRST_ELEMENTS, 3)))
     first_s = max(msgspec.json.decode(one, type=float) for one in said)
     size = min(MOST_ELEMENTS, max(FIRST_ELEMENTS, int(FIRST_ELEMENTS * LARGE_S / first_s)))
     sent = 2 * (comm.size - 1) / comm.size * 4 * size
