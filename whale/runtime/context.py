@@ -260,7 +260,8 @@ class Context(Ranks):
       apart: how ranks of hosts are reached that have no MPI in common; None: all have.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       at_once_bytes: of variables that were made before it was known whether they are divided.
-      written: paths that the first rank has written, and others might read too early.
+      written: paths that the first rank has written, and others might read too early, in the order of the calls.
+      first_paths: this rank's own paths -> the first rank's, where they differ and it writes there.
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
       solo: whether the ranks may each train alone.
@@ -280,7 +281,8 @@ class Context(Ranks):
     after_horovod: bool = False
     apart: SocketBootstrap | None = None
     at_once_bytes: int = 0
-    written: set[str] = field(default_factory=set)
+    written: dict[str, None] = field(default_factory=dict)
+    first_paths: dict[str, str] = field(default_factory=dict)
     outside: ExternalUpdates | None = None
     distributed: bool = False
     solo: bool = False
