@@ -96,6 +96,16 @@ class Meter(Protocol):
         ...
 
 
+class KeptFiles(Protocol):
+    """The files in which a process keeps what its datasets yield.
+
+    Attributes:
+      kept: whether they hold what all ranks read, and the first rank's may be kept for later runs.
+    """
+
+    kept: bool
+
+
 class ElasticHooks(Protocol):
     """Has this rank go on when others are gone; see ``whale.runtime.elastic.elastic_run``."""
 
@@ -262,6 +272,7 @@ class Context(Ranks):
       at_once_bytes: of variables that were made before it was known whether they are divided.
       written: paths that the first rank has written, and others might read too early, in the order of the calls.
       first_paths: this rank's own paths -> the first rank's, where they differ and it writes there.
+      own_files: in which this process keeps what its datasets yield; None: it has kept nothing.
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
       solo: whether the ranks may each train alone.
@@ -283,6 +294,7 @@ class Context(Ranks):
     at_once_bytes: int = 0
     written: dict[str, None] = field(default_factory=dict)
     first_paths: dict[str, str] = field(default_factory=dict)
+    own_files: KeptFiles | None = None
     outside: ExternalUpdates | None = None
     distributed: bool = False
     solo: bool = False
