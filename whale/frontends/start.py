@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec
 
+from whale.frontends import tf_checkpoints
 from whale.frontends.keras import install as keras
 from whale.frontends.tf1 import install as tf1
 from whale.runtime import start
@@ -25,6 +26,7 @@ def _wrap_with_interfaces(begin: Callable[P, None]) -> Callable[P, None]:
         keras.install()
         tf1.install()
         own_files.install()
+        tf_checkpoints.install()
 
     return begin_and_install
 

@@ -272,6 +272,7 @@ class Context(Ranks):
       at_once_bytes: of variables that were made before it was known whether they are divided.
       written: paths that the first rank has written, and others might read too early, in the order of the calls.
       first_paths: this rank's own paths -> the first rank's, where they differ and it writes there.
+      saves_apart: whether ranks may save checkpoints to paths of their own, as scripts for tf.distribute do.
       own_files: in which this process keeps what its datasets yield; None: it has kept nothing.
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
@@ -294,6 +295,7 @@ class Context(Ranks):
     at_once_bytes: int = 0
     written: dict[str, None] = field(default_factory=dict)
     first_paths: dict[str, str] = field(default_factory=dict)
+    saves_apart: bool = False
     own_files: KeptFiles | None = None
     outside: ExternalUpdates | None = None
     distributed: bool = False

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from whale.errors import ProgramError
+from whale.frontends.keras import messages
 from whale.imports import change_when_imported
 from whale.runtime.context import require_current
 
@@ -19,6 +20,7 @@ PACKAGES = ("keras", "tf_keras")
 
 def install() -> None:
     """Changes the Keras that is imported, and any that will be."""
+    messages.install()
     change_when_imported(PACKAGES, _patch)
 
 
