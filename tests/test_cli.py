@@ -12,7 +12,7 @@ import pytest
 import whale
 from whale.cli import VERBS, main, make_parser
 from whale.errors import PlanError
-from whale.launcher.mpirun import Host, Options, list_asked, parse_hosts
+from whale.launcher.mpirun import Host, Options, list_asked, make_command, parse_hosts
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +50,34 @@ def test_run_takes_what_horovodrun_does(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     options = _options_of_run(monkeypatch, "-np", "2", "-H", "a:1,b:1", "python", "-m", "pkg.train", "x")
     assert options == Options(2, "pkg.train", ("x",), as_module=True, hosts=(Host("a", 1), Host("b", 1)))
+
+
+@pytest.mark.parametrize(
+    "line, target, as_module, python_options",
+    [
+        ("python -u train.py -u x", "train.py", False, ("-u",)),
+        ("python3.11 -B -OO -W ignore ./train.py -u x", "./train.py", False, ("-B", "-OO", "-W", "ignore")),
+        ("python -Wignore -X dev train.py -u x", "train.py", False, ("-W", "ignore", "-X", "dev")),
+        ("python -uBXfaulthandler -um pkg.train -u x", "pkg.train", True, ("-uB", "-X", "faulthandler", "-u")),
+        ("-m pkg.train -u x", "pkg.train", True, ()),
+    ],
+)
+def test_run_gives_ranks_the_options_of_python(
+    monkeypatch: pytest.MonkeyPatch, line: str, target: str, as_module: bool, python_options: tuple[str, ...]
+) -> None:
+    found = _options_of_run(monkeypatch, "-np", "2", *line.split())
+    assert found == Options(2, target, ("-u", "x"), as_module=as_module, python_options=python_options)
+    command = make_command(found, "mpirun", {})
+    begin = command.index(sys.executable) + 1
+    assert tuple(command[begin : begin + len(python_options)]) == python_options
+
+
+@pytest.mark.parametrize("line", ["python -c pass", "python -E train.py", "python -u", "python -W", "python - x"])
+def test_run_refuses_other_options_of_python(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["run", "-np", "2", *line.split()])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "next: " in said and ("script" in said or "value" in said), said
 
 
 @pytest.mark.parametrize("text", ["", "a:0", "a:", "a:-1", ":2", "a,,b", "a b:1", "-x:1", "a:1,a:2"])

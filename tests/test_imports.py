@@ -126,7 +126,18 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.planner": ("analytic_search", "graph_search", "evaluate", "report", "run_described", "ask", "why", "offers"),
     "whale.runtime": ("variables", "graph_semantics", "saved_plan", "context", "elastic", "scopes", "annotate", "*")
     + ("start", "input", "compile", "function", "checkpoint"),
-    "whale.frontends": ("first_whale", "layers", "keras", "tf1", "horovod", "start", "tf_distribute", "epl", "launch")
+    "whale.frontends": (
+        "first_whale",
+        "layers",
+        "keras",
+        "tf1",
+        "horovod",
+        "tf_checkpoints",
+        "start",
+        "tf_distribute",
+        "epl",
+        "launch",
+    )
     + ("on_ray",),
     "whale.frontends.tf1": ("activation", "*", "install"),
     "whale.tools": ("models", "*", "profile"),

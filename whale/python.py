@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _HOME = Path(__file__).resolve().parents[1]
@@ -21,10 +22,14 @@ _WITHOUT_FOLDER = (
 )
 
 
-def module(name: str, *arguments: str) -> list[str]:
-    """Returns the command line that runs a module with the current folder off the path."""
+def module(name: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """Returns the command line that runs a module with the current folder off the path.
+
+    Args:
+        options: of the interpreter, such as ``-u``.
+    """
     first = ["-P", "-m"] if sys.version_info >= (3, 11) else ["-c", _WITHOUT_FOLDER]
-    return [sys.executable, *first, name, *arguments]
+    return [sys.executable, *options, *first, name, *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl.api import StagingError
+from tensorflow.python.eager import lift_to_graph
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
 from whale.capture.attrs import SCOPE_ATTR
 from whale.capture.captured import Captured, CapturedVariable, Traced
+from whale.capture.created import CreatedVariables, make_creation_error
 from whale.capture.gradients import scope_gradients
 from whale.capture.graph import Names, name_captures, read_graph
 from whale.capture.loss_scaling import LossScale, scale_losses
@@ -58,8 +60,8 @@ def trace_function(
 ) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
-    Variables that ``fn`` creates are created, once, at this first trace. Unknown sizes in the ``input_signature`` of a
-    tf.function take those of the arguments.
+    Variables that ``fn`` creates are created, once, at this first trace (``CreatedVariables``). Unknown sizes in the
+    ``input_signature`` of a tf.function take those of the arguments.
 
     Args:
       fn: a Python function, a method, or a tf.function.
@@ -88,33 +90,35 @@ def trace_function(
     # A function that asks for XLA stays a call that asks for it, as where it is called from another function.
     asks_for_xla = options.pop("jit_compile", None)
     called = tf.function(python_fn, jit_compile=True, **options) if asks_for_xla else python_fn
-    made: list[Any] = []  # variables, in the latest trace
+    created = CreatedVariables(creator)
 
     def call(*tensors: tf.Tensor) -> Any:
-        made.clear()
+        created.begin()
         if drawing is not None:
             drawing.enter()
         positional, keywords = arguments.rebuild(tensors)
         # Asked after the user's own (100), and before tf.function's (50).
-        with around(), tf.compat.v1.get_default_graph()._variable_creator_scope(create, priority=60):
+        with around(), tf.compat.v1.get_default_graph()._variable_creator_scope(created.create, priority=60):
             results = called(*positional, **keywords)
         if loss_scale is not None:
             loss_scale.update()
         return results
-
-    def create(next_creator: Any, **wanted: Any) -> Any:
-        made.append(next_creator(**wanted) if creator is None else creator(next_creator, **wanted))
-        return made[-1]
 
     # Of what is called "<lambda>" AutoGraph looks for a lambda's source.
     call.__name__ = program_name if program_name.isidentifier() else "step"
     scaled = nullcontext() if loss_scale is None else scale_losses(loss_scale)
     drawn = nullcontext() if drawing is None else drawing.install()
     with _raise_own_errors(), scope_gradients(mark_gradients), scaled, drawn, around():
-        concrete = tf.function(call, **options).get_concrete_function(*specs)
-        if made:  # names depend on what is created, and have to be those of a rank on which it is there already
+        try:
             concrete = tf.function(call, **options).get_concrete_function(*specs)
-    return Trace(concrete, program_name, drawing.inputs if drawing is not None else ())
+        except lift_to_graph.UnliftableError as error:
+            raise make_creation_error(program_name, str(error).partition(" via at least")[0]) from error
+        created.refuse_without_value(program_name)
+        created.initialise()
+        # Names depend on what is created, and have to be those of a rank on which it is there already.
+        if created.latest and not created.assigned:
+            concrete = tf.function(call, **options).get_concrete_function(*specs)
+    return Trace(concrete, program_name, drawing.inputs if drawing is not None else (), bool(created.assigned))
 
 
 @contextmanager
@@ -143,16 +147,16 @@ class Trace:
       name: of its program.
       inputs: placeholders of the caller's tensors, in flat order.
       captures: other tensors that are passed at each call, with their placeholders' names.
-      variables: all captured variables.
+      variables: all that it captures.
+      is_first: whether it gives variables that the function creates their first values: it is for one call.
     """
 
-    def __init__(self, concrete: Any, name: str, drawn: Sequence[tf.Tensor]):
-        """Takes a traced function.
-
+    def __init__(self, concrete: Any, name: str, drawn: Sequence[tf.Tensor], is_first: bool = False):
+        """
         Raises:
           CaptureError: it captures a value that is only known when it is called.
         """
-        self.name, self._concrete, self._graph = name, concrete, concrete.graph
+        self.name, self._concrete, self._graph, self.is_first = name, concrete, concrete.graph, is_first
         graph = self._graph
         if getattr(graph, "deferred_external_captures", None):
             raise CaptureError(

@@ -11,6 +11,11 @@ from typing import Any
 from whale.cli.given import add_settings, require_readable, require_writable, take_settings
 from whale.errors import PlanError
 
+# What may stand between `python` and a script: options that ranks, too, can have. Letters may be joined, as -Bum is.
+_PYTHON_OPTION = re.compile(
+    r"-(?P<plain>[bBdOquv]*)((?P<valued>[WX])(?P<value>.*)|(?P<module>m)(?P<name>.*))?", re.DOTALL
+)
+
 
 def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
@@ -97,7 +102,7 @@ def run_command(given: argparse.Namespace) -> int:
             behind = "; behind the script it is the script's own" if "-np" in given.arguments else ""
             given.wrong(f"the following arguments are required: -np{behind}")
         given.ranks = sum(host.slots for host in hosts)
-    _drop_python(given)
+    python_options = _drop_python(given)
     require_writable(given.trace, "--trace")
     if given.plan is not None:
         _check_plan(given)
@@ -122,19 +127,43 @@ def run_command(given: argparse.Namespace) -> int:
             metrics=parse_address(given.metrics_port) if given.metrics_port is not None else None,
             max_restarts=given.max_restarts,
             min_ranks=given.min_ranks,
+            python_options=python_options,
         )
     )
 
 
-def _drop_python(given: argparse.Namespace) -> None:
-    """Drops `python` from `whale run -np 2 python train.py`, as mpirun and horovodrun want it."""
+def _drop_python(given: argparse.Namespace) -> tuple[str, ...]:
+    """Drops `python -u` from `whale run -np 2 python -u train.py`, as mpirun and horovodrun want it.
+
+    Returns:
+        the options of Python, which the ranks' interpreters get.
+    """
     name = os.path.basename(given.script)
     if given.as_module or not re.fullmatch(r"python(3(\.\d+)?)?", name) or not given.arguments:
-        return
-    given.script, *given.arguments = given.arguments
-    if given.script == "-m" and given.arguments:
-        given.as_module = True
-        given.script, *given.arguments = given.arguments
+        return ()
+    rest, options = list(given.arguments), []
+    while rest and rest[0].startswith("-") and not given.as_module:
+        option = rest.pop(0)
+        found = _PYTHON_OPTION.fullmatch(option) if option != "-" else None
+        if found is None:
+            given.wrong(
+                f"`{given.script} {option}` is no way to start ranks: give a script or `-m MODULE`, before it at most "
+                "Python's options -b -B -d -O -q -u -v -W -X"
+            )
+            return ()  # argparse has ended the process
+        if found["plain"]:
+            options.append(f"-{found['plain']}")
+        if found["valued"]:
+            if not found["value"] and not rest:
+                given.wrong(f"Python's option -{found['valued']} wants a value")
+            options += [f"-{found['valued']}", found["value"] or rest.pop(0)]
+        given.as_module = bool(found["module"])
+        if found["name"]:
+            rest.insert(0, found["name"])
+    if not rest:
+        given.wrong(f"no script stands behind `{given.script}`")
+    given.script, *given.arguments = rest
+    return tuple(options)
 
 
 def _check_plan(given: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) ->
     return tf.constant(ranks.retry_after_loss(lambda: next(reads, variable.read_value)().numpy()))
 
 
-def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None:
+def call_together(ranks: Ranks, function: str, what: str, why: str = "", own: Any = None) -> list[Any]:
     """Checks that all ranks are about to call ``function``; collective between processes.
 
     A rank may be late: the others wait up to ``WRITE_TIMEOUT_S``.
@@ -63,17 +63,21 @@ def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None
     Args:
       what: the call, in words: the function, its object, its place in the script.
       why: what no rank can do alone, in words.
+      own: what the other ranks are to know of this one's call; of JSON's types.
+
+    Returns:
+      ``own`` of every rank.
 
     Raises:
       CommError: a rank calls another one, does something else, or its script has ended.
     """
     if not ranks.has_other_processes:
-        return
+        return [own]
     purpose = f"{what}, which every rank has to call" + (f": {why}" if why else "")
-    data = msgspec.json.encode((function, what))
+    data = msgspec.json.encode((function, what, own))
     everyone = ranks.comms[0].allgather_bytes("whale/call", data, WRITE_TIMEOUT_S, purpose)
-    said = [msgspec.json.decode(one, type=tuple[str, str]) for one in everyone]
-    other = next((rank for rank, (name, _) in enumerate(said) if name != said[0][0]), None)
+    said = [msgspec.json.decode(one, type=tuple[str, str, Any]) for one in everyone]
+    other = next((rank for rank, (name, _, _) in enumerate(said) if name != said[0][0]), None)
     if other is not None:
         raise CommError(
             "the ranks call different things",
@@ -81,3 +85,4 @@ def call_together(ranks: Ranks, function: str, what: str, why: str = "") -> None
             expected="the same calls in the same order on every rank",
             action="call it on every rank; wh.rank() == 0 is for what is printed or written with its result",
         )
+    return [theirs for _, _, theirs in said]

@@ -77,6 +77,7 @@ class Options:
         target: path of the script, or name of the module.
         arguments: arguments of the script.
         as_module: the target is a module, as for ``python -m``.
+        python_options: of the ranks' interpreters, such as ``-u``.
         hosts: where the ranks go; empty for this host.
         threads: threads per rank, or None for the host's cores divided by its ranks.
         verbose: show mpirun's own messages, the errors of every rank instead of the first, and what was communicated.
@@ -103,6 +104,7 @@ class Options:
     metrics: tuple[str, int] | None = None
     starts_another: bool = False
     hosts_from: str | None = None
+    python_options: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -257,7 +259,8 @@ def make_command(options: Options, mpirun: str, environment: Mapping[str, str]) 
             if name.startswith(_FORWARDED_PREFIXES):
                 line += ["-x", name]
     as_module = ("-m",) if options.as_module else ()
-    return [*line, *python.module("whale.launcher.worker", *as_module, options.target, *options.arguments)]
+    script = (*as_module, options.target, *options.arguments)
+    return [*line, *python.module("whale.launcher.worker", *script, options=options.python_options)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,16 @@ class Meter(Protocol):
         ...
 
 
+class KeptFiles(Protocol):
+    """The files in which a process keeps what its datasets yield.
+
+    Attributes:
+      kept: whether they hold what all ranks read, and the first rank's may be kept for later runs.
+    """
+
+    kept: bool
+
+
 class ElasticHooks(Protocol):
     """Interface that lets this rank continue when others are gone; see ``whale.runtime.elastic.elastic_run``."""
 
@@ -264,7 +274,10 @@ class Context(Ranks):
       apart: how ranks of hosts are reached that have no MPI in common; None: all have.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       at_once_bytes: of variables that were made before it was known whether they are divided.
-      written: paths that the first rank has written, and others might read too early.
+      written: paths that the first rank has written, and others might read too early, in the order of the calls.
+      first_paths: this rank's own paths -> the first rank's, where they differ and it writes there.
+      saves_apart: whether ranks may save checkpoints to paths of their own, as scripts for tf.distribute do.
+      own_files: in which this process keeps what its datasets yield; None: it has kept nothing.
       outside: what changes variables beside the run's programs; None when no other process takes part.
       distributed: whether a program of this run updates variables.
       solo: whether the ranks may each train alone.
@@ -284,7 +297,10 @@ class Context(Ranks):
     after_horovod: bool = False
     apart: SocketBootstrap | None = None
     at_once_bytes: int = 0
-    written: set[str] = field(default_factory=set)
+    written: dict[str, None] = field(default_factory=dict)
+    first_paths: dict[str, str] = field(default_factory=dict)
+    saves_apart: bool = False
+    own_files: KeptFiles | None = None
     outside: ExternalUpdates | None = None
     distributed: bool = False
     solo: bool = False

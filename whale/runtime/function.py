@@ -94,7 +94,9 @@ class Function(Generic[P, R]):
                 return step.call(step.own(args, context))
         arguments, step, drawn = self._found(args, kwargs, context)
         result = step.call(tensors_of(arguments, step, context, drawn))
-        if (
+        if step.is_first:
+            self._forget(step, arguments)
+        elif (
             not kwargs
             and quick is not None
             and len(args) == len(arguments.tensors)
@@ -152,6 +154,11 @@ class Function(Generic[P, R]):
             self._attached()
             self._steps[arguments.key] = step
         return arguments, self._steps[arguments.key], []
+
+    def _forget(self, step: Step, arguments: Arguments) -> None:
+        """Forgets a step that was for the first call: what it has created is there. One process traces again, too."""
+        self._steps = {key: known for key, known in self._steps.items() if known is not step}
+        self._traces.forget(arguments)
 
     def _step(self, args: Any, kwargs: Any) -> Step:
         context = self._attached()

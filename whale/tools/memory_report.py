@@ -14,6 +14,7 @@ from whale.ir.plan_text import format_bytes
 from whale.passes.memory.footprint import CATEGORIES
 from whale.runtime.compile.offload import offloaded_bytes
 from whale.runtime.context import require_current
+from whale_ops.memory import COUNTED_FROM_BYTES
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class MemoryReport:
       copied: bytes that steps have copied to the host's memory, and from it, since the process began.
       copied_each_step: name of a program -> bytes that a step of it is predicted to copy to the host's memory, and from
         it, on all of these ranks; without rows of which only the step knows how many there are.
-      allocated_bytes, allocated_peak_bytes: what TensorFlow's allocator has given out, now and at most; None where it
-        keeps no figures. Pieces below 256 KiB are not counted on processors.
+      allocated_bytes, allocated_peak_bytes: what TensorFlow's allocator has given out, now and at most, in pieces of
+        256 KiB and more; None where that is not measured, as ``not_allocated`` says.
+      not_allocated: why.
       resident_bytes, resident_peak_bytes: of the process, by the kernel, libraries included.
     """
 
@@ -45,6 +47,7 @@ class MemoryReport:
     on_host_bytes: int = 0
     copied: tuple[int, int] = (0, 0)
     copied_each_step: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    not_allocated: str = ""
 
     @property
     def variable_bytes(self) -> int:
@@ -71,6 +74,9 @@ class MemoryReport:
         if self.allocated_bytes is not None and self.allocated_peak_bytes is not None:
             lines.append(f"    {'allocated':<24} {format_bytes(self.allocated_bytes)}")
             lines.append(f"    {'allocated at most':<24} {format_bytes(self.allocated_peak_bytes)}")
+            lines.append(f"    {'':<24} both without tensors below {format_bytes(COUNTED_FROM_BYTES)}")
+        else:
+            lines.append(f"    {'allocated':<24} not measured: {self.not_allocated}")
         lines.append(f"    {'resident':<24} {format_bytes(self.resident_bytes)}")
         lines.append(f"    {'resident at most':<24} {format_bytes(self.resident_peak_bytes)}")
         return "\n".join(lines)
@@ -92,8 +98,14 @@ def memory_report() -> MemoryReport:
     try:
         measured = read_memory()
         allocated: tuple[int | None, int | None] = measured.live_bytes, measured.peak_bytes
-    except CommError:
-        allocated = None, None
+        why = ""
+        if not measured.peak_bytes:
+            allocated, why = (
+                (None, None),
+                f"no tensor has had {format_bytes(COUNTED_FROM_BYTES)}, from which they count",
+            )
+    except CommError as error:
+        allocated, why = (None, None), str(error).partition("\n")[0]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident, most = (int(status[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
     return MemoryReport(
@@ -106,4 +118,5 @@ def memory_report() -> MemoryReport:
         context.variables.count_host_bytes(),
         offloaded_bytes() if context.reports.offloaded else (0, 0),
         dict(context.reports.offloaded),
+        why,
     )

@@ -19,6 +19,7 @@ from whale.ir.layout import B, Shard
 from whale.ir.mesh import find_tiles
 from whale.ir.plan_text import format_plan
 from whale.runtime.context import require_current
+from whale_ops.memory import DeviceMemory
 
 Start = Callable[..., None]
 ROWS, INPUTS, HIDDEN, OUTPUTS = 8, 7, 16, 10
@@ -170,6 +171,15 @@ def test_the_report_of_memory_counts_parts(ranks: Start) -> None:
     assert "parameters" in str(report) and report.resident_bytes <= report.resident_peak_bytes
     plan = wh.plan(model.step, *batch(0))  # for the ranks of the run
     assert "Memory at most" in format_plan(plan) and len(plan.memory["optimizer state"]) == 2
+
+
+def test_a_report_says_what_it_has_not_measured(ranks: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks(2)
+    for peak, said in ((0, "allocated                not measured: no tensor has had 256"), (1 << 20, "1.0 MiB")):
+        monkeypatch.setattr("whale_ops.memory.read_memory", lambda peak=peak: DeviceMemory(0, peak))
+        report = wh.memory_report()
+        assert (report.allocated_bytes is None) == (report.not_allocated != "") == (peak == 0)
+        assert said in str(report), report
 
 
 def test_each_rank_holds_its_part_of_the_state(ranks: Start) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.frontends.keras import elastic_fit
+from whale.frontends.keras.first_rank_paths import list_kinds
 from whale.frontends.keras.saving import wait_for_first_rank
 from whale.runtime.context import find_running
 
@@ -26,7 +27,7 @@ def adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
     Args:
       callbacks: None, a callback, several, or a list that Keras made of them earlier in the same call.
     """
-    if callbacks is None or "CallbackList" in _list_kinds(callbacks):
+    if callbacks is None or "CallbackList" in list_kinds(callbacks):
         yield callbacks
         return
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
@@ -37,14 +38,9 @@ def adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
 def _redirect(callback: Any, stack: ExitStack) -> bool:
     """Redirects a callback's files while ``stack`` is open; returns whether it is called at all."""
     for kind, change in _CHANGES.items():
-        if kind in _list_kinds(callback):
+        if kind in list_kinds(callback):
             return change(callback, stack)
     return True
-
-
-def _list_kinds(callback: Any) -> set[str]:
-    """Returns the names of Keras' own classes that a callback is an instance of."""
-    return {c.__name__ for c in type(callback).__mro__ if c.__module__.startswith(("keras.", "tf_keras."))}
 
 
 def _write_nowhere(attribute: str) -> Callable[[Any, ExitStack], bool]:

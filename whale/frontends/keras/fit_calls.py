@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from whale.distributed.collective_call_check import call_together
-from whale.frontends.keras import elastic_fit, input_pipeline
+from whale.frontends.keras import elastic_fit, first_rank_paths, input_pipeline
 from whale.frontends.keras.callbacks import adapt_for_other_ranks
-from whale.frontends.keras.saving import describe_call
+from whale.frontends.keras.saving import describe_call, wait_for_first_rank
 from whale.runtime.context import Context, find_running
 
 _DATA = ("x", "validation_data")
@@ -23,12 +23,14 @@ def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
     context = find_running()
     assert context is not None
     given = inspect.signature(original).bind(model, *args, **kwargs)
-    call_together(context, original.__name__, describe_call(original.__name__, model))
+    finish = _begin_together(original, given, context)
     # A callback evaluates data beside those of fit; validation data have an order that fit keeps count of.
     if (around := elastic_fit.find_current()) is not None and _CACHED not in given.arguments.get("kwargs", {}):
         around.read_beside(input_pipeline.find_whole_dataset(given.arguments.get("x")), context)
     with elastic_fit.enter(None):
-        return _call_original(original, given, context)
+        found = _call_original(original, given, context)
+    finish()
+    return found
 
 
 def call_fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,12 +43,35 @@ def call_fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
         return call_method(original, model, *args, **kwargs)
     if (history := going_on.find_past()) is not None:
         return history
-    if going_on.taken_up is None:
-        call_together(context, original.__name__, describe_call(original.__name__, model))
+    finish = _begin_together(original, given, context) if going_on.taken_up is None else None
     with elastic_fit.enter(going_on):
         history = _call_original(original, given, context)
     going_on.end()
+    if finish is not None:
+        finish()
     return history
+
+
+def _begin_together(
+    original: Callable[..., Any], given: inspect.BoundArguments, context: Context
+) -> Callable[[], None]:
+    """Begins a call on all ranks, whose callbacks may write to paths of each rank's own; collective.
+
+    Returns:
+      what ends the call.
+    """
+    callbacks, name = given.arguments.get("callbacks"), original.__name__
+    paths = first_rank_paths.find_paths(callbacks)
+    everyone = call_together(context, name, describe_call(name, given.args[0]), own=paths)
+    pairs = first_rank_paths.pair_paths(everyone, context)
+    first_rank_paths.move_backups(callbacks, pairs)
+
+    def finish() -> None:
+        if first_rank_paths.have_differed(everyone):
+            wait_for_first_rank("what rank 0's callbacks wrote")
+            first_rank_paths.link_written((path, pairs[path]) for _, path in paths if path in pairs)
+
+    return finish
 
 
 def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, context: Context) -> Any:

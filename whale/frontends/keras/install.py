@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from whale.errors import ProgramError
+from whale.frontends.keras import messages
 from whale.imports import change_when_imported
 from whale.runtime.context import require_current
 
@@ -18,7 +19,8 @@ PACKAGES = ("keras", "tf_keras")
 
 
 def install() -> None:
-    """Patches the imported Keras packages, and those imported later."""
+    """Changes the Keras that is imported, and any that will be."""
+    messages.install()
     change_when_imported(PACKAGES, _patch)
 
 

@@ -9,9 +9,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from whale.distributed.collective_call_check import call_together
 from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.distributed.script_line import find_script_line
+from whale.frontends.keras.first_rank_paths import find_first_path, link_written, make_absolute, pair_paths
 from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.context import find_running
@@ -32,29 +35,39 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
     token = _saving.set(model)
     try:
         with gather_on_first_rank(variables, context), captures_steps():
-            context.written.add(_find_key(filepath))
+            context.written[make_absolute(filepath)] = None
             return original(model, filepath, *args, **kwargs) if context.rank == 0 else None
     finally:
         _saving.reset(token)
 
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the methods that read weights into a model: they run after the first rank has written them."""
-    wait_until_written(filepath)
-    return original(model, filepath, *args, **kwargs)
+    """Replaces what reads weights into a model: it runs after the first rank has written them."""
+    return original(model, find_written(filepath), *args, **kwargs)
 
 
 def load_model(original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the function that reads a model: it runs after the first rank has written it."""
-    wait_until_written(filepath)
-    return original(filepath, *args, **kwargs)
+    """Replaces what reads a model: it runs after the first rank has written it."""
+    return original(find_written(filepath), *args, **kwargs)
 
 
-def wait_until_written(filepath: Any) -> None:
-    """Waits for the first rank, if this run has saved to ``filepath`` and no rank has waited since."""
-    context, key = find_running(), _find_key(filepath)
-    if context is not None and key in context.written:
+def find_written(filepath: Any) -> Any:
+    """Waits for the first rank, if this run has saved to ``filepath`` and no rank has waited since.
+
+    Returns:
+      the path to read: the first rank's, where that is another one.
+
+    Raises:
+      CheckpointError: the first rank wrote to a path that this host does not see.
+    """
+    context = find_running()
+    if context is None or not isinstance(filepath, (str, os.PathLike)):
+        return filepath
+    key = make_absolute(filepath)
+    if key in context.written:
         wait_for_first_rank(f"reading {key}, which rank 0 wrote")
+    found = find_first_path(key, context)
+    return filepath if found == key else found
 
 
 def wait_for_first_rank(what: str) -> None:
@@ -65,19 +78,19 @@ def wait_for_first_rank(what: str) -> None:
     """
     context = find_running()
     assert context is not None
+    mine = [("save", path) for path in context.written]
     context.written.clear()
     if context.has_other_processes:
-        context.comms[0].allgather_bytes("whale/keras/written", b"", WRITE_TIMEOUT_S, what)
+        data = msgspec.json.encode(mine)
+        said = context.comms[0].allgather_bytes("whale/keras/written", data, WRITE_TIMEOUT_S, what)
+        everyone = [msgspec.json.decode(one, type=list[tuple[str, str]]) for one in said]
+        link_written(pair_paths(everyone, context).items())
 
 
 def describe_call(function: str, model: Any) -> str:
     """Describes a call of a model's function in words."""
     line = find_script_line()
     return f"`{function}` of the model {model.name!r}" + (f" at {line}" if line else "")
-
-
-def _find_key(filepath: Any) -> str:
-    return os.path.abspath(os.fspath(filepath))
 
 
 def _list_variables(model: Any) -> list[Any]:

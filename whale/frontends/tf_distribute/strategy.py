@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
-from tensorflow.python.checkpoint import checkpoint_management
-from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
 from whale.config import Config
-from whale.distributed.ranks import WRITE_TIMEOUT_S
-from whale.errors import CheckpointError, ProgramError
+from whale.errors import ProgramError
 from whale.frontends import start
 from whale.frontends.tf_distribute import steps
 from whale.frontends.tf_distribute.steps import refuse_taking
-from whale.runtime.checkpoint.gathering import gather_on_first_rank
-from whale.runtime.compile.step import captures_steps
 from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.tf_config import check_tf_config, read_tf_config
@@ -77,7 +70,7 @@ class Strategy:
         if context.planning.dry is None:
             check_tf_config(said, context.rank, context.size, context.place.launcher)
         steps.install()
-        install()
+        context.saves_apart = True
         self._steps = steps.CompiledSteps()
         self.cluster_resolver = Resolver(said, context.rank, context.size)
         self.extended = Extended(self)
@@ -224,57 +217,6 @@ def _refuse(what: str) -> NoReturn:
         "distribute_datasets_from_function, cluster_resolver, extended",
         action="write the program for one device: wh.function, wh.shard",
     )
-
-
-def install() -> None:
-    """Patches checkpoints to be written once; without a run they are written as in TensorFlow."""
-    kind = tf.train.Checkpoint
-    if hasattr(kind._write, "_whale_original"):
-        return
-    original = kind._write
-
-    @functools.wraps(original)
-    def _write(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        context = find_running()
-        if context is None or not context.has_other_processes or context.planning.own_programs is not None:
-            return original(self, file_prefix, options)
-        with gather_on_first_rank(ObjectGraphView(self).breadth_first_traversal()[0], context), captures_steps():
-            return _write_once(lambda: original(self, file_prefix, options), os.fspath(file_prefix), context)
-
-    _write._whale_original = original  # type: ignore[attr-defined]
-    kind._write = _write
-    delete = checkpoint_management._delete_file_if_exists
-
-    def _delete_file_if_exists(filespec: str) -> None:
-        try:
-            delete(filespec)
-        except tf.errors.NotFoundError:  # another rank was the first to delete the same old checkpoint
-            if find_running() is None:
-                raise
-
-    checkpoint_management._delete_file_if_exists = _delete_file_if_exists
-
-
-def _write_once(write: Any, prefix: str, context: Context) -> str:
-    comm = context.comms[0]
-    purpose = f"the saving of the checkpoint {prefix} (every rank has to save it)"
-    places = [data.decode() for data in comm.allgather_bytes("whale/strategy/save", prefix.encode(), purpose=purpose)]
-    failure = ""
-    if places.index(prefix) == context.rank:  # the first rank that writes there
-        try:
-            write()
-        except (OSError, tf.errors.OpError) as error:
-            failure = f"{type(error).__name__}: {error}"
-    said = comm.allgather_bytes("whale/strategy/saved", failure.encode(), WRITE_TIMEOUT_S, purpose)
-    for rank, data in enumerate(said):
-        if data:
-            raise CheckpointError(
-                "a checkpoint cannot be written",
-                given=f"{places[rank]} on rank {rank}",
-                reason=data.decode(),
-                action="make room or correct the path; checkpoints of before are as they were",
-            )
-    return prefix
 
 
 class DistributedDataset(ShardedDataset):

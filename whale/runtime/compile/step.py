@@ -19,6 +19,7 @@ from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import IteratorReads, ShardedTensor
 from whale.capture.signature import Arguments
 from whale.distributed.trace import open_span
+from whale.errors import ProgramError
 from whale.ir.collector import suspend_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
@@ -52,7 +53,8 @@ class Step:
 
     ``compiled``: the result of compilation; None: an earlier run lowered it.
 
-    ``gathers``: the step takes the whole of a batch whose rows the ranks read separately; it is gathered for each call.
+    ``gathers``: of a batch of which each rank read its rows it takes the whole, which is gathered for each call.
+    ``is_first``: it gives variables that it creates their first values, and is for one call.
     """
 
     call: Callable[[list[Any]], Any]
@@ -61,6 +63,7 @@ class Step:
     seconds: Mapping[str, float]
     gathers: bool
     compiled: Compiled | None
+    is_first: bool
 
     def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
         """Returns this rank's part of the tensors of a call, as the lowered step takes them."""
@@ -152,6 +155,8 @@ def _compiled(
             or context.planning.auto is not None
         )
         trace = traced(bool(marks), drawing)
+        if trace.is_first:
+            trace = _check_first(trace, lambda: traced(bool(marks), drawing and drawing.repeat()), context)
     if context.config["memory.offload"] and context.planning.dry is None:
         compute_device(context.config)  # refused before anything is sent
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
@@ -164,6 +169,19 @@ def _compiled(
     if ready is None:
         return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.repeat()), context, shared.streams)
     return _taken(trace, ready, local, layouts, context, shared.streams)
+
+
+def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> Trace:
+    """The trace to run where the first call gives variables their values; a dry run is about the calls behind it."""
+    if context.elastic is not None:
+        raise ProgramError(
+            "a step creates variables whose first values depend on the step, and the run is elastic",
+            op=trace.name,
+            given="fault.elastic, under which ranks that are lost or join take a step again",
+            expected="variables that are there before the first call",
+            action="create the variables (an optimizer's by `optimizer.build(variables)`) before the first call",
+        )
+    return trace if context.planning.dry is None else again()
 
 
 def _lowered(
@@ -216,7 +234,7 @@ def _lowered(
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
     step_cache.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
-    return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, context, compiled)
+    return _step(call, captured, ready, lambda: compiled.plan, parts, seconds, trace.is_first, context, compiled)
 
 
 def _in_files(variables: Iterable[CapturedVariable]) -> frozenset[str]:
@@ -248,7 +266,8 @@ def _taken(
         if ready.communicates:
             whale_ops.load_ops()
         call = callable_step(tied, ready, ready.function(streams), plan, number, context)
-    return _step(call, tied, ready, plan, tuple(local), {"kept": time.perf_counter() - start_s}, context)
+    seconds = {"kept": time.perf_counter() - start_s}
+    return _step(call, tied, ready, plan, tuple(local), seconds, trace.is_first, context)
 
 
 def _adopt(
@@ -273,6 +292,7 @@ def _step(
     plan: Callable[[], Plan],
     parts: Collection[str],
     seconds: Mapping[str, float],
+    is_first: bool,
     context: Context,
     compiled: Compiled | None = None,
 ) -> Step:
@@ -280,7 +300,7 @@ def _step(
     call = compared(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
     call = wrap_with_replica_check(call, context, ready.program, {id(v.handle) for v in tied.variables})
     trim()
-    return Step(call, tied, plan, seconds, ready.gathers, compiled)
+    return Step(call, tied, plan, seconds, ready.gathers, compiled, is_first)
 
 
 def _in_scopes(captured: Captured, context: Context) -> Captured:

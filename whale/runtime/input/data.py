@@ -98,6 +98,8 @@ class ShardedDataset:
             self.report = "one process: it reads whole batches"
         elif self._by == "file":
             self._read, files = self._of_own_files()
+            if context.own_files is not None:
+                context.own_files.kept = False
             self.report = f"rank {context.rank} reads {files}, and makes batches of them"
         else:
             self.report = self._by_rows()

@@ -107,6 +107,16 @@ class Traces:
 
     def of(self, arguments: Arguments) -> SharedTrace:
         """The trace that one process would take for a call."""
+        trace = self._key(arguments)
+        if trace not in self._known:
+            self._known[trace] = SharedTrace()
+        return self._known[trace]
+
+    def forget(self, arguments: Arguments) -> None:
+        """Lets the next call of this kind be one that one process traces again: its random streams begin anew."""
+        self._known.pop(self._key(arguments), None)
+
+    def _key(self, arguments: Arguments) -> Hashable:
         parts: list[Any] = [self._kind(one) for one in arguments.key]  # type: ignore[attr-defined]
         trace: Hashable = tuple(parts)
         if self._relaxed is not None and not self._any_shape:
@@ -114,9 +124,7 @@ class Traces:
             shapes = [one[2] for one in parts if _is_tensor(one)]
             dtypes = [one[1] for one in parts if _is_tensor(one)]
             trace = self._relaxed.trace(fixed, [tf.TensorSpec(s, d) for s, d in zip(shapes, dtypes)])
-        if trace not in self._known:
-            self._known[trace] = SharedTrace()
-        return self._known[trace]
+        return trace
 
     def _kind(self, entry: Any) -> Hashable:
         """A part of the arguments' key, without what no trace depends on: how ranks hold rows, how many there are."""

@@ -1,0 +1,82 @@
+"""What every rank saves by TensorFlow alone is written once, and read when it is there; Keras warns once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.launcher.helpers import Launcher
+
+SCRIPT = """
+import os, tempfile, warnings
+import keras, numpy as np, tensorflow as tf, whale as wh
+wh.init()
+w, x = tf.Variable(np.ones((64, 4))), np.random.default_rng(0).normal(size=(8, 64))
+
+@wh.function
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((x @ w) ** 2)
+    w.assign_sub(0.01 * tape.gradient(loss, w))
+    return loss
+
+class Model(tf.Module):
+    def __init__(self):
+        self.w = w
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 64], tf.float64)])
+    def __call__(self, x):
+        return x @ self.w
+
+checkpoint = tf.train.Checkpoint(w=w)
+
+def restored(read):
+    wanted = w.numpy()
+    step(x)
+    read()
+    np.testing.assert_array_equal(w.numpy(), wanted)
+
+step(x)
+for _ in range(3):
+    path = checkpoint.save("saved/ckpt")
+    written = checkpoint.write("written")
+restored(lambda: checkpoint.restore(path))
+checkpoint.save("saved/ckpt")
+restored(lambda: checkpoint.restore(tf.train.latest_checkpoint("saved")))
+checkpoint.write("written")
+restored(lambda: checkpoint.read("written"))
+
+manager = tf.train.CheckpointManager(checkpoint, "managed", max_to_keep=2)
+for _ in range(4):
+    manager.save()
+assert len(manager.checkpoints) == 2, manager.checkpoints
+restored(tf.train.CheckpointManager(checkpoint, "managed", max_to_keep=2).restore_or_initialize)
+
+own = tempfile.mkdtemp(prefix=f"own{wh.rank()}-", dir=os.getcwd())
+checkpoint.save(own + "/ckpt")
+restored(lambda: checkpoint.restore(tf.train.latest_checkpoint(own)))
+if wh.rank() == 0:
+    checkpoint.save("alone/ckpt")
+for _ in range(2):
+    tf.saved_model.save(Model(), "model")
+np.testing.assert_allclose(tf.saved_model.load("model")(x), x @ w.numpy())
+
+layer = keras.layers.Dense(2, input_shape=(3,))
+warnings.warn("of the script")
+print("equal")
+"""
+
+
+def test_ranks_save_to_one_place(launcher: Launcher, tmp_path: Path) -> None:
+    done = launcher.run("-np", "2", launcher.script(SCRIPT), timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == 2, done.stdout
+    assert sorted(p.name for p in (tmp_path / "managed").glob("*.index")) == ["ckpt-7.index", "ckpt-8.index"]
+    assert (tmp_path / "alone" / "ckpt-10.index").exists()
+    assert done.stderr.count("Do not pass an `input_shape`") == 1, done.stderr
+    assert done.stderr.count("UserWarning: of the script") == 2, done.stderr
+
+
+def test_sharded_variables_are_gathered_for_the_first_rank(launcher: Launcher) -> None:
+    launcher.environment |= {"WHALE_MEMORY_ZERO": "3", "WHALE_MEMORY_ZERO_MIN_BYTES": "0"}
+    done = launcher.run("-np", "2", launcher.script(SCRIPT.replace("if wh.rank() == 0:", "if True:")), timeout_s=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,170 @@
+"""Gives the variables that a function creates in its first trace their first values.
+
+tf.function computes a first value before the first call where it follows from constants and random numbers alone. One
+that depends on more (another variable, as Lookahead's slow weights are copies of the weights; the function's arguments)
+it assigns during the first call, where the variable is created. Both are done here without the conditions by which
+tf.function asks in each call whether a variable has its value, so that the first call is a program like others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import lift_to_graph
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import UnliftedInitializerVariable
+from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
+from tensorflow.python.trackable import base as trackable
+
+from whale.errors import CaptureError
+
+_PASSED_ON = ("trainable", "caching_device", "name", "constraint", "synchronization", "aggregation")
+
+
+class CreatedVariables:
+    """The variables that the traces of one function create.
+
+    Args:
+      creator: of variables, as TensorFlow asks one; it is asked before they are created here. None: nobody is.
+
+    Attributes:
+      latest: those that the latest run of the function's Python created.
+      assigned: those that the first call gives their values, as that run describes it.
+    """
+
+    def __init__(self, creator: Callable[..., Any] | None) -> None:
+        self._creator = creator
+        self._graph: Any = None
+        self._runs = 0
+        self._waiting: list[tuple[Any, tf.Tensor, list[tf.Tensor]]] = []
+        self._inside: list[Any] = []
+        self.latest: list[Any] = []
+        self.assigned: list[Any] = []
+
+    def begin(self) -> None:
+        """Begins a run of the function's Python, in the graph that is built now."""
+        self._graph = tf.compat.v1.get_default_graph()
+        self._runs += 1
+        self.latest = []
+
+    def create(self, next_creator: Callable[..., Any], **wanted: Any) -> Any:
+        """Creates a variable, as a variable creator of TensorFlow.
+
+        Raises:
+          ValueError: each run of the function's Python creates variables; what tf.function says.
+        """
+        if self._runs > 1:
+            raise ValueError(
+                "tf.function only supports singleton tf.Variables created on the first call. Make sure the tf.Variable "
+                "is only created once or created outside tf.function."
+            )
+        # In functions, loops and branches inside of this one TensorFlow creates them.
+        inside = tf.compat.v1.get_default_graph() is not self._graph
+        lifts = wanted.get("experimental_enable_variable_lifting") is not False
+        variable = self._ask(next_creator if inside or not lifts else self._make, wanted)
+        self.latest.append(variable)
+        if inside:
+            self._inside.append(variable)
+        return variable
+
+    def initialise(self) -> None:
+        """Computes the first values that follow from nothing that a call knows."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        values = [value for _, value, _ in waiting]
+        sources = {id(t): t for _, _, captured in waiting for t in captured}
+
+        def first_values() -> list[tf.Tensor]:
+            graph = tf.compat.v1.get_default_graph()
+            found = lift_to_graph.lift_to_graph(values, graph, list(sources.values()), handle_captures=True)
+            return [found[value] for value in values]
+
+        with tf.init_scope():
+            for (variable, _, _), value in zip(waiting, tf.function(first_values, autograph=False)()):
+                gen_resource_variable_ops.assign_variable_op(variable.handle, value)
+
+    def refuse_without_value(self, name: str) -> None:
+        """
+        Raises:
+          CaptureError: a variable that is created in a function, a loop or a branch inside has no value before the
+            first call, or TensorFlow has traced that call again for one, and not kept how it gives others theirs.
+        """
+        for variable in self._inside:
+            if isinstance(variable, UnliftedInitializerVariable):
+                with tf.init_scope():
+                    known = bool(gen_resource_variable_ops.var_is_initialized_op(variable.handle))
+                if not known:
+                    raise make_creation_error(name, f"{variable.name}, created inside of a function, loop or branch")
+        if self.assigned and self._runs > 1:
+            raise make_creation_error(name, f"{self.assigned[0].name}, whose first value depends on the call")
+
+    def _ask(self, next_creator: Callable[..., Any], wanted: dict[str, Any]) -> Any:
+        return next_creator(**wanted) if self._creator is None else self._creator(next_creator, **wanted)
+
+    def _make(self, **wanted: Any) -> Any:
+        given, name = wanted.get("initial_value"), wanted.get("name")
+        if given is None:
+            raise ValueError("`initial_value` must be a Tensor or a Python object convertible to a Tensor. Got None.")
+        with tf.name_scope(name or "Variable"), tf.name_scope("Initializer"):
+            given = given() if callable(given) else given
+            restored = given if isinstance(given, trackable.CheckpointInitialValue) else None
+            value = tf.convert_to_tensor(given if restored is None else restored.wrapped_value, wanted.get("dtype"))
+            value = self._graph.capture(value)  # where it was computed outside of the function
+        shape = value.shape if wanted.get("shape") is None else wanted["shape"]
+        captured = _find_captured_tensors(value)
+        if captured is None:
+            if not value.shape.is_fully_defined():
+                raise make_creation_error(name or "Variable", f"a first value of shape {value.shape}")
+            dims, dtype = value.shape, value.dtype
+            variable = self._ask(
+                self._make, {**wanted, "initial_value": lambda: tf.zeros(dims, dtype), "dtype": dtype, "shape": shape}
+            )
+            gen_resource_variable_ops.assign_variable_op(variable.handle, value)
+            self.assigned.append(variable)
+            return variable
+        variable = resource_variable_ops.UninitializedVariable(
+            shape=shape, dtype=value.dtype, extra_handle_data=value,
+            **{one: wanted[one] for one in _PASSED_ON if wanted.get(one) is not None},
+        )  # fmt: skip
+        if restored is not None:
+            variable._maybe_initialize_trackable()
+            variable._update_uid = restored.checkpoint_position.restore_uid
+        self._waiting.append((variable, value, captured))
+        return variable
+
+
+def make_creation_error(name: str, given: str) -> CaptureError:
+    """Makes the error for a variable that a call cannot give its first value."""
+    return CaptureError(
+        "a variable that is created in a step has no first value that Whale can compute",
+        op=name,
+        given=given,
+        expected="a variable of known shape; in functions, loops and branches inside of the step one that begins with "
+        "constants or random numbers",
+        action="create the variable before the first call of the step, or in the step itself",
+    )
+
+
+def _find_captured_tensors(value: tf.Tensor) -> list[tf.Tensor] | None:
+    """Returns the captured tensors that a value follows from; None: a variable, another resource or an argument of the
+    function is among what it follows from.
+    """
+    constants = {
+        id(internal): internal
+        for external, internal in value.graph.captures
+        if isinstance(external, tf.__internal__.EagerTensor) and external.dtype not in (tf.resource, tf.variant)
+    }
+    found: list[tf.Tensor] = []
+    seen, waiting = {value.op}, [value.op]
+    while waiting:
+        op = waiting.pop()
+        if op.type == "Placeholder":
+            if id(op.outputs[0]) not in constants:
+                return None
+            found.append(op.outputs[0])
+        new = {*(t.op for t in op.inputs), *op.control_inputs} - seen
+        seen |= new
+        waiting += new
+    return found

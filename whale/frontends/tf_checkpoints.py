@@ -1,0 +1,154 @@
+"""Lets the first rank write what every rank saves by TensorFlow alone: ``tf.train.Checkpoint``, its CheckpointManager,
+``tf.saved_model.save``. Others wait when they read it, as with what Keras saves.
+
+Ranks that write into one folder at the same time rename and remove each other's files. Scripts for ``tf.distribute``
+give ranks paths of their own, at each of which one rank writes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint as checkpoint_lib
+from tensorflow.python.checkpoint import checkpoint_management
+from tensorflow.python.checkpoint.graph_view import ObjectGraphView
+
+from whale.distributed.collective_call_check import call_together
+from whale.distributed.ranks import WRITE_TIMEOUT_S
+from whale.distributed.script_line import find_script_line
+from whale.errors import CheckpointError
+from whale.frontends.keras.first_rank_paths import make_absolute
+from whale.frontends.keras.saving import find_written, wait_for_first_rank
+from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
+from whale.runtime.compile.step import captures_steps
+from whale.runtime.context import Context, find_running
+
+
+def install() -> None:
+    """Replaces the functions; while no run of several processes goes on they do what they always did."""
+    kind = tf.train.Checkpoint
+    if hasattr(kind._write, "_whale_original"):
+        return
+    kind._write = _during_run(kind._write, _write)
+    kind.read = _during_run(kind.read, _read)
+    for name, new in (
+        ("_delete_file_if_exists", _delete),
+        ("update_checkpoint_state_internal", _update_state),
+        ("get_checkpoint_state", _get_state),
+    ):
+        setattr(checkpoint_management, name, _during_run(getattr(checkpoint_management, name), new))
+    tf.train.get_checkpoint_state = checkpoint_management.get_checkpoint_state
+    tf.saved_model.save = _during_run(tf.saved_model.save, _save_model)
+    tf.saved_model.load = _during_run(tf.saved_model.load, _load_model)
+
+
+def _during_run(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_original_or_new(*args: Any, **kwargs: Any) -> Any:
+        context = find_running()
+        alone = (
+            context is None
+            or not context.has_other_processes
+            or context.solo
+            or context.planning.own_programs is not None
+        )
+        return original(*args, **kwargs) if alone else new(context, original, *args, **kwargs)
+
+    call_original_or_new._whale_original = original  # type: ignore[attr-defined]
+    return call_original_or_new
+
+
+def _write(
+    context: Context, original: Callable[..., Any], checkpoint: Any, file_prefix: Any, options: Any = None
+) -> Any:
+    holders, prefix = ObjectGraphView(checkpoint).breadth_first_traversal()[0], os.fspath(file_prefix)
+    found: list[Any] = []
+
+    def write() -> None:
+        found.append(original(checkpoint, prefix, options))
+
+    if context.saves_apart:
+        with gather_on_first_rank(holders, context), captures_steps():
+            _write_at_each_path(write, prefix, context)
+    else:
+        _write_on_first_rank(write, holders, prefix, context)
+    if not found:  # a manager keeps count of checkpoints so
+        checkpoint_lib._execute_callbacks(getattr(options, "experimental_write_callbacks", None) or (), prefix)
+    return found[0] if found else prefix
+
+
+def _read(
+    context: Context, original: Callable[..., Any], checkpoint: Any, save_path: Any, *args: Any, **kw: Any
+) -> Any:
+    return original(checkpoint, find_written(save_path), *args, **kw)
+
+
+def _delete(context: Context, original: Callable[..., Any], filespec: str) -> None:
+    if context.rank != 0 and not context.saves_apart:
+        return  # the first rank removes what it wrote
+    try:
+        original(filespec)
+    except tf.errors.NotFoundError:  # another rank was the first to delete the same old checkpoint
+        if not context.saves_apart:
+            raise
+
+
+def _update_state(context: Context, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    if context.rank == 0 or context.saves_apart:
+        original(*args, **kwargs)
+
+
+def _get_state(context: Context, original: Callable[..., Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    folder = make_absolute(checkpoint_dir)
+    if any(os.path.dirname(path) == folder for path in context.written):
+        wait_for_first_rank(f"reading the folder {folder}, to which rank 0 wrote checkpoints")
+    return original(checkpoint_dir, *args, **kwargs)
+
+
+def _save_model(
+    context: Context, original: Callable[..., Any], obj: Any, export_dir: Any, *args: Any, **kw: Any
+) -> None:
+    holders = ObjectGraphView(obj).breadth_first_traversal()[0]
+    _write_on_first_rank(lambda: original(obj, export_dir, *args, **kw), holders, os.fspath(export_dir), context)
+
+
+def _load_model(context: Context, original: Callable[..., Any], export_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(find_written(export_dir), *args, **kwargs)
+
+
+def _write_on_first_rank(write: Callable[[], None], holders: Iterable[Any], path: str, context: Context) -> None:
+    """Writes on the first rank, whose others go on; collective where a variable has to be gathered for it."""
+    holders = list(holders)
+    if why := describe_unreadable(holders):
+        line = find_script_line()
+        call_together(context, "save", f"the saving of {path}" + (f" at {line}" if line else ""), why)
+    with gather_on_first_rank(holders, context), captures_steps():
+        context.written[make_absolute(path)] = None
+        if context.rank == 0:
+            write()
+
+
+def _write_at_each_path(write: Callable[[], None], prefix: str, context: Context) -> None:
+    """Writes on the first of the ranks that save to one path; collective."""
+    comm = context.comms[0]
+    purpose = f"the saving of the checkpoint {prefix} (every rank has to save it)"
+    places = [data.decode() for data in comm.allgather_bytes("whale/strategy/save", prefix.encode(), purpose=purpose)]
+    failure = ""
+    if places.index(prefix) == context.rank:
+        try:
+            write()
+        except (OSError, tf.errors.OpError) as error:
+            failure = f"{type(error).__name__}: {error}"
+    said = comm.allgather_bytes("whale/strategy/saved", failure.encode(), WRITE_TIMEOUT_S, purpose)
+    for rank, data in enumerate(said):
+        if data:
+            raise CheckpointError(
+                "a checkpoint cannot be written",
+                given=f"{places[rank]} on rank {rank}",
+                reason=data.decode(),
+                action="make room or correct the path; checkpoints of before are as they were",
+            )
