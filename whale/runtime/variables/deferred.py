@@ -21,6 +21,7 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
+from whale.runtime.variables.eager_operands import make_handle_property
 from whale.runtime.variables.initializer_recording import record
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, DeferredInitial, Reader, record_uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
@@ -229,4 +230,5 @@ def _make_deferred_class() -> type:
     }
     members.update((name, wrap_assignment(name)) for name in ("assign", "_restore_from_tensors"))
     members["_serialize_to_tensors"] = serialize
+    members["_handle"] = make_handle_property(make_whole)
     return type(kind.__name__, (kind,), members)

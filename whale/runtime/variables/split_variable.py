@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import record
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 import whale_ops
@@ -24,6 +25,7 @@ from whale.distributed.ranks import Ranks
 from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles, find_coordinates
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
+from whale.runtime.variables.eager_operands import make_handle_property
 from whale.runtime.variables.in_files import copy_part, find_folder, make_mapped_variable, write_block
 from whale.runtime.variables.partial_initializers import DeferredInitial, copy_to_own_memory
 
@@ -314,8 +316,13 @@ def _make_split_class(kind: type) -> type:
 
     def read(self: Any, no_copy: bool = False) -> Any:
         if tf.executing_eagerly():
-            return self._whale_parts.read()
+            if not record.could_possibly_record():
+                return self._whale_parts.read()
+            hold_read(self)  # a gradient tape has to see that the variable's own handle is read
         return kind._read_variable_op(self, no_copy)  # type: ignore[attr-defined]
+
+    def hold_read(self: Any) -> None:
+        self._whale_parts.hold(self._whale_parts.read())
 
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
@@ -335,4 +342,5 @@ def _make_split_class(kind: type) -> type:
 
     methods = {name: wrap_with_whole(name) for name in NEED_WHOLE if hasattr(kind, name)}
     methods.update(_read_variable_op=read, assign=assign, _serialize_to_tensors=serialize)
+    methods["_handle"] = make_handle_property(hold_read)
     return type(kind.__name__, (kind,), methods)

@@ -20,6 +20,7 @@ from whale.distributed.collective_call_check import read_surviving, read_togethe
 from whale.distributed.faults import raise_comm_error
 from whale.distributed.ranks import Ranks
 from whale.partition.variable_use import VariableUse
+from whale.runtime.variables.eager_operands import make_handle_property
 from whale.runtime.variables.partial_initializers import DeferredInitial
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 
@@ -207,6 +208,11 @@ def _make_homed_class(kind: type) -> type:
             return read_now()
         return read_surviving(home.context, self, read_with_others)
 
+    def bring_home(self: Any) -> None:
+        home = self._whale_home
+        if home.ranks is not None:
+            read_surviving(home.context, self, lambda: _read_by_script(home))
+
     def wrap_assignment(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if tf.executing_eagerly():
@@ -223,6 +229,7 @@ def _make_homed_class(kind: type) -> type:
 
         return method
 
-    methods = {name: wrap_with_value(name) for name in NEED_WHOLE if hasattr(kind, name)}
+    methods: dict[str, Any] = {name: wrap_with_value(name) for name in NEED_WHOLE if hasattr(kind, name)}
     methods.update((name, wrap_assignment(name)) for name in ("assign", "_restore_from_tensors"))
+    methods["_handle"] = make_handle_property(bring_home)
     return type(kind.__name__, (kind,), {**methods, "_read_variable_op": read})
