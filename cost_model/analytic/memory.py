@@ -51,37 +51,49 @@ class Footprint:
 def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns the bytes that one layer keeps of one micro-batch for its backward pass (formulas for half precision).
 
-    s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
-    selective recompute or fused attention; 2 s b h with full recompute.
+    s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) without recompute and 4 f/h for two tensors of a feed-forward network's
+    inner width f (16 where f = 4 h); all of it over t with sequence parallelism; without the term in s with selective
+    recompute or fused attention; 2 s b h with full recompute. With experts, f is what a rank's experts get.
     """
-    sbh = float(t.sequence * p.rows * t.hidden)
-    w = p.tensor
-    e = stack.element_bytes
     if p.recompute == "full":
-        return e * sbh / (w if p.sequence_parallel else 1)
-    routed = 0.0
-    if t.experts:  # tokens as they were sent and came back, two tensors of the inner width in place of those of 4 h
-        rows, own = expert_rows(t, p)
-        routed = 2.0 * e * (rows * own * (t.hidden + t.inner / w) - 4 * sbh / w)
-    # Masks of one byte: two on s b h, one on the scores.
-    masks, mask = (2 / w if p.sequence_parallel else 2, 1) if stack.dropout else (0.0, 0)
-    linear = e * (16 / w if p.sequence_parallel else 4 + 12 / w) + masks
-    scores = (2 * e + mask) * t.heads * t.sequence / t.hidden / w
-    if p.recompute == "selective" or stack.fused_attention:
-        scores = 0.0
-    return sbh * (linear + scores) + max(0.0, routed)
+        return _input_bytes(t, p, stack)
+    e, w, sbh = stack.element_bytes, p.tensor, float(t.sequence * p.rows * t.hidden)
+    rows, own = expert_rows(t, p)
+    inner = 2.0 * e * rows * own * t.inner / w  # before and after the activation
+    routed = 2.0 * e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent and came back
+    masks = (2 / w if p.sequence_parallel else 2) if stack.dropout else 0.0  # of one byte, on s b h
+    linear = e * (8 / w if p.sequence_parallel else 4 + 4 / w) + masks
+    scores = 0.0 if p.recompute == "selective" else _score_bytes(t, p, stack)
+    return sbh * linear + inner + routed + scores
+
+
+def _input_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the bytes of a layer's input, which full recompute keeps."""
+    return stack.element_bytes * float(t.sequence * p.rows * t.hidden) / (p.tensor if p.sequence_parallel else 1)
+
+
+def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the bytes of a layer's scores before and after the softmax, and of their dropout's mask."""
+    if stack.fused_attention:
+        return 0.0
+    each = 2 * stack.element_bytes + (1 if stack.dropout else 0)
+    return each * float(t.sequence * p.rows * t.sequence) * t.heads / p.tensor
 
 
 def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the temporary bytes of the layer in progress: all its activations when they are recomputed, or its
-    gradients.
+    """Returns what the layer in progress needs besides: what is computed again of it, and its gradients.
 
-    The gradients are two tensors of s b h: the incoming and the outgoing one.
+    These are two tensors of s b h: the gradient that came and the one that goes. Of a layer that is computed again
+    everything lies there but its input, which is kept; of selective recompute the scores. So full recompute takes no
+    more than selective, and that no more than none.
     """
-    if p.recompute != "full":
-        return 2.0 * stack.element_bytes * t.sequence * p.rows * t.hidden
-    plain = LayerShare(tensor=p.tensor, rows=p.rows, sequence_parallel=p.sequence_parallel)
-    return layer_activation_bytes(t, plain, stack)
+    again = 0.0
+    if p.recompute == "full":
+        plain = LayerShare(tensor=p.tensor, rows=p.rows, sequence_parallel=p.sequence_parallel, experts=p.experts)
+        again = layer_activation_bytes(t, plain, stack) - _input_bytes(t, p, stack)
+    elif p.recompute == "selective":
+        again = _score_bytes(t, p, stack)
+    return again + 2.0 * stack.element_bytes * t.sequence * p.rows * t.hidden
 
 
 def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:

@@ -92,13 +92,15 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def step_flops(self, batch: int, recompute: str = "none") -> float:
-        """Counts the FLOPs of a step as Narayanan et al. (SC 2021): 72 or, with full recompute, 96 B s l h^2 (...)."""
+        """Counts the FLOPs of a step as Narayanan et al. (SC 2021), with the feed-forward networks' own width.
+
+        3 or, with full recompute, 4 B s l (8 h^2 + 4 h f + 4 s h) + 6 B s h V: their 72 or 96 B s l h^2 (1 + s/6h) for
+        f = 4 h. Experts count as often as tokens go through them.
+        """
         b, s, layers, h, v = batch, self.sequence, self.layers, self.hidden, self.vocabulary
-        if self.experts:  # the same terms, the feed-forward networks counted as they are gone through
-            each = 8 * h * h + 4 * h * self.inner * self.top + 2 * h * self.experts + 4 * s * h
-            return (4 if recompute == "full" else 3) * float(b * s * layers * each) + 6 * b * s * h * v
-        factor = 96 if recompute == "full" else 72
-        return factor * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v
+        width = self.inner * (self.top if self.experts else 1)
+        each = 8 * h * h + 4 * h * width + 2 * h * self.experts + 4 * s * h
+        return (4 if recompute == "full" else 3) * float(b * s * layers * each) + 6 * b * s * h * v
 
 
 class LayerShare(msgspec.Struct, frozen=True):

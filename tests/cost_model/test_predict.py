@@ -7,7 +7,7 @@ import pytest
 
 from cost_model.analytic import predict
 from cost_model.analytic.layer_costs import LayerCosts
-from cost_model.analytic.memory import layer_activation_bytes, states
+from cost_model.analytic.memory import layer_activation_bytes, states, working_bytes
 from cost_model.analytic.stacks import Stack, stack
 from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
@@ -123,6 +123,30 @@ def test_activations_are_those_of_the_published_formula() -> None:
     assert layer_activation_bytes(model, plan, MEGATRON) == pytest.approx(sbh * (34 + 5 * 64 * 2048 / 6144))
     split = LayerShare(tensor=8, rows=4, sequence_parallel=True, recompute="selective")
     assert layer_activation_bytes(model, split, MEGATRON) == pytest.approx(sbh * 34 / 8)
+
+
+def test_the_feed_forward_width_counts_in_memory_and_flops() -> None:
+    narrow, wide = (Transformer(48, 6144, 64, 2048, 51200, feed_forward=f) for f in (8192, 32768))
+    share = LayerShare(rows=2, tensor=4)
+    more = layer_activation_bytes(wide, share, MEGATRON) - layer_activation_bytes(narrow, share, MEGATRON)
+    assert more == 2 * 2 * 2 * 2048 * (32768 - 8192) / 4  # two tensors of two bytes
+    assert wide.step_flops(8) - narrow.step_flops(8) == 3 * 4.0 * 8 * 2048 * 48 * 6144 * (32768 - 8192)
+    same = Transformer(48, 6144, 64, 2048, 51200, feed_forward=4 * 6144)
+    published = 72 * 8 * 2048 * 48 * 6144**2 * (1 + 2048 / (6 * 6144) + 51200 / (12 * 48 * 6144))
+    assert same.step_flops(8) == pytest.approx(published)  # SC 2021, appendix, without recompute
+
+
+@pytest.mark.parametrize("experts", [0, 16])
+@pytest.mark.parametrize("software", ["megatron-2022", "composer-bf16", "tensorflow-fp32"])
+def test_recomputing_more_never_takes_more_memory(software: str, experts: int) -> None:
+    model = Transformer(24, 2048, 16, 1024, 51200, experts=experts, top=2)
+    for tensor, parallel, layers, live in ((1, False, 1, 1), (8, True, 1, 1), (8, False, 2, 3), (4, True, 24, 1)):
+        held = []
+        for how in ("full", "selective", "none"):
+            share = LayerShare(tensor=tensor, rows=2, recompute=how, sequence_parallel=parallel)
+            kept = live * layers * layer_activation_bytes(model, share, stack(software))
+            held.append(kept + working_bytes(model, share, stack(software)))
+        assert held == sorted(held)
 
 
 def test_matrix_products_are_the_published_flops() -> None:
