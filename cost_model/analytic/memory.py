@@ -63,8 +63,15 @@ def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float
     routed = 2.0 * e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent and came back
     masks = (2 / w if p.sequence_parallel else 2) if stack.dropout else 0.0  # of one byte, on s b h
     linear = e * (8 / w if p.sequence_parallel else 4 + 4 / w) + masks
-    scores = 0.0 if p.recompute == "selective" else _score_bytes(t, p, stack)
-    return sbh * linear + inner + routed + scores
+    kept = sbh * linear + inner + routed
+    if p.recompute == "selective":
+        return kept - _repeated_bytes(t, p, stack, kept)
+    return kept + _score_bytes(t, p, stack)
+
+
+def _repeated_bytes(t: Transformer, p: LayerShare, stack: Stack, kept: float) -> float:
+    """Returns, of `kept` bytes of a layer but its scores, those that selective recomputation makes again."""
+    return stack.selective_part * (kept - _input_bytes(t, p, stack))
 
 
 def _input_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
@@ -83,9 +90,8 @@ def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
 def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns what the layer in progress needs besides: what is computed again of it, and its gradients.
 
-    These are two tensors of s b h: the gradient that came and the one that goes. Of a layer that is computed again
-    everything lies there but its input, which is kept; of selective recompute the scores. So full recompute takes no
-    more than selective, and that no more than none.
+    These are two tensors of s b h: the gradient that came and the one that goes. Of a layer that is computed again all
+    lies there that is not kept. So full recompute takes no more than selective, and that no more than none.
     """
     again = 0.0
     if p.recompute == "full":
@@ -97,8 +103,8 @@ def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
 
 
 def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of the logits, and of the loss's intermediate tensors."""
-    return stack.logit_bytes * t.sequence * p.rows * t.vocabulary / p.tensor
+    """Returns the bytes of the logits, and of what the loss keeps or makes of them."""
+    return stack.logit_bytes * t.predicted * p.rows * t.vocabulary / p.tensor
 
 
 def state_bytes(

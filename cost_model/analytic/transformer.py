@@ -22,7 +22,8 @@ VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so
 class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The hyper-parameters. `vocabulary` is the padded one; output logits use the embedding's weights.
 
-    `experts`: feed-forward networks of each layer, `top` of which process a token (0: no experts).
+    `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
+    `predicted_tokens`: of a sequence, whose logits are computed (0: all; in BERT's training, the masked words).
     `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
     """
 
@@ -35,6 +36,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     experts: Amount = 0
     top: Count = 1
     state_bytes: Amount = OPTIMIZER_BYTES
+    predicted_tokens: Amount = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
@@ -53,6 +55,11 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def inner(self) -> int:
         """Returns the width of a feed-forward network."""
         return self.feed_forward or 4 * self.hidden
+
+    @property
+    def predicted(self) -> int:
+        """Returns the tokens of a sequence whose logits are computed."""
+        return self.predicted_tokens or self.sequence
 
     def state_bytes_of(self, element_bytes: int) -> int:
         """Returns the optimizer's bytes per parameter; float32 parameters need no float32 copy, which is subtracted."""
@@ -100,7 +107,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         b, s, layers, h, v = batch, self.sequence, self.layers, self.hidden, self.vocabulary
         width = self.inner * (self.top if self.experts else 1)
         each = 8 * h * h + 4 * h * width + 2 * h * self.experts + 4 * s * h
-        return (4 if recompute == "full" else 3) * float(b * s * layers * each) + 6 * b * s * h * v
+        return (4 if recompute == "full" else 3) * float(b * s * layers * each) + 6 * b * self.predicted * h * v
 
 
 class LayerShare(msgspec.Struct, frozen=True):

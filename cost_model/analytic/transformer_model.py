@@ -132,9 +132,9 @@ class TransformerModel:
         return None
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the choices of recompute; with fused attention, selective recompute would have no effect."""
+        """Returns the choices of recompute, without the selective one where it would have nothing to leave out."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
-        if self.stack.fused_attention:
+        if self.stack.fused_attention and not self.stack.selective_part:
             kinds = ("none", "full")
         # Along the sequence wherever tensors are divided: as many bytes in the forward pass, less computed and held.
         return [(kind, True) for kind in kinds]

@@ -53,7 +53,7 @@ def test_every_figure_has_a_source() -> None:
         hardware.load_efficiencies(),
     ):
         for entry in entries(table):
-            given = {name for name in entry.__struct_fields__ if getattr(entry, name) not in (None, 1.0)}
+            given = {name for name in entry.__struct_fields__ if getattr(entry, name) not in (None, 1.0, {})}
             figures = given - {"name", "kind", "aliases", "sources", "efficiency", "topology"}
             missing += [f"{entry.name}.{name}" for name in sorted(figures) if not entry.find_source(name)]
             unused = {key for keys in entry.sources for key in keys.split(",")} - set(entry.__struct_fields__)
