@@ -13,7 +13,7 @@ from cost_model.analytic.kernel_costs import CHANNELS
 from cost_model.analytic.layer_costs import LayerCosts
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
-from cost_model.analytic.transformer_kernels import expert_rows
+from cost_model.analytic.transformer_kernels import expert_rows, shared_rows
 from whale.ir.strategy import DeviceGroup, Offload
 
 # The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
@@ -51,18 +51,21 @@ class Footprint:
 def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns the bytes that one layer keeps of one micro-batch for its backward pass (formulas for half precision).
 
-    s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) without recompute and 4 f/h for two tensors of a feed-forward network's
-    inner width f (16 where f = 4 h); all of it over t with sequence parallelism; without the term in s with selective
-    recompute or fused attention; 2 s b h with full recompute. With experts, f is what a rank's experts get.
+    s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) without recompute, 4 f/h for two tensors of a feed-forward network's
+    inner width f (16 where f = 4 h; three tensors with a gate); all of it over t with sequence parallelism; without the
+    term in s with selective recompute or fused attention; 2 s b h with full recompute. With experts, f is what a rank's
+    experts get.
     """
     if p.recompute == "full":
         return _input_bytes(t, p, stack)
     e, w, sbh = stack.element_bytes, p.tensor, float(t.sequence * p.rows * t.hidden)
     rows, own = expert_rows(t, p)
-    inner = 2.0 * e * rows * own * t.inner / w  # before and after the activation
+    # Before and after the activation; with a gate that as well, and before the product of both.
+    inner = t.products_per_network * float(e) * (rows * own + shared_rows(t, p)) * t.inner / w
     routed = 2.0 * e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent and came back
     masks = (2 / w if p.sequence_parallel else 2) if stack.dropout else 0.0  # of one byte, on s b h
-    linear = e * (8 / w if p.sequence_parallel else 4 + 4 / w) + masks
+    keys = 2.0 * t.key_width / t.hidden  # and values; beside them, queries and what the projection takes are divided
+    linear = e * ((6 + keys) / w if p.sequence_parallel else 4 + (2 + keys) / w) + masks
     kept = sbh * linear + inner + routed
     if p.recompute == "selective":
         return kept - _repeated_bytes(t, p, stack, kept)

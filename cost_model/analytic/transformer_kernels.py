@@ -109,11 +109,12 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
     drop = (3 * e + (1 if stack.dropout else 0)) * own
     rows, own_experts = expert_rows(t, p)
+    qkv, first = qkv_width(t, p), t.products_per_network - 1
     return [
         Streaming("norm 1", stack.norm_bytes * own),
         *_enter(p, whole, stack, "qkv"),
-        Matmul("qkv", T, 3 * h // w, h, weights=True),
-        *_bias(stack, T * 3.0 * h / w),
+        Matmul("qkv", T, qkv, h, weights=True),
+        *_bias(stack, float(T) * qkv),
         *_core_forward(t, p, stack),
         Streaming("heads together", 2 * e * whole / w),
         Matmul("projection", T, h, h // w, weights=True),
@@ -122,8 +123,9 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         Streaming("norm 2", stack.norm_bytes * own),
         *_enter(p, whole, stack, "feed forward 1"),
         *_routing(t, p, stack),
-        Matmul("feed forward 1", rows, f // w, h, own_experts, weights=True),
-        *_pointwise("activation", 2 * e * rows * own_experts * float(f) / w, stack),
+        *_shared_forward(t, p, stack),
+        Matmul("feed forward 1", rows, first * f // w, h, own_experts, weights=True),
+        *_pointwise("activation", (1 + first) * e * rows * own_experts * float(f) / w, stack),
         Matmul(LAST_PRODUCT, rows, h, f // w, own_experts, weights=True),
         *_leave(p, whole, stack, LAST_PRODUCT),
         *_pointwise("dropout 2", drop, stack),
@@ -142,6 +144,7 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     norm = (NORM_BACKWARD * stack.norm_bytes + 3 * e) * own  # and the sum with the residual's gradient
     gradients = stack.accumulate_bytes
     rows, own_experts = expert_rows(t, p)
+    qkv, first = qkv_width(t, p), t.products_per_network - 1
     again: list[Op] = []
     if p.recompute == "full":
         again = layer_forward(t, p, stack)
@@ -156,12 +159,14 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         Matmul("feed forward 2: input", rows, f // w, h, own_experts, weights=True),
         Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True),
         *_accumulate(gradients, float(f) * h / w * own_experts),
-        *_pointwise("activation gradient", (3 * e + e) * rows * own_experts * float(f) / w, stack),
+        # Reads the gradient, and writes one, for each first product; reads what went into the activation and came out.
+        *_pointwise("activation gradient", (2 + 2 * first) * e * rows * own_experts * float(f) / w, stack),
         *_regather(p, whole, stack, "feed forward 1: input"),
-        Matmul("feed forward 1: input", rows, h, f // w, own_experts, weights=True),
-        Matmul("feed forward 1: weight", f // w, h, rows, own_experts, weights=True),
+        Matmul("feed forward 1: input", rows, h, first * f // w, own_experts, weights=True),
+        Matmul("feed forward 1: weight", first * f // w, h, rows, own_experts, weights=True),
         *_back(p, whole, stack, "feed forward 1: weight"),
-        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_accumulate(gradients, float(first * f) * h / w * own_experts),
+        *_shared_backward(t, p, stack),
         *_routing(t, p, stack),
         *_routing(t, p, stack),
         Streaming("norm 2 gradient", norm, 3),
@@ -172,13 +177,50 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *_accumulate(gradients, float(h) * h / w),
         Streaming("heads apart", 2 * e * whole / w),
         *_core_backward(t, p, stack),
-        Streaming("qkv together", 2 * e * 3 * whole / w + e * 3 * whole / w, 2),
+        Streaming("qkv together", 3.0 * e * T * qkv, 2),
         *_regather(p, whole, stack, "qkv: input"),
-        Matmul("qkv: input", T, h, 3 * h // w, weights=True),
-        Matmul("qkv: weight", 3 * h // w, h, T, weights=True),
+        Matmul("qkv: input", T, h, qkv, weights=True),
+        Matmul("qkv: weight", qkv, h, T, weights=True),
         *_back(p, whole, stack, "qkv: weight"),
-        *_accumulate(gradients, 3.0 * h * h / w),
+        *_accumulate(gradients, float(qkv) * h),
         Streaming("norm 1 gradient", norm, 3),
+    ]
+
+
+def qkv_width(t: Transformer, p: LayerShare) -> int:
+    """Returns a rank's width of queries, keys and values; heads of keys that are fewer than ranks lie on several."""
+    keys = max(t.key_width // p.tensor, t.hidden // t.heads)
+    return t.hidden // p.tensor + 2 * keys
+
+
+def shared_rows(t: Transformer, p: LayerShare) -> int:
+    """Returns the rows that the experts of all tokens get together."""
+    return p.rows * t.sequence * t.shared_experts
+
+
+def _shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+    """Lists the products of experts that all tokens go through, as one wide network; none without them."""
+    if not t.shared_experts:
+        return []
+    T, h, f, first = p.rows * t.sequence, t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
+    return [
+        Matmul("shared 1", T, first * f, h, weights=True),
+        *_pointwise("shared activation", (1.0 + first) * stack.element_bytes * T * f, stack),
+        Matmul("shared 2", T, h, f, weights=True),
+    ]
+
+
+def _shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+    if not t.shared_experts:
+        return []
+    T, h, f, first = p.rows * t.sequence, t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
+    return [
+        Matmul("shared 2: input", T, f, h, weights=True),
+        Matmul("shared 2: weight", f, h, T, weights=True),
+        *_pointwise("shared activation gradient", (2.0 + 2 * first) * stack.element_bytes * T * f, stack),
+        Matmul("shared 1: input", T, h, first * f, weights=True),
+        Matmul("shared 1: weight", first * f, h, T, weights=True),
+        *_accumulate(stack.accumulate_bytes, (1.0 + first) * f * h),
     ]
 
 

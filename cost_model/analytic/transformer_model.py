@@ -40,7 +40,7 @@ class TransformerModel:
         self.name = name or f"transformer of {transformer.parameters / 1e9:.3g} billion parameters"
         self.count = transformer.layers
         self.experts = transformer.experts
-        self.tied_parameters = float(transformer.embedding_parameters)
+        self.tied_parameters = 0.0 if transformer.untied else float(transformer.embedding_parameters)
         self.profile, self.expert_ranks = profile, expert_ranks
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
@@ -93,7 +93,7 @@ class TransformerModel:
             begin_host_s=begin_s,
             held_bytes=array("d", (i * held_bytes for i in range(L + 1))),
             parameters=sums(parameters),
-            twice=t.embedding_parameters / tensor,
+            twice=0.0 if t.untied else t.embedding_parameters / tensor,
             update_s=update_s,
             working_bytes=working_bytes(t, p, stack),
             last_bytes=head_bytes(t, p, stack),
