@@ -55,8 +55,8 @@ class Published:
 
 @cache
 def published_cluster(name: str) -> Cluster:
-    """Returns the cluster of measured rows, by the name of its file in clusters/."""
-    return cluster.read(FOLDER / "clusters" / f"{name}.yaml")
+    """Returns a cluster that rows were measured on, by the name of its file in clusters/, or by the path of another."""
+    return cluster.read(name if name.endswith((".yaml", ".yml")) else FOLDER / "clusters" / f"{name}.yaml")
 
 
 def _megatron_row(row: Mapping[str, str]) -> Division:

@@ -163,6 +163,30 @@ def test_sequence_parallel_collectives_run_beside_the_products_that_they_feed_or
     }
 
 
+def test_a_constant_of_a_users_stack_is_fitted_to_rows_of_the_users_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ours.yaml").write_text("name: ours\nbase: megatron-core-bf16\nstep_ms: 100\n")
+    Path("lab.yaml").write_text("name: lab\nhosts: [{name: n, devices: [{type: h100, count: 8}]}]\n")
+    heads = (
+        "set,row,group,layers,hidden,heads,sequence,vocabulary,feed_forward,experts,top,tensor,pipeline,data,chunks,"
+    )
+    heads += "micro_batch,global_batch,recompute,sequence_parallel,zero,expert_ranks,software,cluster,measured_s"
+    true = changed(read("ours.yaml"), step_ms=300.0)
+    model = Transformer(4, 512, 8, 512, 1024)
+    lines = [heads]
+    for batch in (8, 16, 24, 32, 40):
+        cluster = cluster_file.read("lab.yaml")
+        seconds = predict(model, Degrees(data=8, micro_batch=1, batch=batch), true, cluster).step_s
+        lines.append(f"own,b{batch},g,4,512,8,512,1024,,,,1,1,8,1,1,{batch},none,,0,,ours.yaml,lab.yaml,{seconds}")
+    Path("ours.csv").write_text("\n".join(lines))
+    assert calibrate.main(["--rows", "ours.csv", "--stacks", "ours.yaml", "--constants", "step_ms"]) == 0
+    printed = capsys.readouterr().out
+    assert float(printed.split("step_ms: ")[1].split()[0]) == pytest.approx(300, rel=0.02)
+    assert "data file: 100" in printed and "5-fold cross-validation" in printed
+
+
 def test_constants_of_several_stacks_are_fitted_to_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["maxtext-bf16", "maxtext-fp8"]
     rows = read_table(DATA / "maxtext_70b_h100.csv")[1]
