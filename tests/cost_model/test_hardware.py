@@ -151,8 +151,7 @@ def test_a_key_that_stands_twice_is_an_error_with_its_line() -> None:
     twice = GOOD.replace("    count: 2\n", "    count: 2\n    count: 3\n")
     with pytest.raises(ClusterError, match=r"a key twice\n  given: c.yaml:6, key count, which line 5 has already"):
         cluster_file.parse(twice, "c.yaml")
-    for name in ("devices", "links", "efficiency", "stacks"):
-        path = hardware.catalogue.FOLDER / f"{name}.yaml"
+    for path in hardware.catalogue.FOLDER.rglob("*.yaml"):
         yaml_files.YamlFile(path.read_text(), path.name, "catalogue")
 
 
