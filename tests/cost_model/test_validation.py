@@ -24,12 +24,12 @@ LIMITS = {
     "bigscience_v100": (10.0, 18.0),
     "bloom_a100_chronicles": (6.0, 20.0),
     "maxtext_70b_h100": (6.5, 15.0),
-    "megatron_bridge_2511_fp8": (7.5, 21.0),
+    "megatron_bridge_2511_fp8": (7.0, 12.5),
     "mtnlg_530b": (8.0, 8.0),
     "nemo_2407_fp8_h100": (7.5, 14.0),
     "nvidia_dgxc_h100": (5.5, 10.5),
-    "tf_bert_large_nvidia": (8.0, 16.0),
-    "torchtitan": (14.0, 21.0),  # two of three rows are of a slower H100, which the catalogue does not have
+    "tf_bert_large_nvidia": (6.0, 12.0),
+    "torchtitan": (11.0, 18.0),  # two of three rows are of an H100 at 500 W
 }
 # Runs that are predicted not to fit: their context parallelism is described as data parallelism, so that a rank holds
 # the activations of twice as many tokens; and the 340 billion parameters on 128 devices, by 5 %.
