@@ -1,9 +1,10 @@
-"""Calibrates constants on measured rows: python -m cost_model.calibrate [--rows file.csv] [--curve].
+"""Fits constants of stacks to measured rows: python -m cost_model.calibrate [--rows file.csv ...] [--stacks NAME ...].
 
-The host's time per launch is the unknown constant of the software of vTrain's single-node rows. --curve also fits the
-share of the memory bandwidth that eager kernels reach on A100, which other tables use as well: it was fitted once,
-before any of them was evaluated, and is kept. No other constants are fitted, and no other rows are used. Five-fold
-cross-validation measures the fit on rows that it has not seen.
+`--constants` names the fields that are fitted, one value for all the stacks that have them (a stack without float8 has
+no `quantise_bytes`). Without options those are what vTrain's single-node rows leave open: what its host spends per
+launch. With --curve also the part of the memory bandwidth that eager kernels reach on A100, which other tables share:
+it was fitted once, before any of them was evaluated, and is kept. Five-fold cross-validation says what the fit is worth
+on rows that it has not seen.
 """
 
 from __future__ import annotations
@@ -12,68 +13,78 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 from unittest import mock
 
 import msgspec
 
-from cost_model.analytic.stacks import stacks
+from cost_model.analytic.stacks import Stack, stack
 from cost_model.hardware import catalogue
 from cost_model.kernels import compute
 from cost_model.validation import cases
 from cost_model.validation.cases import DATA, Case
 
 CURVE, STACK = "ampere-sxm", "megatron-vtrain"
+PARTS = ("hides_sequence_parallel", "selective_part", "memory_fraction")  # constants that are at most 1
 CURVE_CONSTANTS = ("memory_fraction",)
 STACK_CONSTANTS = ("host_us", "backward_host_us", "collective_host_us", "pass_host_us")
 ROWS = DATA / "vtrain_a100_single_node_visible.csv"
 FOLDS = 5
 FIRST_FACTOR, LAST_FACTOR = 1.3, 1.01  # by which a constant is changed at once
 Constants = Mapping[str, float]
-T = TypeVar("T", bound=catalogue.Entry)
 
 
-def current(curve: bool = False) -> dict[str, float]:
-    """Returns the constants in the data files, including those of the device's curve if asked."""
-    found = {name: getattr(stacks()[STACK], name) for name in STACK_CONSTANTS}
+def current(
+    curve: bool = False, names: Sequence[str] = (STACK,), constants: Sequence[str] = STACK_CONSTANTS
+) -> dict[str, float]:
+    """Returns the constants that the data files have, those of the device's curve as well if asked.
+
+    Of several stacks, the value of the last that has the constant.
+    """
+    found = {name: getattr(one, name) for one in map(stack, names) for name in constants if _has(one, name)}
     if curve:
         found |= {name: getattr(catalogue.load_efficiencies()[CURVE], name) for name in CURVE_CONSTANTS}
     return found
 
 
-def errors(rows: Sequence[Case], constants: Constants) -> list[float]:
-    """Returns the relative errors of predictions with these constants instead of the data files'."""
+def _has(one: Stack, constant: str) -> bool:
+    return constant != "quantise_bytes" or one.weights_dtype is not None
 
-    def changed(entry: T, names: Sequence[str]) -> T:
-        return msgspec.structs.replace(entry, **{name: constants[name] for name in names if name in constants})
 
-    curve, stack = (
-        changed(catalogue.load_efficiencies()[CURVE], CURVE_CONSTANTS),
-        changed(stacks()[STACK], STACK_CONSTANTS),
-    )
-    curves = {**catalogue.load_efficiencies(), CURVE: curve}
+def errors(rows: Sequence[Case], constants: Constants, names: Sequence[str] = (STACK,)) -> list[float]:
+    """Returns the relative errors of predictions with these constants instead of the data files' of some stacks."""
+    known = catalogue.load_efficiencies()
+    of_curve = {name: value for name, value in constants.items() if name in CURVE_CONSTANTS}
+    curves = {**known, CURVE: msgspec.structs.replace(known[CURVE], **of_curve)}
+    changed = {}
+    for name in names:
+        one = stack(name)
+        own = {key: value for key, value in constants.items() if key not in CURVE_CONSTANTS and _has(one, key)}
+        changed[name] = msgspec.structs.replace(one, **own)
     with (
         mock.patch.object(compute, "load_efficiencies", lambda: curves),
-        mock.patch.object(cases, "stack", lambda name: stack if name == STACK else stacks()[name]),
+        mock.patch.object(cases, "stack", lambda name: changed.get(name) or stack(name)),
     ):
         return [case.predict().step_s / case.measured_s - 1 for case in rows]
 
 
-def fit(rows: Sequence[Case], start: Constants, loss: Callable[[list[float]], float]) -> dict[str, float]:
-    """Fits constants by coordinate search: each is scaled up and down, by ever smaller factors, while that lowers the
-    loss.
-    """
+def fit(
+    rows: Sequence[Case],
+    start: Constants,
+    loss: Callable[[list[float]], float],
+    names: Sequence[str] = (STACK,),
+) -> dict[str, float]:
+    """Fits constants by coordinate search: each is scaled up and down by ever smaller factors while that helps."""
     found = dict(start)
-    best = loss(errors(rows, found))
+    best = loss(errors(rows, found, names))
     factor = FIRST_FACTOR
     while factor > LAST_FACTOR:
         improved = False
         for name in found:
             for by in (factor, 1 / factor):
                 tried = {**found, name: found[name] * by}
-                if tried.get("memory_fraction", 0) > 1:
+                if name in PARTS and tried[name] > 1:
                     continue
-                value = loss(errors(rows, tried))
+                value = loss(errors(rows, tried, names))
                 if value < best:
                     best, found, improved = value, tried, True
                     break
@@ -92,30 +103,42 @@ def mean_square(found: Sequence[float]) -> float:
     return sum(error * error for error in found) / len(found)
 
 
-def cross_validate(rows: Sequence[Case], start: Constants) -> list[float]:
+def cross_validate(rows: Sequence[Case], start: Constants, names: Sequence[str] = (STACK,)) -> list[float]:
     """Returns the errors of every row with constants fitted on the other folds; row i is in fold i mod 5."""
     found = [0.0] * len(rows)
     for fold in range(FOLDS):
         seen = [case for i, case in enumerate(rows) if i % FOLDS != fold]
-        constants = fit(seen, start, mean_square)
+        constants = fit(seen, start, mean_square, names)
         for i in range(fold, len(rows), FOLDS):
-            (found[i],) = errors([rows[i]], constants)
+            (found[i],) = errors([rows[i]], constants, names)
     return found
+
+
+def _numbers() -> list[str]:
+    """Returns the fields of a stack that are numbers."""
+    return [name for name in Stack.__struct_fields__ if isinstance(getattr(stack(STACK), name), float)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command (see the module's docstring): prints the constants and their errors."""
     parser = argparse.ArgumentParser(prog="python -m cost_model.calibrate", description=__doc__)
-    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--rows", nargs="+", type=Path, default=[ROWS])
+    parser.add_argument(
+        "--stacks", nargs="+", default=[STACK], help="names or files; rows of other stacks are left out"
+    )
+    parser.add_argument("--constants", nargs="+", default=list(STACK_CONSTANTS), choices=_numbers(), metavar="FIELD")
     parser.add_argument("--curve", action="store_true", help="also the A100's memory bandwidth")
     options = parser.parse_args(arguments)
-    _, rows = cases.read(options.rows)
-    start = current(options.curve)
-    found = fit(rows, start, mean_square)
+    names = options.stacks
+    rows = [case for path in options.rows for case in cases.read(path)[1] if case.stack in names]
+    if len(rows) < FOLDS:
+        parser.error(f"the files have {len(rows)} rows of {', '.join(names)}, fewer than {FOLDS}")
+    start = current(options.curve, names, options.constants)
+    found = fit(rows, start, mean_square, names)
     for name, value in found.items():
         print(f"{name}: {value:.4g} (data file: {start[name]:.4g})")
-    seen = errors(rows, found)
-    unseen = cross_validate(rows, start)
+    seen = errors(rows, found, names)
+    unseen = cross_validate(rows, start, names)
     print(f"fitted on all {len(rows)} rows: MAPE {100 * mean_absolute(seen):.2f} %")
     worst = max(map(abs, unseen))
     print(f"{FOLDS}-fold cross-validation: MAPE {100 * mean_absolute(unseen):.2f} %, maximum {100 * worst:.2f} %")

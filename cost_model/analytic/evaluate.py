@@ -12,11 +12,12 @@ from itertools import accumulate
 
 from cost_model.analytic import sharded
 from cost_model.analytic.layer_costs import Model, costs_of
+from cost_model.analytic.stacks import Stack
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_reduce_s
-from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, compute_interval_s
+from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, UNKNOWN, compute_interval_s
 from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule, make_schedule
@@ -100,8 +101,8 @@ def evaluate(
     )
 
 
-def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machines) -> Prediction:
-    """Converts an evaluation to the form of all evaluators, with the devices of each stage and pool as one entry."""
+def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machines, stack: Stack) -> Prediction:
+    """Returns an evaluation as any evaluator tells it, with the devices of each stage and pool as one entry."""
     ranks = []
     for index, (stage, cost) in enumerate(zip(strategy.stages, found.stages)):
         sent_s = strategy.micro_batches * cost.send_s
@@ -125,7 +126,7 @@ def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machi
         where=machines.cluster.name,
         step_s=found.step_s,
         ranks=tuple(ranks),
-        likely_s=likely_s(strategy, machines, found.step_s),
+        likely_s=likely_s(stack, strategy, machines, found.step_s),
         compute_s=found.compute_s,
         communication_s=found.send_s + found.reduce_s,
         bubble_s=found.bubble_s,
@@ -134,8 +135,20 @@ def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machi
     )
 
 
-def likely_s(strategy: ParallelStrategy, machines: Machines, step_s: float) -> tuple[float, float]:
-    """Returns the interval that contains nine of ten steps that are predicted to take `step_s` on these machines."""
+def not_compared(stack: Stack, strategy: ParallelStrategy, machines: Machines) -> list[str]:
+    """Returns the devices of a strategy on which no published step under the stack was compared with a prediction."""
+    pools = {part.pool for stage in strategy.stages for part in stage.parts}
+    used = [machines.pools[number].device for number in sorted(pools)]
+    return sorted({device.name for device in used if device.efficiency not in stack.compared})
+
+
+def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_s: float) -> tuple[float, float]:
+    """Returns the seconds between which nine of ten steps lie that are predicted to take `step_s` on these machines.
+
+    They are far apart for a stack on devices on which nothing was compared.
+    """
+    if not_compared(stack, strategy, machines):
+        return compute_interval_s(step_s, UNKNOWN)
     used = {part.pool for stage in strategy.stages for part in stage.parts}
     one_host = len({machines.pools[n].host.name for n in used}) == 1
     one_host = one_host and strategy.ranks <= max(machines.pools[n].host_devices for n in used)

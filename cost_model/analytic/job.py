@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from cost_model.analytic.evaluate import likely_s
+from cost_model.analytic.evaluate import likely_s, not_compared
 from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.predict import JobPrediction, predict
-from cost_model.analytic.stacks import stack
+from cost_model.analytic.stacks import is_file, stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.cluster import yaml_files
 from cost_model.cluster.cluster_file import Cluster
@@ -37,9 +37,15 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return predict(self.model, self.plan, stack(self.software), cluster, profile)
 
 
-def read(path: str | Path) -> Job:
-    """Reads a job file; raises an error with line and key for a mistake."""
-    return yaml_files.YamlFile(yaml_files.read_text(path, "job file"), str(path), "job file").decode(Job)
+def read(path: str | Path, software: str | None = None) -> Job:
+    """Reads a job file, with another stack if one is given; a mistake is an error with line and key.
+
+    A stack's file that the job names lies relative to it.
+    """
+    found = yaml_files.YamlFile(yaml_files.read_text(path, "job file"), str(path), "job file").decode(Job)
+    if software is None and is_file(found.software):
+        software = str(Path(path).parent / found.software)
+    return found if software is None else msgspec.structs.replace(found, software=software)
 
 
 def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
@@ -49,7 +55,7 @@ def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
     tokens = plan.batch * model.sequence
     lines = [
         f"{model.parameters / 1e9:.2f} billion parameters on {plan.ranks} devices of {cluster.name}",
-        f"step       {_seconds(found.step_s)}  ({_likely(cluster, found)})",
+        f"step       {_seconds(found.step_s)}  ({_likely(job, cluster, found)})",
         f"  kernels  {_part(found.compute_s, found)}",
         f"  waits    {_part(found.exposed_communication_s, found)} for communication that nothing hides",
         f"  bubble   {_part(found.bubble_s, found)}",
@@ -72,9 +78,13 @@ def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
     return "\n".join(lines + too_large(cluster, found))
 
 
-def _likely(cluster: Cluster, found: JobPrediction) -> str:
-    low_s, high_s = likely_s(found.strategy, Machines(cluster), found.step_s)
-    return f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
+def _likely(job: Job, cluster: Cluster, found: JobPrediction) -> str:
+    one, machines = stack(job.software), Machines(cluster)
+    low_s, high_s = likely_s(one, found.strategy, machines, found.step_s)
+    text = f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
+    if devices := not_compared(one, found.strategy, machines):
+        text += f"; no step under {one.name} on {', '.join(devices)} was compared"
+    return text
 
 
 def _mean_peak(job: Job, cluster: Cluster, found: JobPrediction) -> float:

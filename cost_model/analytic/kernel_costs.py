@@ -50,7 +50,7 @@ class Rank:
 
 def rank_on(device: Device, share: float, group: Group, stack: Stack, ranks: int = 1) -> Rank:
     """Returns the slowest of `ranks` with a share of a device each; ClusterError if it lacks the stack's dtypes."""
-    rates = find_rates(device, stack.dtype, share, ranks)
+    rates = find_rates(device, stack.dtype, share, ranks, stack.attention)
     weight_rates = find_rates(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates
     return Rank(rates, weight_rates, group, stack)
 
@@ -85,7 +85,7 @@ def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
             else:
                 exposed_s += seconds
     for op, seconds in hidden:
-        beside_s = min(seconds, sum(products[name] for name in op.over))
+        beside_s = min(seconds * (1 - op.exposed), sum(products[name] for name in op.over))
         device_s += beside_s * CHANNELS / rates.units
         exposed_s += seconds - beside_s
     return Cost(device_s, exposed_s, launch_us * 1e-6)

@@ -13,7 +13,7 @@ from cost_model.analytic.kernel_costs import CHANNELS
 from cost_model.analytic.layer_costs import LayerCosts
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
-from cost_model.analytic.transformer_kernels import expert_rows
+from cost_model.analytic.transformer_kernels import expert_rows, shared_rows
 from whale.ir.strategy import DeviceGroup, Offload
 
 # The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
@@ -51,42 +51,63 @@ class Footprint:
 def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns the bytes that one layer keeps of one micro-batch for its backward pass (formulas for half precision).
 
-    s b h (10 + 24/t + 5 a s / (h t)) without recompute, 34/t with sequence parallelism; without the term in s with
-    selective recompute or fused attention; 2 s b h with full recompute.
+    s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) without recompute, 4 f/h for two tensors of a feed-forward network's
+    inner width f (16 where f = 4 h; three tensors with a gate); all of it over t with sequence parallelism; without the
+    term in s with selective recompute or fused attention; 2 s b h with full recompute. With experts, f is what a rank's
+    experts get.
     """
-    sbh = float(t.sequence * p.rows * t.hidden)
-    w = p.tensor
-    e = stack.element_bytes
     if p.recompute == "full":
-        return e * sbh / (w if p.sequence_parallel else 1)
-    routed = 0.0
-    if t.experts:  # tokens as they were sent and came back, two tensors of the inner width in place of those of 4 h
-        rows, own = expert_rows(t, p)
-        routed = 2.0 * e * (rows * own * (t.hidden + t.inner / w) - 4 * sbh / w)
-    # Masks of one byte: two on s b h, one on the scores.
-    masks, mask = (2 / w if p.sequence_parallel else 2, 1) if stack.dropout else (0.0, 0)
-    linear = e * (16 / w if p.sequence_parallel else 4 + 12 / w) + masks
-    scores = (2 * e + mask) * t.heads * t.sequence / t.hidden / w
-    if p.recompute == "selective" or stack.fused_attention:
-        scores = 0.0
-    return sbh * (linear + scores) + max(0.0, routed)
+        return _input_bytes(t, p, stack)
+    e, w, sbh = stack.element_bytes, p.tensor, float(t.sequence * p.rows * t.hidden)
+    rows, own = expert_rows(t, p)
+    # Before and after the activation; with a gate that as well, and before the product of both.
+    inner = t.products_per_network * float(e) * (rows * own + shared_rows(t, p)) * t.inner / w
+    routed = 2.0 * e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent and came back
+    masks = (2 / w if p.sequence_parallel else 2) if stack.dropout else 0.0  # of one byte, on s b h
+    keys = 2.0 * t.key_width / t.hidden  # and values; beside them, queries and what the projection takes are divided
+    linear = e * ((6 + keys) / w if p.sequence_parallel else 4 + (2 + keys) / w) + masks
+    kept = sbh * linear + inner + routed
+    if p.recompute == "selective":
+        return kept - _repeated_bytes(t, p, stack, kept)
+    return kept + _score_bytes(t, p, stack)
+
+
+def _repeated_bytes(t: Transformer, p: LayerShare, stack: Stack, kept: float) -> float:
+    """Returns, of `kept` bytes of a layer but its scores, those that selective recomputation makes again."""
+    return stack.selective_part * (kept - _input_bytes(t, p, stack))
+
+
+def _input_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the bytes of a layer's input, which full recompute keeps."""
+    return stack.element_bytes * float(t.sequence * p.rows * t.hidden) / (p.tensor if p.sequence_parallel else 1)
+
+
+def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the bytes of a layer's scores before and after the softmax, and of their dropout's mask."""
+    if stack.fused_attention:
+        return 0.0
+    each = 2 * stack.element_bytes + (1 if stack.dropout else 0)
+    return each * float(t.sequence * p.rows * t.sequence) * t.heads / p.tensor
 
 
 def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the temporary bytes of the layer in progress: all its activations when they are recomputed, or its
-    gradients.
+    """Returns what the layer in progress needs besides: what is computed again of it, and its gradients.
 
-    The gradients are two tensors of s b h: the incoming and the outgoing one.
+    These are two tensors of s b h: the gradient that came and the one that goes. Of a layer that is computed again all
+    lies there that is not kept. So full recompute takes no more than selective, and that no more than none.
     """
-    if p.recompute != "full":
-        return 2.0 * stack.element_bytes * t.sequence * p.rows * t.hidden
-    plain = LayerShare(tensor=p.tensor, rows=p.rows, sequence_parallel=p.sequence_parallel)
-    return layer_activation_bytes(t, plain, stack)
+    again = 0.0
+    if p.recompute == "full":
+        plain = LayerShare(tensor=p.tensor, rows=p.rows, sequence_parallel=p.sequence_parallel, experts=p.experts)
+        again = layer_activation_bytes(t, plain, stack) - _input_bytes(t, p, stack)
+    elif p.recompute == "selective":
+        again = _score_bytes(t, p, stack)
+    return again + 2.0 * stack.element_bytes * t.sequence * p.rows * t.hidden
 
 
 def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of the logits, and of the loss's intermediate tensors."""
-    return stack.logit_bytes * t.sequence * p.rows * t.vocabulary / p.tensor
+    """Returns the bytes of the logits, and of what the loss keeps or makes of them."""
+    return stack.logit_bytes * t.predicted * p.rows * t.vocabulary / p.tensor
 
 
 def state_bytes(

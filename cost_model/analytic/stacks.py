@@ -1,6 +1,7 @@
 """Describes training software: which kernels are fused, which communication is hidden, the host's cost of a launch.
 
-Data: hardware/stacks.yaml, each entry with its sources.
+A stack is a file: those of the package are in hardware/stacks, and a user's own has the same fields. One that differs
+from another in a few names it as its `base` and gives these. Every figure has its source beside it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
-from cost_model.hardware import catalogue
+from cost_model.cluster import yaml_files
+from cost_model.hardware import AttentionKernel, catalogue
 from cost_model.kernels.compute import SIZE_BYTES
 from whale.errors import ClusterError
 
 NotNegative = Annotated[float, Meta(ge=0)]
+Part = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Stack(catalogue.Entry, frozen=True):
@@ -27,20 +30,26 @@ class Stack(catalogue.Entry, frozen=True):
         dtype: of activations and matrix products.
         weights_dtype: of the products with layers' weights, where it is another one; quantise_bytes: memory traffic per
             operand element to convert to it, scales and transposes included.
-        fused_attention: attention never writes its scores.
+        fused_attention: attention never writes its scores; attention: by which kernel.
         dropout: whether the model is trained with dropout.
         softmax_bytes: memory traffic of scale, mask and softmax, per score.
         norm_bytes: memory traffic of a normalisation's forward pass, per element.
         separate_bias: the bias of the first attention product is a kernel of its own.
         pointwise_passes, pointwise_kernels: traffic (of one fused kernel = 1) and kernels of bias, dropout, sum.
         hides_tensor_parallel: collectives of the tensor-parallel backward pass run behind matrix products.
+        hides_sequence_parallel: part of sequence parallelism's gathers and scatters that runs, in pieces, beside the
+            products that they feed or follow (Transformer Engine's userbuffers); products wait for the rest.
         scatter_gather: tensor-parallel ranks each send a part to the next stage, which gathers it.
-        hides_point_to_point: stages do not wait for their sends.
+        hides_point_to_point: stages do not wait for their sends; overlaps_sends: with several chunks a stage, sends run
+            beside the next chunk's kernels.
         accumulate_bytes: memory traffic per parameter to add one micro-batch's gradient.
         gradient_bytes: of one gradient element in the data-parallel reduction.
         gradient_copy_bytes: memory traffic per parameter around that reduction.
         hides_data_parallel: the reduction starts during the last backward pass; what ZeRO 2 and 3 gather and reduce
             runs beside kernels. Else kernels wait for it.
+        selective_part: part of a layer's products and pointwise kernels that selective recomputation repeats, besides
+            scores and softmax.
+        drops_unneeded: full recomputation leaves out a layer's last product, whose result no backward pass reads.
         shards_tensors: ZeRO 2 and 3 move each tensor by a collective of its own, whose pieces are copied one by one
             (else a layer's at once, in place), and gather weights once more for what is computed again.
         optimizer_bytes: memory traffic per parameter of unscaling, clipping, update and casts.
@@ -51,6 +60,7 @@ class Stack(catalogue.Entry, frozen=True):
         collective_host_us: the same per collective.
         pass_host_us: once per forward or backward pass of a chunk: its batch, synchronising with neighbours.
         update_kernels: launches per parameter tensor after the last backward pass.
+        compared: efficiency curves of the devices on which published steps under it were compared with predictions.
         step_ms: once per step: data, loss to the host, logging.
     """
 
@@ -80,6 +90,12 @@ class Stack(catalogue.Entry, frozen=True):
     pass_host_us: NotNegative
     update_kernels: NotNegative
     step_ms: NotNegative
+    attention: AttentionKernel = "flash-1"
+    hides_sequence_parallel: Part = 0.0
+    overlaps_sends: bool = False
+    selective_part: Part = 0.0
+    drops_unneeded: bool = False
+    compared: tuple[str, ...] = ()
     weights_dtype: str | None = None
     quantise_bytes: NotNegative = 0.0
 
@@ -89,15 +105,57 @@ class Stack(catalogue.Entry, frozen=True):
         return math.ceil(SIZE_BYTES[self.dtype])
 
 
+FOLDER = catalogue.FOLDER / "stacks"
+KIND = "stack file"
+
+
 @cache
 def stacks() -> Mapping[str, Stack]:
-    """Returns all stacks by name."""
-    return catalogue.make_table(msgspec.convert(catalogue.read("stacks.yaml"), list[Stack]))
+    """Returns the package's stacks by name."""
+    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def is_file(name: str) -> bool:
+    """Tells whether a stack is named by its file."""
+    return name.endswith((".yaml", ".yml"))
 
 
 def stack(name: str) -> Stack:
-    """Returns the stack of a name; raises ClusterError, with the most similar known name, if there is none."""
+    """Returns the stack of a name, or that of a file (YAML).
+
+    Raises:
+        ClusterError: there is no such stack (the error names the nearest known one), or the file is none.
+    """
+    if is_file(name):
+        return read(name)
     found = stacks().get(name)
     if found is None:
         raise ClusterError("there is no such software stack", given=name, **catalogue.suggest_nearest(name, stacks()))
     return found
+
+
+def read(path: str | Path) -> Stack:
+    """Reads a stack's file; ClusterError says line and key of a mistake."""
+    file = yaml_files.YamlFile(yaml_files.read_text(path, KIND), str(path), KIND)
+    file.data = _complete(file.data, (Path(path).stem,))
+    return file.decode(Stack)
+
+
+def _complete(data: Any, names: tuple[str, ...]) -> Any:
+    """Returns a stack's fields with those of its base, of which its own take the place; `names`: those read."""
+    if not isinstance(data, dict) or "base" not in data:
+        return data
+    base, own = data["base"], {key: value for key, value in data.items() if key != "base"}
+    path = FOLDER / f"{base}.yaml"
+    if base in names or not path.is_file():
+        known = {one.stem: one for one in FOLDER.glob("*.yaml")}
+        raise ClusterError(
+            "a stack's base is none of the package's", given=base, **catalogue.suggest_nearest(str(base), known)
+        )
+    text = yaml_files.read_text(path, KIND)
+    fields = _complete(yaml_files.YamlFile(text, str(path), KIND).data, (*names, base))
+    sources = own.get("sources") or {}
+    merged = {**fields, "compared": [], **own}  # what its base was compared with says nothing of another stack
+    if isinstance(sources, dict):  # a field's own source comes before that of a base, whose key may name several
+        merged["sources"] = {**sources, **{key: text for key, text in fields["sources"].items() if key not in sources}}
+    return merged

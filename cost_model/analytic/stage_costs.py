@@ -90,10 +90,11 @@ def stage_cost(
     """
     stages = strategy.stages
     stage, count = stages[index], len(stages)
+    hidden = model.stack.overlaps_sends and strategy.chunks > 1
     costs = _costs_of(model, strategy, stage, ranks)
     dense = [one.parameters_of(stage.layers) for one in costs]
     experts = [one.experts_of(stage.layers) for one in costs]
-    to_next_s, to_previous_s = (0.0, 0.0) if count == 1 else _sends_s(model, machines, strategy, index)
+    to_next_s, to_previous_s = (0.0, 0.0) if count == 1 or hidden else _sends_s(model, machines, strategy, index)
     ahead, back, limiting = passes or passes_of(model, machines, strategy, stage, ranks)
     # The model's last chunk has nobody to send its results to, the first one nobody to send its gradients to.
     last = count * strategy.chunks - 1

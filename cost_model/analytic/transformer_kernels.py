@@ -9,7 +9,7 @@ number of a `Streaming` counts the kernels that eager frameworks launch for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
@@ -47,15 +47,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Communication inside the tensor-parallel group; `over` names the matrix products that hide it."""
+    """Communication inside the tensor-parallel group; `over`: the products that hide all but a part `exposed` of it."""
 
     name: str
     kind: str
     tensor_bytes: float
     over: tuple[str, ...] = ()
+    exposed: float = 0.0
 
 
 Op = Matmul | Streaming | Attention | Collective
+LAST_PRODUCT = "feed forward 2"  # of a layer's forward pass
 FLOAT_BYTES = 4  # of single precision, in which the loss is computed
 # Products of the fused attention's backward pass for each of its forward pass: five instead of two, since the scores
 # are computed again (Dao et al., "FlashAttention", 2022, algorithm 4).
@@ -107,25 +109,25 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
     drop = (3 * e + (1 if stack.dropout else 0)) * own
     rows, own_experts = expert_rows(t, p)
-    first = _enter(p, whole, stack)
-    leave = _leave(p, whole, stack)
+    qkv, first = qkv_width(t, p), t.products_per_network - 1
     return [
         Streaming("norm 1", stack.norm_bytes * own),
-        *first,
-        Matmul("qkv", T, 3 * h // w, h, weights=True),
-        *_bias(stack, T * 3.0 * h / w),
+        *_enter(p, whole, stack, "qkv"),
+        Matmul("qkv", T, qkv, h, weights=True),
+        *_bias(stack, float(T) * qkv),
         *_core_forward(t, p, stack),
         Streaming("heads together", 2 * e * whole / w),
         Matmul("projection", T, h, h // w, weights=True),
-        *leave,
+        *_leave(p, whole, stack, "projection"),
         *_pointwise("dropout 1", drop, stack),
         Streaming("norm 2", stack.norm_bytes * own),
-        *first,
+        *_enter(p, whole, stack, "feed forward 1"),
         *_routing(t, p, stack),
-        Matmul("feed forward 1", rows, f // w, h, own_experts, weights=True),
-        *_pointwise("activation", 2 * e * rows * own_experts * float(f) / w, stack),
-        Matmul("feed forward 2", rows, h, f // w, own_experts, weights=True),
-        *leave,
+        *_shared_forward(t, p, stack),
+        Matmul("feed forward 1", rows, first * f // w, h, own_experts, weights=True),
+        *_pointwise("activation", (1 + first) * e * rows * own_experts * float(f) / w, stack),
+        Matmul(LAST_PRODUCT, rows, h, f // w, own_experts, weights=True),
+        *_leave(p, whole, stack, LAST_PRODUCT),
         *_pointwise("dropout 2", drop, stack),
     ]
 
@@ -142,11 +144,14 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     norm = (NORM_BACKWARD * stack.norm_bytes + 3 * e) * own  # and the sum with the residual's gradient
     gradients = stack.accumulate_bytes
     rows, own_experts = expert_rows(t, p)
+    qkv, first = qkv_width(t, p), t.products_per_network - 1
     again: list[Op] = []
     if p.recompute == "full":
         again = layer_forward(t, p, stack)
-    elif p.recompute == "selective" and not stack.fused_attention:
-        again = _core_forward(t, p, stack)
+        if stack.drops_unneeded:
+            again = again[: next(at for at, op in enumerate(again) if op.name == LAST_PRODUCT)]
+    elif p.recompute == "selective":
+        again = _repeated(t, p, stack)
     return [
         *again,
         *drop_2,
@@ -154,12 +159,14 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         Matmul("feed forward 2: input", rows, f // w, h, own_experts, weights=True),
         Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True),
         *_accumulate(gradients, float(f) * h / w * own_experts),
-        *_pointwise("activation gradient", (3 * e + e) * rows * own_experts * float(f) / w, stack),
+        # Reads the gradient, and writes one, for each first product; reads what went into the activation and came out.
+        *_pointwise("activation gradient", (2 + 2 * first) * e * rows * own_experts * float(f) / w, stack),
         *_regather(p, whole, stack, "feed forward 1: input"),
-        Matmul("feed forward 1: input", rows, h, f // w, own_experts, weights=True),
-        Matmul("feed forward 1: weight", f // w, h, rows, own_experts, weights=True),
+        Matmul("feed forward 1: input", rows, h, first * f // w, own_experts, weights=True),
+        Matmul("feed forward 1: weight", first * f // w, h, rows, own_experts, weights=True),
         *_back(p, whole, stack, "feed forward 1: weight"),
-        *_accumulate(gradients, float(f) * h / w * own_experts),
+        *_accumulate(gradients, float(first * f) * h / w * own_experts),
+        *_shared_backward(t, p, stack),
         *_routing(t, p, stack),
         *_routing(t, p, stack),
         Streaming("norm 2 gradient", norm, 3),
@@ -170,14 +177,65 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *_accumulate(gradients, float(h) * h / w),
         Streaming("heads apart", 2 * e * whole / w),
         *_core_backward(t, p, stack),
-        Streaming("qkv together", 2 * e * 3 * whole / w + e * 3 * whole / w, 2),
+        Streaming("qkv together", 3.0 * e * T * qkv, 2),
         *_regather(p, whole, stack, "qkv: input"),
-        Matmul("qkv: input", T, h, 3 * h // w, weights=True),
-        Matmul("qkv: weight", 3 * h // w, h, T, weights=True),
+        Matmul("qkv: input", T, h, qkv, weights=True),
+        Matmul("qkv: weight", qkv, h, T, weights=True),
         *_back(p, whole, stack, "qkv: weight"),
-        *_accumulate(gradients, 3.0 * h * h / w),
+        *_accumulate(gradients, float(qkv) * h),
         Streaming("norm 1 gradient", norm, 3),
     ]
+
+
+def qkv_width(t: Transformer, p: LayerShare) -> int:
+    """Returns a rank's width of queries, keys and values; heads of keys that are fewer than ranks lie on several."""
+    keys = max(t.key_width // p.tensor, t.hidden // t.heads)
+    return t.hidden // p.tensor + 2 * keys
+
+
+def shared_rows(t: Transformer, p: LayerShare) -> int:
+    """Returns the rows that the experts of all tokens get together."""
+    return p.rows * t.sequence * t.shared_experts
+
+
+def _shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+    """Lists the products of experts that all tokens go through, as one wide network; none without them."""
+    if not t.shared_experts:
+        return []
+    T, h, f, first = p.rows * t.sequence, t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
+    return [
+        Matmul("shared 1", T, first * f, h, weights=True),
+        *_pointwise("shared activation", (1.0 + first) * stack.element_bytes * T * f, stack),
+        Matmul("shared 2", T, h, f, weights=True),
+    ]
+
+
+def _shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+    if not t.shared_experts:
+        return []
+    T, h, f, first = p.rows * t.sequence, t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
+    return [
+        Matmul("shared 2: input", T, f, h, weights=True),
+        Matmul("shared 2: weight", f, h, T, weights=True),
+        *_pointwise("shared activation gradient", (2.0 + 2 * first) * stack.element_bytes * T * f, stack),
+        Matmul("shared 1: input", T, h, first * f, weights=True),
+        Matmul("shared 1: weight", first * f, h, T, weights=True),
+        *_accumulate(stack.accumulate_bytes, (1.0 + first) * f * h),
+    ]
+
+
+def _repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+    """Lists what selective recomputation repeats: the scores and softmax, and the stack's part of the other kernels."""
+    core = [] if stack.fused_attention else _core_forward(t, p, stack)
+    if not stack.selective_part:
+        return core
+    again: list[Op] = []
+    for op in layer_forward(t, p, stack):
+        if isinstance(op, Matmul) and op.weights:  # of so many rows: a part of the products
+            again.append(replace(op, m=max(1, round(op.m * stack.selective_part))))
+        elif isinstance(op, Streaming) and op.name not in ("softmax", "attention dropout"):
+            again.append(replace(op, moved_bytes=op.moved_bytes * stack.selective_part))
+    return [*again, *core]
 
 
 def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
@@ -200,18 +258,27 @@ def _routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
 
 
-def _enter(p: LayerShare, elements: float, stack: Stack) -> list[Op]:
-    """Lists the collectives before a column-parallel product: none, or the gather of the sequence."""
-    e = stack.element_bytes
-    return [Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []
+def _enter(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
+    """Lists what comes before a column-parallel product: nothing, or the gather of the sequence."""
+    if not p.sequence_parallel or p.tensor == 1:
+        return []
+    return [Collective("gather", "all_gather", stack.element_bytes * elements, *_in_pieces(stack, product))]
 
 
-def _leave(p: LayerShare, elements: float, stack: Stack) -> list[Op]:
-    """Lists the collectives after a row-parallel product: an all-reduce, or a reduce-scatter over the sequence."""
+def _leave(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
+    """Lists what comes after a row-parallel product: the sum, whole or scattered over the sequence."""
     e = stack.element_bytes
     if p.tensor == 1:
         return []
-    return [Collective("sum", "reduce_scatter" if p.sequence_parallel else "all_reduce", e * elements)]
+    if not p.sequence_parallel:
+        return [Collective("sum", "all_reduce", e * elements)]
+    return [Collective("sum", "reduce_scatter", e * elements, *_in_pieces(stack, product))]
+
+
+def _in_pieces(stack: Stack, product: str) -> tuple[tuple[str, ...], float]:
+    """Returns what hides a sequence-parallel collective, and the part of it that nothing hides."""
+    hidden = stack.hides_sequence_parallel
+    return ((product,), 1.0 - hidden) if hidden and product else ((), 0.0)
 
 
 def _back(p: LayerShare, elements: float, stack: Stack, weight: str) -> list[Op]:
@@ -235,7 +302,9 @@ def _regather(p: LayerShare, elements: float, stack: Stack, product: str) -> lis
     if not p.sequence_parallel or p.tensor == 1:
         return []
     column = product.startswith(("feed forward 1", "qkv"))
-    over = (product,) if column and stack.hides_tensor_parallel else ()
+    if not column:
+        return [Collective("gather again", "all_gather", e * elements, *_in_pieces(stack, product))]
+    over = (product,) if stack.hides_tensor_parallel else ()
     return [Collective("gather again", "all_gather", e * elements, over)]
 
 
@@ -260,7 +329,7 @@ def embedding_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     elements = float(p.rows * t.sequence * t.hidden)
     return [
         Streaming("rows", 2 * e * elements, 4),
-        *_leave(p, elements, stack),
+        *_leave(p, elements, stack, ""),
         Streaming("positions and dropout", (5 * e + 1) * elements, 3),
     ]
 
@@ -278,11 +347,11 @@ def embedding_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 def head_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the head's kernels: last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
-    T, v = p.rows * t.sequence, t.vocabulary // p.tensor
+    T, v = p.rows * t.predicted, t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     ops: list[Op] = [
         Streaming("last norm", stack.norm_bytes * (whole / p.tensor if p.sequence_parallel else whole)),
-        *_enter(p, whole, stack),
+        *_enter(p, whole, stack, ""),
         Matmul("logits", T, v, t.hidden),
         Streaming("loss", stack.loss_forward_bytes * T * v, 8),
     ]
@@ -296,7 +365,7 @@ def head_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 def head_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of the gradients of the loss, of both operands of the logits, and of the last normalisation."""
-    T, v = p.rows * t.sequence, t.vocabulary // p.tensor
+    T, v = p.rows * t.predicted, t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     return [
         Streaming("loss gradient", stack.loss_backward_bytes * T * v, 4),

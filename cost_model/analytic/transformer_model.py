@@ -40,7 +40,7 @@ class TransformerModel:
         self.name = name or f"transformer of {transformer.parameters / 1e9:.3g} billion parameters"
         self.count = transformer.layers
         self.experts = transformer.experts
-        self.tied_parameters = float(transformer.embedding_parameters)
+        self.tied_parameters = 0.0 if transformer.untied else float(transformer.embedding_parameters)
         self.profile, self.expert_ranks = profile, expert_ranks
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
@@ -93,7 +93,7 @@ class TransformerModel:
             begin_host_s=begin_s,
             held_bytes=array("d", (i * held_bytes for i in range(L + 1))),
             parameters=sums(parameters),
-            twice=t.embedding_parameters / tensor,
+            twice=0.0 if t.untied else t.embedding_parameters / tensor,
             update_s=update_s,
             working_bytes=working_bytes(t, p, stack),
             last_bytes=head_bytes(t, p, stack),
@@ -132,9 +132,9 @@ class TransformerModel:
         return None
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the choices of recompute; with fused attention, selective recompute would have no effect."""
+        """Returns the choices of recompute, without the selective one where it would have nothing to leave out."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
-        if self.stack.fused_attention:
+        if self.stack.fused_attention and not self.stack.selective_part:
             kinds = ("none", "full")
         # Along the sequence wherever tensors are divided: as many bytes in the forward pass, less computed and held.
         return [(kind, True) for kind in kinds]

@@ -1,6 +1,7 @@
 """The hardware catalogue: devices, links, networks, efficiency curves; data files with the source of every figure."""
 
 from cost_model.hardware.catalogue import (
+    AttentionKernel,
     Device,
     Efficiency,
     Link,
@@ -15,6 +16,7 @@ from cost_model.hardware.catalogue import (
 )
 
 __all__ = [
+    "AttentionKernel",
     "Device",
     "Efficiency",
     "Link",

@@ -46,8 +46,18 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return next((text for key, text in self.sources.items() if field in key.split(",")), None)
 
 
+# Kernels of fused attention, oldest first; those of cuDNN 9 count as FlashAttention 3, which is about as fast.
+AttentionKernel = Literal["flash-1", "flash-2", "flash-3"]
+ATTENTION_KERNELS: tuple[AttentionKernel, ...] = ("flash-1", "flash-2", "flash-3")
+
+
 class Efficiency(Entry, frozen=True):
-    """The share of a device's peak rates that kernels reach, used by the formulas in compute.py."""
+    """The part of a device's peaks that kernels reach; compute.py has the formulas that use these.
+
+    Attributes:
+        matmul_fraction: of matrix products; matmul_fractions: by dtype, where it is another one.
+        attention_fraction: of fused attention, first kernels; attention_fractions: of later ones that the device has.
+    """
 
     matmul_fraction: Fraction
     matmul_fill_k: Annotated[float, Meta(ge=0)]
@@ -56,7 +66,19 @@ class Efficiency(Entry, frozen=True):
     attention_fraction: Fraction
     attention_ramp: Annotated[float, Meta(ge=0)]
     variation: Annotated[float, Meta(ge=0, lt=0.5)]
-    float8_fraction: Fraction | None = None
+    matmul_fractions: dict[str, Fraction] = {}
+    attention_fractions: dict[AttentionKernel, Fraction] = {}
+
+    def find_matmul_fraction(self, dtype: str) -> float:
+        """Returns the part of the peak that matrix products with operands of a dtype reach."""
+        return self.matmul_fractions.get(dtype, self.matmul_fraction)
+
+    def find_attention_fraction(self, kernel: AttentionKernel) -> float:
+        """Returns the part of the peak that a fused attention kernel reaches, or the latest known one before it."""
+        older = reversed(ATTENTION_KERNELS[: ATTENTION_KERNELS.index(kernel) + 1])
+        return next(
+            (self.attention_fractions[k] for k in older if k in self.attention_fractions), self.attention_fraction
+        )
 
 
 class Device(Entry, frozen=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from cost_model.hardware import Device, Efficiency, load_efficiencies
+from cost_model.hardware import AttentionKernel, Device, Efficiency, load_efficiencies
 
 # Output tiles that vendors' libraries have (CUTLASS and cuBLAS on Ampere and Hopper), largest first.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
@@ -53,20 +53,22 @@ def compute_slowdown(ranks: int, variation: float) -> float:
     return 1.0 + variation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def find_rates(device: Device, dtype: str, share: float = 1.0, ranks: int = 1) -> Rates:
-    """Returns the rates of a share of a device; with `ranks` > 1, of the slowest of so many devices that wait for each
-    other.
+def find_rates(
+    device: Device, dtype: str, share: float = 1.0, ranks: int = 1, attention: AttentionKernel = "flash-1"
+) -> Rates:
+    """Returns the rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many.
+
+    `attention`: the kernel that computes fused attention.
     """
     curve: Efficiency = load_efficiencies()[device.efficiency]
     peak = device.peak_flops_per_s(dtype) / compute_slowdown(ranks, curve.variation)
-    fraction = (curve.float8_fraction if dtype == "float8" else None) or curve.matmul_fraction
     return Rates(
         units=max(1, round(device.units * share)),
-        matmul_flops_per_s=peak * fraction * share,
+        matmul_flops_per_s=peak * curve.find_matmul_fraction(dtype) * share,
         fill_k=curve.matmul_fill_k,
         memory_bytes_per_s=device.memory_bytes_per_s * curve.memory_fraction * share,
         kernel_s=curve.kernel_us * 1e-6,
-        attention_flops_per_s=peak * curve.attention_fraction * share,
+        attention_flops_per_s=peak * curve.find_attention_fraction(attention) * share,
         attention_ramp=curve.attention_ramp,
         element_bytes=SIZE_BYTES[dtype],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -21,6 +21,9 @@ from whale.ir.strategy import Degrees, Recompute
 GPT2_VOCABULARY = 50257  # words of GPT-2's tokenizer, which vTrain's models have
 FOLDER = Path(__file__).resolve().parent
 DATA = FOLDER / "data"
+
+
+COMMENT = "# source:"  # begins a line that says where a file's rows were published
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ class Published:
 
 @cache
 def published_cluster(name: str) -> Cluster:
-    """Returns the cluster of measured rows, by the name of its file in clusters/."""
-    return cluster.read(FOLDER / "clusters" / f"{name}.yaml")
+    """Returns a cluster that rows were measured on, by the name of its file in clusters/, or by the path of another."""
+    return cluster.read(name if name.endswith((".yaml", ".yml")) else FOLDER / "clusters" / f"{name}.yaml")
 
 
 def _megatron_row(row: Mapping[str, str]) -> Division:
@@ -192,12 +195,58 @@ def _mosaic(row: Mapping[str, str]) -> Case:
     return Case(label, name, tokens / float(row["Throughput (T/s)"]), model, parallel, software, where)
 
 
+BERT = "TF BERT-large"
+BERT_PREDICTED = {128: 20, 512: 80}  # masked words of a sequence, as that table's source trains
+# The stack that stands for the software of a table, by its name and the `software` of its rows; else that is the stack.
+SOFTWARE = {
+    (BERT, "tensorflow-fp32"): "tensorflow-xla-fp32",
+    (BERT, "tensorflow-tf32"): "tensorflow-xla-tf32",
+    ("BLOOM", "megatron-2021"): "deepspeed-2022",
+    ("MT-NLG 530B", "megatron-2021"): "deepspeed-2022",
+    ("BigScience V100", "megatron-2021"): "deepspeed-2022",
+    ("NVIDIA DGXC H100", "composer-bf16"): "megatron-core-bf16",
+    ("NVIDIA DGXC H100", "composer-fp8"): "megatron-core-fp8",
+    ("NeMo 24.07 FP8 H100", "composer-fp8"): "megatron-core-fp8",
+    ("Megatron-Bridge 25.11 FP8", "composer-fp8"): "megatron-core-fp8",
+    ("MaxText H100", "composer-bf16"): "maxtext-bf16",
+    ("MaxText H100", "composer-fp8"): "maxtext-fp8",
+    ("TorchTitan 2024-12 H100-96GB 500W", "composer-bf16"): "torchtitan-bf16",
+    ("TorchTitan 2024-12 H100-96GB 500W", "composer-fp8"): "torchtitan-fp8",
+    ("TorchTitan H200", "composer-fp8"): "torchtitan-fp8",
+}
+
+
+def _shared(row: Mapping[str, str]) -> Case:
+    """Reads a row of the form that has a column for each field of a model, a plan and where they ran."""
+    of_model = ("layers", "hidden", "heads", "sequence", "vocabulary", "feed_forward", "experts", "top")
+    model = Transformer(
+        **{name: int(row[name]) for name in of_model if row[name].strip()},
+        predicted_tokens=BERT_PREDICTED.get(int(row["sequence"]), 0) if row["set"] == BERT else 0,
+    )
+    parallel = Degrees(
+        tensor=int(row["tensor"]),
+        stages=int(row["pipeline"]),
+        data=int(row["data"]),
+        chunks=int(row["chunks"]),
+        micro_batch=int(row["micro_batch"]),
+        batch=int(row["global_batch"]),
+        recompute=_recompute(row["recompute"]),
+        sequence_parallel=row["sequence_parallel"].strip() == "1",
+        zero=int(row["zero"] or 0),  # type: ignore[arg-type]
+        experts=int(row["expert_ranks"] or 1),
+    )
+    software = SOFTWARE.get((row["set"], row["software"]), row["software"])
+    label = row["row"].strip()
+    return Case(label, row["group"], float(row["measured_s"]), model, parallel, software, row["cluster"])
+
+
 def _plan(p: Degrees) -> str:
     text = f"t{p.tensor} p{p.stages} d{p.data}"
     text += f" v{p.chunks}" if p.chunks > 1 else ""
     return f"{text} b{p.micro_batch}x{p.micro_batches}" + (f" {p.recompute}" if p.recompute != "none" else "")
 
 
+SHARED_FORM = "shared form"  # whose tables are named after their files
 _VTRAIN = frozenset({"# GPUs", "micro batch", "tensor parallelism", "iteration time (ms)"})
 # In this order: the first whose columns a file has.
 SETS = (
@@ -206,6 +255,7 @@ SETS = (
     Published("Megatron SC'21, ZeRO 3", frozenset({"iter_s", "tp", "pp", "vpp", "zero"}), _megatron_zero),
     Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
     Published("vTrain single node", _VTRAIN, _vtrain_single),
+    Published(SHARED_FORM, frozenset({"set", "row", "group", "measured_s", "software", "cluster"}), _shared),
     Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),
 )
 
@@ -213,7 +263,7 @@ SETS = (
 def read(path: Path) -> tuple[Published, list[Case]]:
     """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row."""
     with path.open(newline="") as file:
-        rows = csv.DictReader(file)
+        rows = csv.DictReader(line for line in file if not line.startswith(COMMENT))
         columns = set(rows.fieldnames or ())
         table = next((one for one in SETS if one.columns <= columns), None)
         if table is None:
@@ -231,4 +281,4 @@ def read(path: Path) -> tuple[Published, list[Case]]:
                     f"line {rows.line_num} of {path} is no row of {table.name}",
                     given=f"{type(error).__name__}: {error}",
                 ) from error
-        return table, cases
+        return (replace(table, name=path.stem) if table.name == SHARED_FORM else table), cases

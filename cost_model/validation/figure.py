@@ -8,8 +8,9 @@ from pathlib import Path
 from cost_model.validation.report import Result
 from whale.errors import InstallError
 
-# Colour-blind safe, in the order of the tables (Okabe and Ito).
-STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"))
+# Colour-blind safe (Okabe and Ito), each with every marker in turn, in the order of the tables.
+COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"), "os^Dv"
+STYLES = [(COLOURS[i % 5], MARKERS[(i + i // 5) % 5]) for i in range(25)]
 
 
 def draw(tables: Sequence[tuple[str, Sequence[Result]]], path: Path) -> None:

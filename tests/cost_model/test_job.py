@@ -42,6 +42,20 @@ def test_a_job_is_predicted_and_printed(tmp_path: Path, capsys: pytest.CaptureFi
     assert 0.9 * step_us < max(event["ts"] + event["dur"] for event in events) <= step_us
 
 
+def test_another_stack_takes_the_place_of_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\nbase: megatron-2022\nstep_ms: 60000\n")
+    steps = []
+    for options in ((), ("--stack", "megatron-2022"), ("--stack", str(mine))):
+        assert simulate(tmp_path, GPT3, *options) == 0
+        line = capsys.readouterr().out.splitlines()[1]
+        steps.append(float(re.search(r"([\d.]+) s", line)[1]))
+        assert ("no step under mine on a100-sxm-80gb was compared" in line) == (str(mine) in options)
+    assert steps[0] == steps[1] and steps[2] == pytest.approx(steps[0] + 60, abs=0.02)
+    assert simulate(tmp_path, GPT3, "--stack", "megatron-2023") == 2
+    assert "expected: megatron-202" in capsys.readouterr().err
+
+
 def test_a_job_that_does_not_fit_says_where_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(tmp_path, GPT3.replace("stages: 16", "stages: 2")) == 1
     last = capsys.readouterr().out.splitlines()[-1]

@@ -7,7 +7,7 @@ import pytest
 
 from cost_model.analytic import predict
 from cost_model.analytic.layer_costs import LayerCosts
-from cost_model.analytic.memory import layer_activation_bytes, states
+from cost_model.analytic.memory import layer_activation_bytes, states, working_bytes
 from cost_model.analytic.stacks import Stack, stack
 from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
@@ -123,6 +123,72 @@ def test_activations_are_those_of_the_published_formula() -> None:
     assert layer_activation_bytes(model, plan, MEGATRON) == pytest.approx(sbh * (34 + 5 * 64 * 2048 / 6144))
     split = LayerShare(tensor=8, rows=4, sequence_parallel=True, recompute="selective")
     assert layer_activation_bytes(model, split, MEGATRON) == pytest.approx(sbh * 34 / 8)
+
+
+def test_the_feed_forward_width_counts_in_memory_and_flops() -> None:
+    narrow, wide = (Transformer(48, 6144, 64, 2048, 51200, feed_forward=f) for f in (8192, 32768))
+    share = LayerShare(rows=2, tensor=4)
+    more = layer_activation_bytes(wide, share, MEGATRON) - layer_activation_bytes(narrow, share, MEGATRON)
+    assert more == 2 * 2 * 2 * 2048 * (32768 - 8192) / 4  # two tensors of two bytes
+    assert wide.step_flops(8) - narrow.step_flops(8) == 3 * 4.0 * 8 * 2048 * 48 * 6144 * (32768 - 8192)
+    same = Transformer(48, 6144, 64, 2048, 51200, feed_forward=4 * 6144)
+    published = 72 * 8 * 2048 * 48 * 6144**2 * (1 + 2048 / (6 * 6144) + 51200 / (12 * 48 * 6144))
+    assert same.step_flops(8) == pytest.approx(published)  # SC 2021, appendix, without recompute
+
+
+def test_grouped_queries_gates_and_untied_embeddings_are_those_of_published_models() -> None:
+    # Llama 3.1: 8B, 70B and 405B have 8 heads of keys and values, gated networks, an embedding and a head of their own.
+    share = LayerShare(tensor=8, rows=1, sequence_parallel=True)
+    for layers, hidden, heads, inner, billions in (
+        (32, 4096, 32, 14336, 8.03),
+        (80, 8192, 64, 28672, 70.6),
+        (126, 16384, 128, 53248, 405.9),
+    ):
+        llama = Transformer(layers, hidden, heads, 8192, 128256, inner, kv_heads=8, gated=1, untied=1)
+        assert llama.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+        products = [op for op in layer_forward(llama, share, MEGATRON) if isinstance(op, Matmul) and op.weights]
+        assert sum(op.n * op.k * 8 for op in products) == llama.attention_elements + llama.network_elements
+        backward = [op for op in layer_backward(llama, share, MEGATRON) if isinstance(op, Matmul) and op.weights]
+        assert sum(op.m * op.n * op.k for op in backward) == 2 * sum(op.m * op.n * op.k for op in products)
+        model = TransformerModel(llama, MEGATRON, Machines(LAB))
+        assert model.tied_parameters == 0
+        costs = model.layer_costs(0, 8, 1, "none", True, 8)
+        positions = 8192 * hidden  # which no rank has a part of only
+        held = 8 * (costs.parameters_of(((0, layers),)) - positions) + positions
+        assert held == pytest.approx(llama.parameters, rel=1e-3)
+    # Folding the same products into a plain network's width costs as many FLOPs.
+    folded = Transformer(80, 8192, 64, 8192, 128256, 35840)
+    llama = Transformer(80, 8192, 64, 8192, 128256, 28672, kv_heads=8, gated=1)
+    assert llama.step_flops(4) == folded.step_flops(4)
+    with pytest.raises(PlanError, match="not a multiple of kv_heads"):
+        Transformer(2, 64, 8, 8, 128, kv_heads=3)
+
+
+def test_shared_experts_are_computed_for_all_tokens_and_held_by_all_ranks() -> None:
+    # DeepSeek-like: 64 narrow experts, of which a token goes through 6, and 2 that all go through.
+    plain = Transformer(28, 2048, 16, 4096, 102400, 1408, experts=64, top=6, gated=1)
+    shared = msgspec.structs.replace(plain, shared_experts=2)
+    assert shared.expert_parameters == plain.expert_parameters
+    assert shared.dense_parameters - plain.dense_parameters == 2 * (3 * 2048 * 1408 + 2048 + 2 * 1408)
+    assert shared.step_flops(1) - plain.step_flops(1) == 3 * 4096 * 28 * 2 * 2 * 3 * 2048 * 1408
+    share = LayerShare(rows=1, experts=8)
+    more = layer_activation_bytes(shared, share, MEGATRON) - layer_activation_bytes(plain, share, MEGATRON)
+    assert more == 3 * 2 * 4096 * 2 * 1408
+    with pytest.raises(PlanError, match="for models with experts"):
+        Transformer(2, 64, 8, 8, 128, shared_experts=1)
+
+
+@pytest.mark.parametrize("experts", [0, 16])
+@pytest.mark.parametrize("software", ["megatron-2022", "composer-bf16", "tensorflow-fp32"])
+def test_recomputing_more_never_takes_more_memory(software: str, experts: int) -> None:
+    model = Transformer(24, 2048, 16, 1024, 51200, experts=experts, top=2 if experts else 1)
+    for tensor, parallel, layers, live in ((1, False, 1, 1), (8, True, 1, 1), (8, False, 2, 3), (4, True, 24, 1)):
+        held = []
+        for how in ("full", "selective", "none"):
+            share = LayerShare(tensor=tensor, rows=2, recompute=how, sequence_parallel=parallel)
+            kept = live * layers * layer_activation_bytes(model, share, stack(software))
+            held.append(kept + working_bytes(model, share, stack(software)))
+        assert held == sorted(held)
 
 
 def test_matrix_products_are_the_published_flops() -> None:

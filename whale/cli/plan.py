@@ -56,7 +56,9 @@ def add_parser(verbs: Any) -> None:
         metavar="S",
         help="seconds for the search (default 8, or 30 as auto_parallel has)",
     )
-    verb.add_argument("--software", default="megatron-2022", help="software stack of the cost model's catalogue")
+    verb.add_argument(
+        "--stack", default="megatron-2022", help="software stack of the cost model's catalogue, or a YAML file of yours"
+    )
     verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
     verb.add_argument("--advise", action="store_true", help="also say which nearby models are trained faster")
     verb.add_argument(
@@ -197,12 +199,12 @@ def _plan_described(given: argparse.Namespace) -> int:
     transformer, table, batch = _read_model(given)
     limits = ask.limits(given.fixed, given.budget or BUDGET_S)
     with show_progress(f"searching, for {given.budget or BUDGET_S:g} s at most"):
-        plan = ask.plan(machines, batch, transformer, table, given.software, limits, given.planner)
+        plan = ask.plan(machines, batch, transformer, table, given.stack, limits, given.planner)
     if given.out:
         planfile.save(plan, given.out)
     print(show.show(plan, show.terminal_width()))
     if given.fixed:
-        free = ask.plan(machines, batch, transformer, table, given.software, ask.limits([], given.budget or BUDGET_S))
+        free = ask.plan(machines, batch, transformer, table, given.stack, ask.limits([], given.budget or BUDGET_S))
         line = f"{', '.join(given.fixed)}: {show.against(plan, free)}"
         if show.is_faster(plan, free):
             line += "; faster than what was found without it: keep it, or search longer with --budget"
@@ -248,7 +250,7 @@ def _compare_offers(given: argparse.Namespace) -> int:
     transformer, table, batch = _read_model(given)
     limits = ask.limits(given.fixed, given.budget or BUDGET_S)
     with show_progress("searching"):
-        answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.software, limits)
+        answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.stack, limits)
     best = answers[0].plan
     if best is not None and given.out:
         planfile.save(best, given.out)
@@ -264,6 +266,6 @@ def _place_jobs(given: argparse.Namespace) -> int:
     if given.cluster is None or given.describe or given.profile or given.offers:
         raise PlanError("jobs bring their models, and need one cluster", action="give --jobs FILE --cluster FILE")
     machines = read_named_cluster(given.cluster, given.network, cpu_quota())
-    packed = offers.pack(offers.read_jobs(given.jobs), machines, given.software)
+    packed = offers.pack(offers.read_jobs(given.jobs), machines, given.stack)
     print("\n".join(offers.packing(packed, machines)))
     return 0

@@ -28,6 +28,7 @@ def add_parser(verbs: Any) -> None:
     )
     verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
+    verb.add_argument("--stack", help="software stack (a name, or a YAML file of yours), instead of the job's")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
     verb.set_defaults(call=run_command, wrong=verb.error)
 
@@ -37,8 +38,8 @@ def run_command(given: argparse.Namespace) -> int:
     if (given.cluster is None) == (given.measured is None):
         given.wrong("either --cluster or --measured says on what the job runs")
     if given.measured:
-        if given.profile or given.trace or given.network:
-            given.wrong("--profile, --trace and --network are for jobs on a cluster")
+        if given.profile or given.trace or given.network or given.stack:
+            given.wrong("--profile, --trace, --network and --stack are for jobs on a cluster")
         require_readable(given.job, given.measured)
         with hide_startup_lines():
             from whale.tools.dry_run import simulated
@@ -55,7 +56,7 @@ def run_command(given: argparse.Namespace) -> int:
 
     with refuse_inconsistent(given.job, given.cluster, given.profile):
         cluster = allocation.read_named_cluster(given.cluster, given.network, cpu_quota())
-        task = job.read(given.job)
+        task = job.read(given.job, given.stack)
         found = task.predict(cluster, profile.read(given.profile) if given.profile else None)
         print(job.report(task, cluster, found))
         if given.trace:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
 
 import msgspec
 
 from cost_model.analytic.layer_costs import Model
-from cost_model.analytic.stacks import stack
+from cost_model.analytic.stacks import is_file, stack
 from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
@@ -100,12 +101,14 @@ def plan(
     limits: Constraints | None = None,
     planner: str = "whale",
 ) -> PlanFile:
-    """Finds the best plan for a model given by description or by measured tables.
+    """Finds the best plan for a model by description or by measured tables, under a stack of the package or of a file.
 
     Raises:
         PlanError: no strategy fits (the message proposes changes), or a description cannot be followed.
     """
     machines = Machines(cluster)
+    if is_file(software):
+        software = os.path.abspath(software)  # the plan names it, whatever folder it is read in
     model: Model
     if transformer is not None:
         model = TransformerModel(transformer, stack(software), machines)

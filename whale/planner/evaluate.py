@@ -44,8 +44,8 @@ class ModelEvaluator:
     machines: Machines
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
-        """Predicts a step; raises PlanError if the strategy's schedule is not valid for the model."""
-        return prediction_of(evaluate(self.model, self.machines, strategy), strategy, self.machines)
+        """Predicts a step; PlanError where its schedule is none for such a model."""
+        return prediction_of(evaluate(self.model, self.machines, strategy), strategy, self.machines, self.model.stack)
 
 
 @dataclass(frozen=True)

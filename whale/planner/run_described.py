@@ -117,7 +117,7 @@ def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
     t = plan.transformer
     if t is not None and not t.experts:
         has = sum(prod(n or 0 for n in v.type.shape or ()) for v in weights[first : first + period])
-        wanted_elements = 4 * t.hidden * t.hidden + 2 * t.hidden * t.inner
+        wanted_elements = t.attention_elements + t.network_elements
         if has != wanted_elements:
             names = ", ".join(v.name for v in weights[first : first + period])
             raise _other_model(

@@ -128,8 +128,8 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         """
         if self.program is not None:
             return self.predicted
-        _, machines, found = self.evaluate()
-        return prediction_of(found, self.strategy, machines)
+        model, machines, found = self.evaluate()
+        return prediction_of(found, self.strategy, machines, model.stack)
 
     def check_ranks(self, path: str, ranks: int) -> None:
         """Compares the ranks that the plan is for with those that run.
@@ -192,7 +192,7 @@ def of_search(
         software=software,
         batch=batch,
         strategy=found.strategy,
-        predicted=prediction_of(found.evaluation, found.strategy, Machines(cluster)),
+        predicted=prediction_of(found.evaluation, found.strategy, Machines(cluster), stack(software)),
         bound_s=found.bound_s,
         transformer=transformer,
         table=table,

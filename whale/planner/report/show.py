@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from textwrap import wrap
 
-from cost_model.analytic.evaluate import Evaluation, prediction_of
+from cost_model.analytic.evaluate import Evaluation, not_compared, prediction_of
 from cost_model.analytic.layer_costs import Model, costs_of
 from cost_model.analytic.memory import offloaded_bytes
 from cost_model.cluster.pools import Machines
@@ -50,11 +50,11 @@ class _Page:
     """The parts of a page that differ between kinds of plans, as lines of text.
 
     Attributes:
-        model, devices: the trained model, and its devices.
-        speed: printed beside the seconds of a step.
-        of: the source of the steps with which predictions were compared.
-        bound: the largest part of the step.
-        found: the prediction; None: there is none.
+        model, devices: what is trained, and on what.
+        speed: beside the seconds of a step.
+        of: the steps that the likely ones were compared with.
+        bound: what takes most of the step.
+        found: what a step takes; None: nobody predicted it.
         tables: sections that follow the first lines.
         layouts: the layouts of a program's tensors, and what is communicated.
         last: the last line, which says what will happen.
@@ -83,7 +83,7 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
         if found.likely_s is not None:
             low_s, high_s = found.likely_s
             likely = f"{format_seconds(low_s)} to {format_seconds(high_s)}"
-            lines.append(f"likely     {likely}, as nine of ten {page.of} steps")
+            lines.append(f"likely     {likely}, as nine of ten {page.of}")
         lines.append(f"bound by   {page.bound}")
         if plan.bound_s:
             most = f"at most {max(0.0, 1 - plan.bound_s / found.step_s):.0%} of the step to gain"
@@ -133,13 +133,21 @@ def _of_model(plan: PlanFile, width: int) -> _Page:
         model=f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         devices=_devices(machines),
         speed=speed,
-        of="published",
+        of=_compared_with(model, strategy, machines),
         bound=bound_by(found),
-        found=prediction_of(found, strategy, machines),
+        found=prediction_of(found, strategy, machines, model.stack),
         tables=tables,
         layouts=(),
         last=last_line(plan, machines, found),
     )
+
+
+def _compared_with(model: Model, strategy: ParallelStrategy, machines: Machines) -> str:
+    """Says with which steps predictions were compared, and where none was like this one."""
+    others = not_compared(model.stack, strategy, machines)
+    if not others:
+        return "published steps"
+    return f"published steps of other kinds: none under {model.stack.name} on {', '.join(others)} was compared"
 
 
 def _devices(machines: Machines) -> str:
@@ -169,7 +177,7 @@ def _of_program(plan: PlanFile, width: int) -> _Page:
         model=f"model      {what}{batch}",
         devices=devices,
         speed=f", {plan.batch / found.step_s:,.0f} rows/s" if found is not None and plan.batch else "",
-        of="compared",
+        of="compared steps",
         bound=bound,
         found=found,
         tables=tables,

@@ -1,0 +1,200 @@
+"""Software stacks: the package's files and a user's, and what their fields change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cost_model import calibrate
+from cost_model.analytic import job
+from cost_model.analytic.kernel_costs import cost, rank_on
+from cost_model.analytic.memory import layer_activation_bytes
+from cost_model.analytic.predict import predict
+from cost_model.analytic.stacks import Stack, read, stack, stacks
+from cost_model.analytic.transformer import LayerShare, Transformer
+from cost_model.analytic.transformer_kernels import Collective, layer_backward, layer_forward
+from cost_model.cluster import cluster_file
+from cost_model.cluster.pools import Machines
+from cost_model.hardware import find_device, load_efficiencies
+from cost_model.kernels.compute import find_rates
+from cost_model.validation.cases import DATA
+from cost_model.validation.cases import read as read_table
+from whale.errors import ClusterError
+from whale.ir.strategy import Degrees
+from whale.planner import ask
+from whale.planner.report import show
+
+H100 = cluster_file.parse(
+    "name: h\nnetworks: {f: {type: infiniband-ndr-400}}\n"
+    "hosts: [{name: n, count: 4, devices: [{type: h100, count: 8}], networks: {f: {nics: 8}}}]"
+)
+GPT = Transformer(16, 4096, 32, 4096, 51200)
+CORE = stack("megatron-core-bf16")
+
+
+def changed(one: Stack, **fields: object) -> Stack:
+    return msgspec.structs.replace(one, **fields)
+
+
+def test_every_figure_of_the_packages_stacks_has_a_source() -> None:
+    defaults = {f.name: f.default for f in msgspec.structs.fields(Stack)}
+    missing = []
+    for name, one in stacks().items():
+        assert one.name == name
+        given = {field for field in defaults if getattr(one, field) != defaults[field]} - {
+            "name",
+            "sources",
+            "compared",
+        }
+        missing += [f"{name}.{field}" for field in sorted(given) if not one.find_source(field)]
+        unused = {key for keys in one.sources for key in keys.split(",")} - set(defaults)
+        missing += [f"{name}: a source of {key}, which it does not have" for key in unused]
+    assert missing == []
+
+
+def test_a_users_stack_is_a_file_with_the_same_fields(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\nbase: megatron-core-fp8\nhost_us: 25\nsources: {host_us: measured by us}\n")
+    found = stack(str(mine))
+    assert found == changed(stack("megatron-core-fp8"), name="mine", host_us=25, sources=found.sources, compared=())
+    assert found.find_source("host_us") == "measured by us"
+    assert found.find_source("step_ms") == CORE.find_source("step_ms")
+    task = tmp_path / "job.yaml"
+    task.write_text(
+        "model: {layers: 2, hidden: 256, heads: 4, sequence: 128, vocabulary: 512}\n"
+        "plan: {batch: 1}\nsoftware: mine.yaml\n"
+    )
+    assert job.read(task).software == str(mine)
+    assert job.read(task).predict(H100).step_s > 0
+    assert job.read(task, "composer-bf16").software == "composer-bf16"
+
+
+def test_a_plan_names_the_file_of_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\nbase: megatron-core-bf16\n")
+    monkeypatch.chdir(tmp_path)
+    small = Transformer(4, 512, 8, 512, 1024)
+    one = cluster_file.parse("name: one\nhosts: [{name: n, devices: [{type: h100, count: 2}]}]")
+    plan = ask.plan(one, 8, small, software="mine.yaml", limits=ask.limits([], 0.2))
+    assert plan.software == str(tmp_path / "mine.yaml") and plan.problems() == []
+    assert "none under mine on h100-sxm-80gb was compared" in " ".join(show.show(plan).split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "name: a\nbase: megatron-core-bf17\n",
+            "base is none of the package's\n  given: megatron-core-bf17\n  expected: meg",
+        ),
+        ("name: a\nbase: megatron-core-bf16\nhost_ms: 1\n", "mine.yaml:3, key host_ms"),
+        ("name: a\nbase: megatron-core-bf16\nhost_us: -1\n", "mine.yaml:3, key host_us"),
+        ("name: a\nbase: megatron-core-bf16\nattention: flash-9\n", "mine.yaml:3, key attention"),
+        ("- 1\n", "mine.yaml"),
+    ],
+)
+def test_mistakes_in_a_stacks_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=message):
+        read(path)
+
+
+def test_attention_is_as_fast_as_the_latest_kernel_that_stack_and_device_have() -> None:
+    curve = load_efficiencies()["hopper-sxm"]
+    assert curve.find_attention_fraction("flash-1") < curve.find_attention_fraction("flash-2")
+    assert curve.find_attention_fraction("flash-2") < curve.find_attention_fraction("flash-3")
+    ampere = load_efficiencies()["ampere-sxm"]
+    assert ampere.find_attention_fraction("flash-3") == ampere.find_attention_fraction("flash-2")
+    old, new = (find_rates(find_device("h100"), "bfloat16", attention=k) for k in ("flash-1", "flash-3"))
+    assert 2 < new.attention_flops_per_s / old.attention_flops_per_s < 3
+    a100 = find_device("a100")
+    single, half = find_rates(a100, "tf32"), find_rates(a100, "float16")
+    assert single.matmul_flops_per_s < half.matmul_flops_per_s / 2  # slower than its peak says
+
+
+def test_what_runs_beside_kernels_is_not_waited_for() -> None:
+    share = LayerShare(tensor=8, rows=1, sequence_parallel=True)
+    machines = Machines(H100)
+    rank = rank_on(find_device("h100"), 1.0, machines.tensor_group(0, 8), CORE)
+    exposed = [
+        cost(layer_forward(GPT, share, changed(CORE, hides_sequence_parallel=part)), rank).exposed_s
+        for part in (0.0, 0.5, 1.0)
+    ]
+    assert exposed == sorted(exposed, reverse=True) and exposed[1] == pytest.approx(exposed[0] / 2, rel=0.2)
+    plan = Degrees(tensor=2, stages=4, chunks=4, micro_batch=1, batch=16, sequence_parallel=True)
+    sent = [
+        predict(GPT, plan, changed(CORE, overlaps_sends=hidden), H100).evaluation.send_s for hidden in (False, True)
+    ]
+    assert sent[0] > 0 == sent[1]
+
+
+def test_a_stack_says_what_is_computed_again() -> None:
+    def seconds(one: Stack, recompute: str) -> float:
+        share = LayerShare(rows=2, recompute=recompute)  # type: ignore[arg-type]
+        rank = rank_on(find_device("h100"), 1.0, Machines(H100).tensor_group(0, 1), one)
+        return cost(layer_backward(GPT, share, one), rank, True).device_s
+
+    none, full = seconds(CORE, "none"), seconds(CORE, "full")
+    half = changed(CORE, selective_part=0.5)
+    assert seconds(CORE, "selective") == none
+    assert none < seconds(half, "selective") < (none + full) / 2  # attention is kept
+    assert none < seconds(changed(CORE, drops_unneeded=True), "full") < full
+    kept = [layer_activation_bytes(GPT, LayerShare(rows=2, recompute=r), half) for r in ("full", "selective", "none")]
+    assert kept[1] == (kept[0] + kept[2]) / 2
+
+
+def test_logits_of_masked_words_only_cost_as_much_less() -> None:
+    masked = msgspec.structs.replace(GPT, predicted_tokens=512)
+    assert GPT.step_flops(4) - masked.step_flops(4) == 6 * 4 * (4096 - 512) * 4096 * 51200
+    all_logits, few = (predict(one, Degrees(micro_batch=1, batch=4), CORE, H100) for one in (GPT, masked))
+    assert few.step_s < all_logits.step_s and few.peak_bytes < all_logits.peak_bytes
+
+
+def test_sequence_parallel_collectives_run_beside_the_products_that_they_feed_or_follow() -> None:
+    hiding = changed(CORE, hides_sequence_parallel=0.5)
+    ops = layer_forward(GPT, LayerShare(tensor=4, sequence_parallel=True), hiding)
+    assert {op.over for op in ops if isinstance(op, Collective)} == {
+        ("qkv",),
+        ("projection",),
+        ("feed forward 1",),
+        ("feed forward 2",),
+    }
+
+
+def test_a_constant_of_a_users_stack_is_fitted_to_rows_of_the_users_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ours.yaml").write_text("name: ours\nbase: megatron-core-bf16\nstep_ms: 100\n")
+    Path("lab.yaml").write_text("name: lab\nhosts: [{name: n, devices: [{type: h100, count: 8}]}]\n")
+    heads = (
+        "set,row,group,layers,hidden,heads,sequence,vocabulary,feed_forward,experts,top,tensor,pipeline,data,chunks,"
+    )
+    heads += "micro_batch,global_batch,recompute,sequence_parallel,zero,expert_ranks,software,cluster,measured_s"
+    true = changed(read("ours.yaml"), step_ms=300.0)
+    model = Transformer(4, 512, 8, 512, 1024)
+    lines = [heads]
+    for batch in (8, 16, 24, 32, 40):
+        cluster = cluster_file.read("lab.yaml")
+        seconds = predict(model, Degrees(data=8, micro_batch=1, batch=batch), true, cluster).step_s
+        lines.append(f"own,b{batch},g,4,512,8,512,1024,,,,1,1,8,1,1,{batch},none,,0,,ours.yaml,lab.yaml,{seconds}")
+    Path("ours.csv").write_text("\n".join(lines))
+    assert calibrate.main(["--rows", "ours.csv", "--stacks", "ours.yaml", "--constants", "step_ms"]) == 0
+    printed = capsys.readouterr().out
+    assert float(printed.split("step_ms: ")[1].split()[0]) == pytest.approx(300, rel=0.02)
+    assert "data file: 100" in printed and "5-fold cross-validation" in printed
+
+
+def test_constants_of_several_stacks_are_fitted_to_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["maxtext-bf16", "maxtext-fp8"]
+    rows = read_table(DATA / "maxtext_70b_h100.csv")[1]
+    start = calibrate.current(names=names, constants=["quantise_bytes", "pointwise_passes"])
+    assert start == {"quantise_bytes": stack("maxtext-fp8").quantise_bytes, "pointwise_passes": 0.5}
+    more = calibrate.errors(rows, {"quantise_bytes": 4.0}, names)
+    before = calibrate.errors(rows, {}, names)
+    assert [one > other for one, other in zip(more, before)] == [case.stack == "maxtext-fp8" for case in rows]
+    with pytest.raises(SystemExit):
+        calibrate.main(["--rows", str(DATA / "maxtext_70b_h100.csv"), "--stacks", *names, "--constants", "host_us"])
+    assert "4 rows of maxtext-bf16, maxtext-fp8, fewer than 5" in capsys.readouterr().err
