@@ -2,6 +2,8 @@
 
 That Python is $PYTHON_BIN_PATH, the one that `make setup` installed into .venv, or python3 on PATH, in this order. What to
 compile with is asked of whale_ops/build.py, so that it stands in one place.
+
+Decision: 0010.
 """
 
 _BUILD = """

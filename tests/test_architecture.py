@@ -1,6 +1,8 @@
 """What the pages for contributors say is there: tables of imports, every folder once, words, the lines of examples.
 
 ``python -m tests.test_architecture --update`` writes the tables of imports into the page anew.
+
+Decision: 0129.
 """
 
 from __future__ import annotations

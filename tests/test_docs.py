@@ -67,6 +67,18 @@ def test_the_changelog_is_a_page() -> None:
         assert len(version) < 9000, f"{version.splitlines()[0]}: join lines that speak of one thing"
 
 
+def test_every_decision_is_cited_by_the_module_that_it_binds() -> None:
+    sources = [
+        path for part in ("whale", "whale_ops", "cost_model", "tests", "bazel") for path in (ROOT / part).rglob("*.*")
+    ]
+    cited: set[str] = set()
+    for path in sources:
+        if path.suffix in (".py", ".pyi", ".cc", ".h", ".bzl"):
+            for line in re.findall(r"^\W*Decisions?: ([\d, ]+)", path.read_text(), re.MULTILINE):
+                cited |= set(re.findall(r"\d{4}", line))
+    assert cited == {path.name[:4] for path in DECISIONS.glob("[0-9]*.md")}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_document_refers_to_exists(document: Path) -> None:
     text = re.sub(r"^\+.*$", "", document.read_text(), flags=re.MULTILINE)  # what a diff adds need not exist

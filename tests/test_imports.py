@@ -1,4 +1,7 @@
-"""Import arrows run one way: who may import whom, read from the sources."""
+"""Import arrows run one way: who may import whom, read from the sources.
+
+Decision: 0057.
+"""
 
 from __future__ import annotations
 

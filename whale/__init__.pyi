@@ -1,3 +1,4 @@
+# Decision: 0142.
 # The public names, and the module of each: what type checkers see, and what `whale/__init__.py` loads.
 # ruff: isort: skip_file
 

@@ -1,4 +1,7 @@
-"""Filters lines that TensorFlow prints whenever it starts, whatever ``TF_CPP_MIN_LOG_LEVEL`` is, and nobody needs."""
+"""Filters lines that TensorFlow prints whenever it starts, whatever ``TF_CPP_MIN_LOG_LEVEL`` is, and nobody needs.
+
+Decision: 0073.
+"""
 
 from __future__ import annotations
 

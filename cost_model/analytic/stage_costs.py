@@ -2,6 +2,8 @@
 
 Stages may be unequal, their parts of unequal devices and rows; a layer's experts are on several replicas. A search
 computes many stages, so a stage costs microseconds.
+
+Decision: 0056.
 """
 
 from __future__ import annotations

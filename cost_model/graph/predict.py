@@ -1,4 +1,7 @@
-"""Predicts step time and memory of a captured program under a plan, from the ranks' programs."""
+"""Predicts step time and memory of a captured program under a plan, from the ranks' programs.
+
+Decision: 0041.
+"""
 
 from __future__ import annotations
 

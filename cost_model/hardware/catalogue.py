@@ -1,6 +1,8 @@
 """Reads the catalogue's data files (devices.yaml, links.yaml, efficiency.yaml) and finds entries by name.
 
 Files give figures in the units of data sheets (TFLOP/s, GB/s); properties here give FLOP/s, bytes, bytes/s and seconds.
+
+Decision: 0033.
 """
 
 from __future__ import annotations

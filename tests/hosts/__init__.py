@@ -8,4 +8,6 @@ that ends, and nothing is left of it.
     with Hosts(folder, 2) as hosts:
         hosts.run("h0", sys.executable, "-m", "whale", "run", "-np", "2", "--hosts", "h0:1,h1:1", "train.py")
         hosts.shape("h1", mbit_per_s=100)
+
+Decision: 0150.
 """

@@ -3,6 +3,8 @@
 clang-format holds all of it to `.clang-format`; with ``--fix`` it formats it. clang-tidy looks for what `.clang-tidy`
 lists in what needs nobody else's headers: the core, the libraries for GPUs and mpirun, and the programs of the tests.
 It reads units, as the compiler does (`whale_ops/build.py`). TensorFlow's headers would double its time.
+
+Decision: 0144.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Defines arguments of a step other than plain tensors: a rank's rows of a sharded tensor, and iterators."""
+"""Defines arguments of a step other than plain tensors: a rank's rows of a sharded tensor, and iterators.
+
+Decision: 0023.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lists the configuration keys in nine sections, each key with its type, default, allowed values and meaning."""
+"""Lists the configuration keys in nine sections, each key with its type, default, allowed values and meaning.
+
+Decision: 0141.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A value is taken from the first source that has it: the command line (``whale ru
 `Config`), the environment (``WHALE_COMMUNICATION_BUCKET_BYTES`` for ``communication.bucket_bytes``), the file named by
 ``WHALE_CONFIG`` (dotted keys with their values, in JSON or YAML), the default. A key that is not in the table is an
 error, never ignored.
+
+Decisions: 0011, 0149.
 """
 
 from __future__ import annotations

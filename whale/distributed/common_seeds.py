@@ -1,4 +1,7 @@
-"""Seeds for what has none: equal on all ranks of a run, so that every rank draws the same whole batches."""
+"""Seeds for what has none: equal on all ranks of a run, so that every rank draws the same whole batches.
+
+Decision: 0133.
+"""
 
 from __future__ import annotations
 

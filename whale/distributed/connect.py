@@ -1,4 +1,7 @@
-"""Connects the processes that a launcher started, so that they are ranks that exchange messages."""
+"""Connects the processes that a launcher started, so that they are ranks that exchange messages.
+
+Decision: 0120.
+"""
 
 from __future__ import annotations
 

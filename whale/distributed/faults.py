@@ -1,4 +1,7 @@
-"""Turns TensorFlow's errors that come from communication into errors of Whale."""
+"""Turns TensorFlow's errors that come from communication into errors of Whale.
+
+Decision: 0130.
+"""
 
 from __future__ import annotations
 

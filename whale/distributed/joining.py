@@ -1,4 +1,7 @@
-"""Tracks which ranks a run has as some go and others come, and decides whether joining ranks are taken in."""
+"""Tracks which ranks a run has as some go and others come, and decides whether joining ranks are taken in.
+
+Decision: 0114.
+"""
 
 from __future__ import annotations
 

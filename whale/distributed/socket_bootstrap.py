@@ -2,6 +2,8 @@
 
 An MPI ends all of its ranks when it loses a host; so the ranks of several hosts, each of which may go, have none in
 common (`whale run --hosts-from`).
+
+Decision: 0116.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ operations.
 Each event is one line, written at once, so that a process that is killed leaves all that happened before. The lines go
 to the pipe of the worker of `whale run --trace` beside the script, which passes them on to the launcher, or to the file
 that the key ``debug.trace`` names. The op library writes its operations there too (``Communicator.trace_start``).
+
+Decision: 0007.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ Between the script and the worker of `whale run` beside it goes a socket with li
                        {"progress": {...}}, {"plan": {"name": ..., "text": ...}}    steps so far, plans, where asked
 
 Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
+
+Decision: 0052.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Implements ``whale.ray.run``: calls a function on every rank of a run whose processes a Ray cluster places."""
+"""Implements ``whale.ray.run``: calls a function on every rank of a run whose processes a Ray cluster places.
+
+Decision: 0084.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 
 Ranks that write into one folder at the same time rename and remove each other's files. Scripts for ``tf.distribute``
 give ranks paths of their own, at each of which one rank writes.
+
+Decision: 0147.
 """
 
 from __future__ import annotations

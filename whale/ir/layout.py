@@ -1,6 +1,8 @@
 """Placements of a tensor over a mesh: per mesh axis ``S(d)``, ``B``, ``P(op)``, ``O`` (first rank only) or ``own``.
 
 Rules and passes work on one mesh axis at a time, with a ``Placement``; a ``Layout`` is a tuple of them, one per axis.
+
+Decisions: 0015, 0016.
 """
 
 from __future__ import annotations

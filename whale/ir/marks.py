@@ -1,4 +1,7 @@
-"""Marks: what Whale notes on a node beside what TensorFlow knows of it (decision 0140)."""
+"""Marks: what Whale notes on a node beside what TensorFlow knows of it (decision 0140).
+
+Decision: 0140.
+"""
 
 from __future__ import annotations
 

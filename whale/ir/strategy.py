@@ -12,6 +12,8 @@ it, reports show it, the cost model evaluates it, and compilation implements it.
 
 Layers are those of a described model, or the weights of a program in the order of its forward pass (`chain` of
 `whale.planner.graph_search.pipelines`).
+
+Decision: 0145.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Replaces TensorFlow's ops that are slow on CPUs by Whale's own, in a rank's program."""
+"""Replaces TensorFlow's ops that are slow on CPUs by Whale's own, in a rank's program.
+
+Decision: 0126.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Compiles nodes by XLA that have no CPU kernel: they become calls of functions compiled with local shapes.
 
 Passes over the other graphs of a program leave the functions that XLA compiles unchanged.
+
+Decision: 0051.
 """
 
 from __future__ import annotations

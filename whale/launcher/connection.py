@@ -1,4 +1,7 @@
-"""Connects a worker to the launcher."""
+"""Connects a worker to the launcher.
+
+Decision: 0065.
+"""
 
 from __future__ import annotations
 

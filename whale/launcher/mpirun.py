@@ -1,4 +1,7 @@
-"""Builds the command and environment that start the ranks through Open MPI's mpirun."""
+"""Builds the command and environment that start the ranks through Open MPI's mpirun.
+
+Decision: 0072.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Implements `whale run`: starts the ranks, and starts them again after a failure as often as was asked."""
+"""Implements `whale run`: starts the ranks, and starts them again after a failure as often as was asked.
+
+Decision: 0008.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
 
 It ends with code 0 only after the launcher has closed the connection, so that mpirun, which would stop all ranks when
 the first one is gone, leaves that to the launcher. When the connection breaks, the script's process group is killed.
+
+Decision: 0001.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The result is what the ranks with equal first coordinates run, and the plan of the next axis. Groups with different
 first coordinates run almost the same program: only the first coordinate has the nodes that run once, and groups may
 have unequal rows. The plan made for the first coordinates is therefore the model for the plans of the others.
+
+Decision: 0036.
 """
 
 from __future__ import annotations

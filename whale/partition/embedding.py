@@ -2,6 +2,8 @@
 
 All lookups that do not depend on each other share their exchanges: one for the ids of all of them, one for the rows
 that are returned, one for the updates of rows.
+
+Decision: 0074.
 """
 
 from __future__ import annotations

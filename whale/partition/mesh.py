@@ -9,6 +9,8 @@ An axis divides tensors under the ``wh.split`` scopes that name it and rows else
 
   plan_program    the plan of a normalised program over the axes that make a difference
   lower_mesh      what each rank runs under a plan
+
+Decision: 0064.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Partitions a program over one axis, as GSPMD does: each rank runs the same program on its shards (SPMD).
 
 One rank's program has local shapes, local constants, and communication ops where a layout changes. No TensorFlow.
+
+Decisions: 0012, 0013.
 """
 
 from __future__ import annotations

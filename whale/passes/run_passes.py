@@ -2,6 +2,8 @@
 
 Four tables turn a captured program into the ranks' programs. NORMALIZE and PLAN are in ``whale.passes.pass_manager``,
 PARTITION in ``whale.partition.lower``, REWRITE in ``whale.kernels.substitute`` (decision 0139).
+
+Decision: 0139.
 """
 
 from __future__ import annotations

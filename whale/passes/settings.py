@@ -1,4 +1,7 @@
-"""The settings of planning: the ranks, and the user's choices in groups (see ``whale.config``)."""
+"""The settings of planning: the ranks, and the user's choices in groups (see ``whale.config``).
+
+Decision: 0053.
+"""
 
 from __future__ import annotations
 

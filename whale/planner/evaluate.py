@@ -3,6 +3,8 @@
 Evaluator          evaluate(strategy) -> Prediction
 ModelEvaluator     of a described or measured model: by formulas and a simulated schedule
 ProgramEvaluator   of a captured program: plans and partitions it, and simulates the ranks' programs
+
+Decision: 0146.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Runs a script under a saved plan: the key ``mesh.plan`` (``wh.init(plan=...)``, `whale run --plan`)."""
+"""Runs a script under a saved plan: the key ``mesh.plan`` (``wh.init(plan=...)``, `whale run --plan`).
+
+Decisions: 0049, 0099.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 ``Rule.strategies`` answers the planner's question ("given the operands' placements now, what may this op do?");
 ``Rule.local_op`` answers lowering's ("with this strategy, what changes on coordinate i?").
+
+Decision: 0040.
 """
 
 from __future__ import annotations

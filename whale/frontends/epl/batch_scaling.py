@@ -2,6 +2,8 @@
 
 One program computes the values of all replicas at once. The value of each single replica, and so the mean or the sum
 over replicas, follows from it if the growth with rows is known.
+
+Decision: 0069.
 """
 
 from __future__ import annotations

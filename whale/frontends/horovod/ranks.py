@@ -1,4 +1,7 @@
-"""Implements Horovod's functions about ranks, and refuses parts of its API that Whale does not support."""
+"""Implements Horovod's functions about ranks, and refuses parts of its API that Whale does not support.
+
+Decision: 0058.
+"""
 
 from __future__ import annotations
 

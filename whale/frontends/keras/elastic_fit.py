@@ -4,6 +4,8 @@ Before each of its calls of the model's step a rank notes the epoch, the step in
 that data were made with, and what callbacks have come to hold. A process that joins waits for this where it calls
 ``fit``. It begins with that epoch, leaves out the steps that the others have taken in it, makes its data with the same
 seeds, and gives its callbacks what the others' hold. Variables come with the step.
+
+Decision: 0110.
 """
 
 from __future__ import annotations

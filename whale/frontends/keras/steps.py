@@ -1,4 +1,7 @@
-"""Implements the callables of Keras for a batch: the model's step as a ``wh.function`` of the batch's tensors."""
+"""Implements the callables of Keras for a batch: the model's step as a ``wh.function`` of the batch's tensors.
+
+Decision: 0062.
+"""
 
 from __future__ import annotations
 

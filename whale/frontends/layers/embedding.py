@@ -6,6 +6,8 @@ absent (negative), so that shapes are known, and what is divided is what any loo
 ``Embedding``: the layer. ``_Bags``: ids and weights, dense. ``_combine``: rows of bags to a row for each bag.
 ``_find_row_range``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.layers.vocabulary``,
 rows that lie on every rank are in ``whale.frontends.layers.hot``.
+
+Decision: 0112.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ access pattern the ranks with hot rows send most of the traffic. If these are re
 all-reduced, which costs all ranks the same.
 
 ``look_up`` looks ids up among them. ``hot_ids`` finds, from a sample of batches, the rows for which it pays.
+
+Decisions: 0118, 0122.
 """
 
 from __future__ import annotations

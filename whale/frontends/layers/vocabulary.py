@@ -7,6 +7,8 @@ ids that have none.
 
 ``Vocabulary``: ids, what they were used, and the slots whose rows are new. ``hash_ids``: an id's bits, mixed.
 ``draw_rows``: first rows that follow from the ids.
+
+Decision: 0097.
 """
 
 from __future__ import annotations

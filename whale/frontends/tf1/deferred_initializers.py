@@ -2,6 +2,8 @@
 
 A run that only initialises or restores variables says nothing about their layout. Its assignments
 are recorded, and executed by the first run that uses the variable: part by part if that run's plan divides it.
+
+Decision: 0047.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Replaces TensorFlow 1's sessions, and Python code that writes files, by Whale's during a run."""
+"""Replaces TensorFlow 1's sessions, and Python code that writes files, by Whale's during a run.
+
+Decision: 0066.
+"""
 
 from __future__ import annotations
 

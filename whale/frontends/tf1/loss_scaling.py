@@ -1,4 +1,7 @@
-"""Feeds the loss scale for float16 to a session's runs, and adjusts it after overflows."""
+"""Feeds the loss scale for float16 to a session's runs, and adjusts it after overflows.
+
+Decision: 0070.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saves a session's split variables: each rank writes its parts into the files of a tf Saver."""
+"""Saves a session's split variables: each rank writes its parts into the files of a tf Saver.
+
+Decision: 0046.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stores the variables of a session, and changes their layouts before each run that needs others."""
+"""Stores the variables of a session, and changes their layouts before each run that needs others.
+
+Decision: 0093.
+"""
 
 from __future__ import annotations
 

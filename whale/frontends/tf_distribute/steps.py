@@ -3,6 +3,8 @@
 This is detected at the function's first call: while it is traced, ``strategy.run`` ends the trace, and the function
 becomes a ``wh.function``. A function that itself takes batches from a distributed dataset runs in Python from then on,
 and the function passed to ``strategy.run`` is the step.
+
+Decision: 0059.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ oneDNN multiplies small matrices, and those with one small side, in place, witho
 AVX-512 it excludes rows whose length is a multiple of 1,024 numbers, which collide in the caches;
 its kernels for AVX2 do not, and take up to 2.7 times as long for them (`nocopy_checker_avx2` beside
 `nocopy_checker_avx512` in oneDNN's src/cpu/x64/gemm/gemm_driver.cpp).
+
+Decision: 0127.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Fuses units with the same arithmetic into one operation, WhaleUpdate, which updates all their variables."""
+"""Fuses units with the same arithmetic into one operation, WhaleUpdate, which updates all their variables.
+
+Decision: 0088.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Brings a run to its end: who failed or stopped it, who is told, and which signals the ranks get when."""
+"""Brings a run to its end: who failed or stopped it, who is told, and which signals the ranks get when.
+
+Decision: 0006.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Serves `whale run --metrics-port`: Prometheus' text format at /metrics, and whether all ranks are up at /healthz."""
+"""Serves `whale run --metrics-port`: Prometheus' text format at /metrics, and whether all ranks are up at /healthz.
+
+Decision: 0083.
+"""
 
 from __future__ import annotations
 

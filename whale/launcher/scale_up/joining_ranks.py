@@ -3,6 +3,8 @@
 A joining rank's process starts beside the run, imports what it imports and builds what it builds; nobody waits for it.
 When its script has come to where it would go on with the others, it says so. As soon as all that were started together
 have, or have ended, every rank of the run hears of them in the same message, and they become ranks like the others.
+
+Decision: 0104.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Lets a rank without rows take part in the communication of micro-batches, as often as the ranks with rows."""
+"""Lets a rank without rows take part in the communication of micro-batches, as often as the ranks with rows.
+
+Decision: 0085.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Cuts a rank's program into micro-batches: plans it over time, and rolls it up."""
+"""Cuts a rank's program into micro-batches: plans it over time, and rolls it up.
+
+Decision: 0094.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ There is no second round of micro-batches. If ``each`` reads a sum over the micr
 whole batch before, if it depends on inputs only (the number of tokens that a mask leaves); its reader is computed on
 the whole batch after, if no update depends on it (the deviation of a metric), or no product of a layer (rows of
 gradients that an optimizer clips by their norm, or divides by sums of squares); everything else is an error.
+
+Decisions: 0028, 0095.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 It is recognised by what the operations compute, forward and backward, whatever they are called: products are read as
 contractions, and everything element by element between the scores and the softmax (scales, masks, caps) belongs to it.
+
+Decision: 0089.
 """
 
 from __future__ import annotations

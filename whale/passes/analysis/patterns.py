@@ -3,6 +3,8 @@
 A pattern is a glob: ``*`` is any text, ``/`` included, ``?`` one character, ``[0-5]`` one of several. It begins and
 ends where parts of a name do: ``decoder/layers_[0-5]`` stands for all that is inside of those layers, whatever they are
 inside of. Names are those of TensorFlow's name scopes, which layers of Keras and modules enter, and of variables.
+
+Decision: 0060.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from one form to another is paid once, however many readers want it; and a form 
 costs nothing where the whole tensor is made anyway. The cheapest choice is found exactly: by eliminating one node after
 the other (dynamic programming, ``eliminate``), which takes a moment for the chains and blocks that models consist of;
 by an integer program (``integer_program``) where a graph is too wide for that.
+
+Decision: 0035.
 """
 
 from __future__ import annotations

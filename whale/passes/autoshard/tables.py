@@ -7,6 +7,8 @@ others: tables that are no more than a rank's share of all of them, spread by by
 
 Largest first, each to the rank on which the larger of its two loads becomes least (Graham, "Bounds on multiprocessing
 timing anomalies", 1969, for one load).
+
+Decision: 0119.
 """
 
 from __future__ import annotations

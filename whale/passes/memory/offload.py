@@ -5,6 +5,8 @@ Of tables, only the rows that a step looks up, and the gradients of these, are m
 Ren et al., "ZeRO-Offload: democratizing billion-scale model training", USENIX ATC 2021: the update is computed where
 the optimizer's state lies, so that a step moves each gradient to the host and each change of a weight back, and the
 state never. What moves passes through ``WhaleOffload``, which counts its bytes.
+
+Decision: 0030.
 """
 
 from __future__ import annotations

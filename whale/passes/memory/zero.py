@@ -12,6 +12,8 @@ nodes of an update that every rank would run alike, whole, get the state's layou
 
     state_at_rest       which variables are split, and how
     update_strategies   which nodes of the updates are computed in parts
+
+Decision: 0031.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ part from the gradient of the result to their gradients, which computes the scor
 replaces as a function of the program, so this pass need not know the scale, mask or cap between the products. At run
 time keys and values are sent around the ring of ranks, and the softmax is accumulated block by block
 (``whale.partition.ring_attention``).
+
+Decision: 0079.
 """
 
 from __future__ import annotations

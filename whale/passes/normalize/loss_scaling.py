@@ -6,6 +6,8 @@ for the last micro-batch. Where it is no, what is assigned is the old value, wha
 updates that depend on a gradient, the counters that only these read (an optimizer's `iterations`), and those that wait
 for them (a global step); statistics of the forward pass are updated as in every step. An optimizer's op of its own gets
 operands with which it changes nothing.
+
+Decision: 0029.
 """
 
 from __future__ import annotations

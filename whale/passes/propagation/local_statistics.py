@@ -13,6 +13,8 @@ Each of them is a sum over the ranks of their rows' contributions. A rank's own 
 (all rows / own rows), and so is the gradient that its own mean receives, where the program then divides by all rows.
 So one placement (``whale.ir.layout.PerRank``) and one factor serve both directions; nothing else in the program
 changes. Fused kernels (FusedBatchNorm) keep their own statistics by their rule.
+
+Decision: 0018.
 """
 
 from __future__ import annotations

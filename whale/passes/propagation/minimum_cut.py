@@ -1,6 +1,8 @@
 """Finds minimum cuts of flow networks, for ``whale.passes.propagation.partial_sums``.
 
 The networks of a step are many and small, and importing a graph library would take longer than cutting all of them.
+
+Decision: 0101.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Chooses a strategy for one node: the cheapest that its rule allows, given the placements of its operands."""
+"""Chooses a strategy for one node: the cheapest that its rule allows, given the placements of its operands.
+
+Decision: 0017.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ placements, and the cheapest alternative wins: bytes that have to move, work tha
 sum the all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of
 linear ops stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided
 afterwards, exactly, by ``whale.passes.propagation.partial_sums``.
+
+Decision: 0068.
 """
 
 from __future__ import annotations

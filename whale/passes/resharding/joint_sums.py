@@ -6,6 +6,8 @@ same, and moves less: of p x q ranks, 2 (p q - 1) T bytes instead of 2 q (p - 1)
 
   sums_to_join   finds a program's sums along earlier axes that continue along the next one, by its plan
   join_sums      merges them in a rank's program
+
+Decision: 0076.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A round with a given budget is the same whatever the total budget is, and the best of all rounds is returned: a larger
 budget never gives a slower result. Results depend on the clock only where a round is cut short.
+
+Decision: 0077.
 """
 
 from __future__ import annotations

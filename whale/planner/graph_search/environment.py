@@ -1,5 +1,7 @@
 """Holds the inputs by which a search evaluates plans: each rank's speed, prices of operations and exchanges, memory
 limits.
+
+Decision: 0106.
 """
 
 from __future__ import annotations

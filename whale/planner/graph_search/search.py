@@ -4,6 +4,8 @@ predicted.
 Predictions are of the programs that would run: each strategy is planned and lowered as in compilation, the cost model
 simulates its step, and its memory is checked as compilation checks it (`predict.py`). The fastest strategy that fits
 wins, and the run uses the very plan that was predicted.
+
+Decision: 0108.
 """
 
 from __future__ import annotations

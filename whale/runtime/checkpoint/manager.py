@@ -1,4 +1,7 @@
-"""Writes checkpoints in TensorFlow's format in parallel, with a share for each rank: ``wh.CheckpointManager``."""
+"""Writes checkpoints in TensorFlow's format in parallel, with a share for each rank: ``wh.CheckpointManager``.
+
+Decision: 0044.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks, before a program runs, that all ranks have the same one, and sends them rank 0's plan."""
+"""Checks, before a program runs, that all ranks have the same one, and sends them rank 0's plan.
+
+Decision: 0021.
+"""
 
 from __future__ import annotations
 

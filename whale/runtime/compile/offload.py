@@ -1,4 +1,7 @@
-"""Finds the device that computes under ``memory.offload``, and counts bytes copied between it and the host's memory."""
+"""Finds the device that computes under ``memory.offload``, and counts bytes copied between it and the host's memory.
+
+Decision: 0075.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Converts ranks' programs to TensorFlow functions and graphs that the runtime can register and call."""
+"""Converts ranks' programs to TensorFlow functions and graphs that the runtime can register and call.
+
+Decision: 0014.
+"""
 
 from __future__ import annotations
 

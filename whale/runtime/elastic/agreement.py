@@ -1,4 +1,7 @@
-"""Lets the remaining ranks agree before they continue, and lets a rank that is a step behind catch up."""
+"""Lets the remaining ranks agree before they continue, and lets a rank that is a step behind catch up.
+
+Decision: 0109.
+"""
 
 from __future__ import annotations
 

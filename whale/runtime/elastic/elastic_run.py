@@ -6,6 +6,8 @@ meet on a new communicator. If all variables are replicated, a rank that has tak
 its results and the variables. If ranks hold parts, lost parts come from the ranks that keep copies of them
 (whale/runtime/elastic/generations.py), and if the step is not complete with these, all ranks repeat it.
 Programs are compiled again for the remaining ranks.
+
+Decisions: 0091, 0115.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ step; that is free until the step writes, and then as much memory as the rank's 
 Snapshot      a rank's pieces at one moment
 PieceCopies   pieces of other ranks, after a number of steps
 Generations   the last two of each
+
+Decision: 0100.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 All ranks decide alike, from the statements of all. The latest step counts if each of them has taken it
 and every piece of it exists, on its holder or on the rank that keeps the copy; otherwise they go back to before it.
+
+Decision: 0107.
 """
 
 from __future__ import annotations

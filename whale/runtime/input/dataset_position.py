@@ -1,4 +1,7 @@
-"""Where in a dataset of ``wh.shard`` a loop is, as part of a checkpoint."""
+"""Where in a dataset of ``wh.shard`` a loop is, as part of a checkpoint.
+
+Decision: 0138.
+"""
 
 from __future__ import annotations
 

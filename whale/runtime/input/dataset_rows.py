@@ -4,6 +4,8 @@ A dataset ``source -> shuffle, repeat, map ... -> batch(n) -> prefetch, repeat, 
 of samples by their position in the batch. Maps that compute each sample by itself move behind the selection, over
 shuffles and repeats too, so that a rank transforms its own samples only. Whatever is not understood stays in front of
 the selection, or is a reason to read everything (``Unknown``): the rows are those of one device in any case.
+
+Decision: 0024.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Draws batches that a step reads itself from an iterator of the script: they are read before it, as its arguments."""
+"""Draws batches that a step reads itself from an iterator of the script: they are read before it, as its arguments.
+
+Decision: 0061.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Ranks take different rows of a dataset, so that their rows do not show whether they all read the same one. What it is
 built of does, without reading it: tensors, numbers, seeds, functions, and what these capture, tables above all. Where
 Python, generators and files decide on elements, these are summed up as they are read.
+
+Decision: 0134.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ TensorFlow writes these for one process. Where a second one comes to the same fi
 is half written, or, as scripts remove what an earlier run has left, loses them. So in a run of several processes each
 writes to a temporary folder of its own. What is there already at the name that the script gives is read by all; and
 what is to outlast the run, the first rank puts there: what was saved at once, a cache when it ends.
+
+Decision: 0148.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Whale plans a step for each set of shapes. TensorFlow has a trace for each one only where it knows the shapes; where it
 does not, one trace serves many, and each of its random operations has one stream.
+
+Decision: 0137.
 """
 
 from __future__ import annotations

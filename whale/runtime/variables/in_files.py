@@ -6,6 +6,8 @@ with the process. This suits variables of which steps read and write rows; readi
 
 ``keep_in_files``, ``find_folder``: which variables. ``make_mapped_variable``: creates a part. ``write_block``: writes a
 block of it. ``copy_part``: copies its value.
+
+Decision: 0102.
 """
 
 from __future__ import annotations

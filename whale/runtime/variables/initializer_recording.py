@@ -1,4 +1,7 @@
-"""Records the computation of an initializer without running it: a Python function, or a part of a session's graph."""
+"""Records the computation of an initializer without running it: a Python function, or a part of a session's graph.
+
+Decision: 0039.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Convolutions and their gradients: cut by batch, by channels, and by rows and columns (`halo.py`)."""
+"""Convolutions and their gradients: cut by batch, by channels, and by rows and columns (`halo.py`).
+
+Decision: 0037.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+// Decision: 0043. (docs/decisions)
 #include "whale_ops/core/collective/algorithms.h"
 
 #include <algorithm>

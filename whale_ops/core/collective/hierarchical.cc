@@ -1,4 +1,5 @@
 // All-reduces in two levels: within hosts through memory, between hosts through the network.
+// Decision: 0005 (docs/decisions).
 #include <algorithm>
 #include <limits>
 

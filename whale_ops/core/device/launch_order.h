@@ -1,4 +1,5 @@
 // One order of starts on all ranks, for libraries that do not match operations by key (NCCL).
+// Decision: 0098 (docs/decisions).
 #pragma once
 
 #include <cstdint>

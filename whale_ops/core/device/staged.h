@@ -1,6 +1,7 @@
 // Exchanges of devices that reach no other rank by themselves: through the host's memory and
 // Whale's own exchange, in pieces, of which one is copied out of the device while another travels
 // and a third is copied back.
+// Decision: 0103 (docs/decisions).
 #pragma once
 
 #include <memory>

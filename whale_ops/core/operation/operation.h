@@ -1,5 +1,6 @@
 // One invocation of an operation on one rank: what it is, what it says about itself, and the two
 // machines that carry it out.
+// Decision: 0143 (docs/decisions).
 #pragma once
 
 #include <memory>

@@ -1,3 +1,4 @@
+// Decision: 0027. (docs/decisions)
 #include "whale_ops/core/progress/engine.h"
 
 #include <pthread.h>

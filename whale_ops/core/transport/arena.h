@@ -1,5 +1,6 @@
 // Memory of this process in which TensorFlow's large tensors lie, and which its peers of the
 // machine map.
+// Decisions: 0003, 0121 (docs/decisions).
 #pragma once
 
 #include <atomic>

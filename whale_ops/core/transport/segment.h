@@ -1,5 +1,6 @@
 // What a rank owns in memory and its peers of the machine map: rings of records and slots for
 // payloads.
+// Decision: 0002 (docs/decisions).
 #pragma once
 
 #include <algorithm>

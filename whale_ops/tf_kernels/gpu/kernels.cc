@@ -1,5 +1,6 @@
 // Exchanges of what lies in a device's memory, in which a kernel takes part by its rank's
 // DeviceRank.
+// Decision: 0026 (docs/decisions).
 #include <algorithm>
 #include <numeric>
 

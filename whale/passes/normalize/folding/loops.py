@@ -1,4 +1,7 @@
-"""Infers shapes of loop variables by induction: a loop keeps the shape that it starts with if one iteration does."""
+"""Infers shapes of loop variables by induction: a loop keeps the shape that it starts with if one iteration does.
+
+Decision: 0124.
+"""
 
 from __future__ import annotations
 
