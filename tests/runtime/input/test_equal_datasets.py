@@ -307,6 +307,16 @@ def test_rounds_that_are_read_ahead_are_told_apart() -> None:
     assert [[t.numpy().tolist() for t in summary.of(1)] for _ in range(3)] == [[[7]], [[8]], [[9]]]
 
 
+def test_only_what_is_to_come_is_kept() -> None:
+    summary = Summary([0], 4)
+    summary.begin()
+    for number in range(20):
+        if number < 3 or number % 4 == 0:
+            summary._keep(np.int64(number), np.array([number]))
+        assert [t.numpy().tolist() for t in summary.of(number)] == [[number if number < 3 else max(2, number // 4 * 4)]]
+        assert len(summary._held) == 1
+
+
 def test_two_iterations_at_once_are_no_difference() -> None:
     kept: list[Any] = []
 

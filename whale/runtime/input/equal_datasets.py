@@ -358,9 +358,9 @@ class Summary:
         """
         if number <= self._last:
             self._rounds_yielded += 1
-            for key in [key for key in list(self._held) if key[0] < self._rounds_yielded]:
-                del self._held[key]
         self._last = number
         latest = number if number < FIRST_STEPS else max(FIRST_STEPS - 1, number - number % self._every)
-        held = [] if self._mixed else self._held.get((self._rounds_yielded, latest), [])
-        return [tf.constant(tensor) for tensor in held]
+        wanted = self._rounds_yielded, latest
+        for key in [key for key in list(self._held) if key < wanted]:
+            del self._held[key]
+        return [] if self._mixed else [tf.constant(tensor) for tensor in self._held.get(wanted, [])]
