@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from tests.launcher.helpers import Launcher
 
 MODEL = """
@@ -36,6 +40,35 @@ if wh.rank() == 0:
     line = MODEL.count("\n") + 7
     assert f"`save_model` of the model 'sequential' at script.py:{line}, which every rank has to call" in said, said
     assert "the variable 'sequential/first/kernel' is sharded over the ranks" in said, said
+
+
+TRAINED = """
+model = keras.Sequential(layers)
+model.compile("sgd", "mse")
+{callback}
+model.fit(x, y, batch_size=16, epochs=3, verbose=0, callbacks=[callback] if wh.rank() == {rank} else [])
+print("went on")
+"""
+LINE = MODEL.count("\n") + 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_callback_ends_the_training_on_one_rank(launcher: Launcher, rank: int) -> None:
+    callback = "callback = keras.callbacks.EarlyStopping('loss', patience=0, min_delta=1e9)"
+    said = said_by_one_rank(launcher, TRAINED.format(callback=callback, rank=rank))
+    place = f"rank {1 - rank} is still in `fit` of the model 'sequential' at script.py:{LINE}, at step 5"
+    assert f"CommError: {place}, while another rank is elsewhere: a callback may stand on one rank only" in said, said
+    assert "give every rank the same callbacks" in said, said
+
+
+def test_a_callback_evaluates_on_one_rank(launcher: Launcher) -> None:
+    callback = "callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.evaluate(x, y))"
+    said = said_by_one_rank(launcher, TRAINED.format(callback=callback, rank=0))
+    place = rf"rank [01] is still in `fit` of the model 'sequential' at script\.py:{LINE}, at step [23]"
+    assert re.search(f"CommError: {place}, while another rank is elsewhere: a callback may stand on one rank", said), (
+        said
+    )
+    assert f"`evaluate` of the model 'sequential' at script.py:{LINE - 1}, inside of `fit` after 2 steps" in said, said
 
 
 def test_a_model_predicts_on_one_rank_while_the_other_goes_on(launcher: Launcher) -> None:

@@ -64,7 +64,13 @@ DERIVED: dict[str, Callable[[tf.data.Dataset], tf.data.Dataset]] = {
     "mapped": lambda d: d.map(lambda x, y: (-x, y)),
     "twice": lambda d: d.take(2).repeat(2),
     "first mapped": lambda d: d.map(lambda x, y: (2 * x, y)).take(2),
+    "shuffled": lambda d: d.shuffle(3, seed=9),
+    "and again": lambda d: d.concatenate(d.take(2)),
+    "in turn": lambda d: tf.data.Dataset.sample_from_datasets([d, d.take(2)], seed=6),
+    "padded": lambda d: d.unbatch().padded_batch(5, ([3], [])),
+    "rebatched": lambda d: d.rebatch(4),
 }
+READ_AHEAD = ("mapped", "first", "first mapped", "shuffled", "and again", "in turn", "padded", "rebatched")
 ACTS = (
     "loop",
     "part",
@@ -115,6 +121,14 @@ CASES = (
         (("part", "all", 3), ("shard part", "all", 4), ("fit", "all", 2), ("restart", "all", 2), ("shard", "first", 1)),
     ),
     Program(
+        _SIMPLE,
+        (("shard", "shuffled", 2), ("fit", "and again", 2), ("shard part", "rebatched", 2), ("restart", "shuffled", 2)),
+    ),
+    Program(
+        replace(_SIMPLE, below=True),
+        (("shard", "in turn", 2), ("restart", "and again", 2), ("fit", "padded", 2), ("evaluate", "rebatched", 1)),
+    ),
+    Program(
         replace(_SIMPLE, buffer=4, rest=("shuffle", "batch")),
         (("restart", "first mapped", 2), ("loop", "all", 1), ("fit", "all", 1)),
     ),
@@ -149,7 +163,7 @@ def drawn(number: int) -> Program:
     # repetition is not read to its end, or another iteration begins meanwhile, nobody can say which order is whose; and
     # where a loop stops at the last batches but one of a cache, nobody can say whether that is full.
     races = repeats if number < RACING else ""
-    derived = [name for name in DERIVED if not (races and ("mapped" in name or name == "first"))]
+    derived = [name for name in DERIVED if not (races and name in READ_AHEAD)]
     short = number < RACING and "cache" in rest and int(data.make().cardinality()) < LONG
     kinds = [act for act in ACTS if not ((races or short) and act in PARTS)]
     acts = []

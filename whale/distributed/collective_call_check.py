@@ -55,7 +55,19 @@ def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) ->
     return tf.constant(ranks.retry_after_loss(lambda: next(reads, variable.read_value)().numpy()))
 
 
-def call_together(ranks: Ranks, function: str, what: str, why: str = "", own: Any = None) -> list[Any]:
+_DIFFERENT_CALLS = "the ranks call different things"
+# How messages of ranks begin that wait for each other in different exchanges: of the core, and of what compares inputs.
+_OTHER_PLACES = (_DIFFERENT_CALLS, "the ranks are at different places of the program", "the ranks are about to run")
+
+
+def tells_of_other_places(error: CommError) -> bool:
+    """Tells whether an error is that of ranks which are alive, and do different things."""
+    return error.message.startswith(_OTHER_PLACES)
+
+
+def call_together(
+    ranks: Ranks, function: str, what: str, why: str = "", own: Any = None, verb: str = "call"
+) -> list[Any]:
     """Checks that all ranks are about to call ``function``; collective between processes.
 
     A rank may be late: the others wait up to ``WRITE_TIMEOUT_S``.
@@ -64,6 +76,7 @@ def call_together(ranks: Ranks, function: str, what: str, why: str = "", own: An
       what: the call, in words: the function, its object, its place in the script.
       why: what no rank can do alone, in words.
       own: what the other ranks are to know of this one's call; of JSON's types.
+      verb: what every rank has to do with it, in words.
 
     Returns:
       ``own`` of every rank.
@@ -73,14 +86,14 @@ def call_together(ranks: Ranks, function: str, what: str, why: str = "", own: An
     """
     if not ranks.has_other_processes:
         return [own]
-    purpose = f"{what}, which every rank has to call" + (f": {why}" if why else "")
+    purpose = f"{what}, which every rank has to {verb}" + (f": {why}" if why else "")
     data = msgspec.json.encode((function, what, own))
     everyone = ranks.comms[0].allgather_bytes("whale/call", data, WRITE_TIMEOUT_S, purpose)
     said = [msgspec.json.decode(one, type=tuple[str, str, Any]) for one in everyone]
     other = next((rank for rank, (name, _, _) in enumerate(said) if name != said[0][0]), None)
     if other is not None:
         raise CommError(
-            "the ranks call different things",
+            _DIFFERENT_CALLS,
             given=f"rank 0: {said[0][1]}; rank {other}: {said[other][1]}",
             expected="the same calls in the same order on every rank",
             action="call it on every rank; wh.rank() == 0 is for what is printed or written with its result",

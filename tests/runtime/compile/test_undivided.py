@@ -33,14 +33,24 @@ def no_rows(rate: Any) -> Any:
     return rate * tf.reduce_sum(tf.matmul(tf.constant(X) * rate, W))
 
 
+def masked(x: Any) -> Any:
+    return tf.reduce_sum(tf.matmul(tf.boolean_mask(2 * x, x[:, 0] > 0), W))
+
+
+def without_repeats(x: Any) -> Any:
+    return tf.reduce_sum(tf.matmul(tf.reshape(tf.unique(tf.reshape(x, [-1]))[0], [-1, 1]), W[:1]))
+
+
 @pytest.mark.parametrize(
     ("step", "argument", "why", "action"),
     [
         (looped, lambda: iter(tf.data.Dataset.from_tensors(X).repeat()), "from an iterator", "for batch in wh.shard"),
         (over_dataset, lambda: tf.data.Dataset.from_tensors(X).repeat(2), "loops over a dataset", "take the loop out"),
         (no_rows, lambda: np.float32(1), "none of its arguments has rows", "pass it the batch"),
+        (masked, lambda: X, "the rows of its batch (x) end at `Where` (boolean_mask/Where)", "each row by itself"),
+        (without_repeats, lambda: X, "the rows of its batch (x) end at `Unique` (Unique)", "in front of the step"),
     ],
-    ids=["iterator", "dataset", "scalar"],
+    ids=["iterator", "dataset", "scalar", "mask", "unique"],
 )
 def test_it_is_said_once(
     ranks: Callable[..., None],

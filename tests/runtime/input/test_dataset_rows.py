@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import whale as wh
 from whale.capture.sharded import ShardedTensor
 from whale.config import Config, Mesh
 from whale.errors import ProgramError
@@ -105,6 +106,34 @@ def odd(sample: Any) -> Any:
     return sample["y"] % 2 == 1
 
 
+def doubled(count: int) -> tf.data.Dataset:
+    return samples(count).map(double)
+
+
+def twice(number: Any) -> Any:
+    return 2 * number
+
+
+def pairs(count: int) -> tf.data.Dataset:
+    return samples(count).map(lambda s: [s["y"], 2 * s["y"]])
+
+
+def lengths() -> tf.data.Dataset:
+    return tf.data.Dataset.range(1, 12).map(lambda n: tf.fill([n], n))
+
+
+def generated(count: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_generator(lambda: range(count), output_signature=tf.TensorSpec([], tf.int64))
+
+
+def generated_samples(count: int) -> tf.data.Dataset:
+    return generated(count).map(lambda n: {"x": tf.fill([3], tf.cast(n, tf.float64)), "y": n})
+
+
+def sampled(*datasets: tf.data.Dataset) -> tf.data.Dataset:
+    return tf.data.Dataset.sample_from_datasets(list(datasets), [0.3, 0.7], seed=4)
+
+
 CHAINS: dict[str, tuple[Make, int, str]] = {
     # name -> (dataset, maps that see a rank's samples only, or -1 where all rows are read; what the report says)
     "plain": (lambda: samples(21).batch(8), 0, "its rows"),
@@ -123,24 +152,138 @@ CHAINS: dict[str, tuple[Make, int, str]] = {
     "known count": (
         lambda: samples(21).filter(odd).apply(tf.data.experimental.assert_cardinality(10)).map(double).batch(4),
         1, "its rows"),
-    "unknown count": (lambda: samples(21).filter(odd).map(double).batch(4), -1, "assert_cardinality"),
-    "batch statistics": (lambda: samples(21).batch(8).map(lambda b: b["x"] - tf.reduce_mean(b["x"])), -1, "MapDataset"),
-    "padded": (
-        lambda: tf.data.Dataset.range(1, 12).map(lambda n: tf.fill([n], n)).padded_batch(4), -1, "PaddedBatch"),
+    "unknown count": (lambda: samples(21).filter(odd).map(double).batch(4), 1, "its rows"),
+    "unknown count, a rest of one row": (lambda: samples(18).filter(odd).map(double).batch(4), 1, "its rows"),
+    "unknown count, without a rest": (
+        lambda: samples(21).filter(odd).map(double).batch(4, drop_remainder=True).repeat(2), 1, "its rows"),
+    "a generator": (lambda: generated(11).map(lambda n: 2 * n).shuffle(4, seed=2).batch(4), 1, "its rows"),
+    "none at all": (lambda: samples(9).filter(lambda s: False).batch(4), 0, "its rows"),
+    "enumerated": (lambda: samples(11).enumerate().map(lambda i, s: (i, double(s))).batch(4), 1, "its rows"),
+    "zip": (lambda: tf.data.Dataset.zip((doubled(11), samples(12).skip(1))).shuffle(5, seed=2).batch(4), 1, "its rows"),
+    "zip of maps": (
+        lambda: tf.data.Dataset.zip({"a": doubled(11), "b": (doubled(9), tf.data.Dataset.range(20).map(twice))})
+        .map(lambda s: (s["a"]["x"], s["b"][0]["y"], s["b"][1])).batch(4), 4, "its rows"),
+    "zip of lists from maps": (
+        lambda: tf.data.Dataset.zip((pairs(9), tf.data.Dataset.range(9))).batch(4), 1, "its rows"),
+    "zip of unknown counts": (
+        lambda: tf.data.Dataset.zip((doubled(21).filter(odd), generated(7).map(twice))).batch(4), 1,
+        "double run for all samples"),
+    "zip of batches": (
+        lambda: tf.data.Dataset.zip((doubled(21).batch(4), tf.data.Dataset.range(21).map(twice).batch(4))), 2,
+        "its rows"),
+    "zip of full batches": (
+        lambda: tf.data.Dataset.zip((doubled(21).batch(4, True), generated(14).batch(4, True))).repeat(2), 1,
+        "its rows"),
+    "zip of shuffled batches": (
+        lambda: tf.data.Dataset.zip(tuple(doubled(12).shuffle(9, seed=i).repeat().batch(4) for i in range(2))), 0,
+        "double, double run for all samples"),
+    "zip of other rests": (
+        lambda: tf.data.Dataset.zip((samples(9).batch(4), samples(11).batch(4))), -1, "put batch(n) behind"),
+    "zip of other batches": (
+        lambda: tf.data.Dataset.zip((samples(8).batch(2), samples(24).batch(6))), -1, "zip(wh.shard(a), wh.shard(b))"),
+    "zip of batches of unknown counts": (
+        lambda: tf.data.Dataset.zip((samples(9).batch(4), generated(9).batch(4))), -1, "zip the samples"),
+    "concatenated": (lambda: doubled(9).concatenate(samples(5)).map(double).batch(4), 1, "double run for all samples"),
+    "concatenated batches": (lambda: doubled(9).batch(4).concatenate(doubled(7).batch(3)).repeat(2), 2, "its rows"),
+    "concatenated generators": (
+        lambda: generated(6).batch(4).concatenate(generated(5).batch(4)).repeat(2), 0, "its rows"),
+    "concatenated with zipped": (
+        lambda: tf.data.Dataset.zip((samples(9), samples(9))).batch(4)
+        .concatenate(tf.data.Dataset.zip((samples(8).batch(4), samples(8).batch(4)))), -1,
+        "put batch(n) behind concatenate"),
+    "sampled": (lambda: sampled(doubled(9), samples(7).repeat(2)).map(double).batch(4), 1, "its rows"),
+    "sampled batches": (lambda: sampled(doubled(9).batch(4), generated_samples(7).batch(3)), 2, "its rows"),
+    "chosen batches": (
+        lambda: tf.data.Dataset.choose_from_datasets(
+            [doubled(9).batch(4), doubled(9).shuffle(5, seed=1).batch(4)], tf.data.Dataset.range(2).repeat(3)),
+        2, "its rows"),
+    "interleaved": (
+        lambda: tf.data.Dataset.range(4).interleave(lambda n: tf.data.Dataset.range(n, n + 5)).map(twice).batch(4), 1,
+        "its rows"),
+    "interleaved batches": (
+        lambda: tf.data.Dataset.range(4).interleave(lambda n: tf.data.Dataset.range(n, n + 5).batch(2)), -1,
+        "it ends in interleave, not in batch(n); have the function give samples, and put batch(n) behind interleave"),
+    "flat batches": (
+        lambda: tf.data.Dataset.range(4).flat_map(lambda n: tf.data.Dataset.range(n, n + 5).batch(2)), -1, "flat_map"),
+    "rebatch": (lambda: doubled(21).batch(4).rebatch(6), 1, "its rows"),
+    "rebatch of what was dropped": (lambda: doubled(21).batch(4, True).rebatch(6), 0, "its rows"),
+    "rebatch of other batches": (lambda: doubled(5).batch(2).map(double).rebatch(4, True), 0, "double run for all"),
+    "unbatch": (lambda: samples(21).batch(4, True).map(double).unbatch().map(double).batch(6), 1, "its rows"),
+    "without batch": (lambda: samples(21).batch(4).unbatch(), -1, "put batch(n) behind unbatch"),
+    "batches in another order": (lambda: doubled(21).batch(4).shuffle(9, seed=3).repeat(2), 1, "its rows"),
+    "batches of a generator in another order": (lambda: generated(9).batch(4).shuffle(3, seed=3), -1, "it shuffles"),
+    "some of the batches": (lambda: doubled(30).batch(4).skip(1).shard(2, 1).repeat(2), 1, "its rows"),
+    "some of a generator's": (lambda: generated(30).batch(4).skip(1).shard(2, 1).repeat(2), 0, "its rows"),
+    "batches kept in memory": (lambda: doubled(21).batch(4).cache().repeat(2), 1, "its rows"),
+    "drawn batches kept in memory": (lambda: samples(9).map(jitter).batch(4).cache(), -1, "cache in front of batch(n)"),
+    "batch statistics": (
+        lambda: samples(21).batch(8).map(lambda b: b["x"] - tf.reduce_mean(b["x"])), -1,
+        "put map in front of batch(n)"),
+    "padded": (lambda: lengths().padded_batch(4), -1, "padded_shapes without None"),
+    "padded to one length": (lambda: lengths().padded_batch(4, [12]), 1, "its rows"),
+    "a generator, padded": (
+        lambda: generated(11).map(lambda n: (n, tf.fill([n], n))).padded_batch(4, ([], [12]), np.int64(7)), 1,
+        "its rows"),
+    "buckets": (
+        lambda: lengths().bucket_by_sequence_length(tf.size, [4, 8], [3, 3, 3]), -1, "bucket_by_sequence_length"),
+    "windows": (
+        lambda: tf.data.Dataset.range(9).group_by_window(lambda n: n % 2, lambda _, w: w.batch(3), window_size=3), -1,
+        "compute what is costly in the step"),
     "strings": (lambda: samples(9).map(lambda s: (s["x"], tf.as_string(s["y"]))).batch(4), -1, "strings"),
     "arrays of batches": (
-        lambda: tf.data.Dataset.from_tensor_slices((np.ones((3, 4, 2)), np.arange(3.0))), -1, "TensorSlice"),
+        lambda: tf.data.Dataset.from_tensor_slices((np.ones((3, 4, 2)), np.arange(3.0))), -1, "from_tensor_slices"),
 }  # fmt: skip
+
+
+IN_HALVES = ("plain", "over a shuffle", "repeated batches", "unknown count", "zip of batches", "sampled")
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", CHAINS)
 def test_ranks_read_the_batches_of_one_device(name: str) -> None:
     make, moved, says = CHAINS[name]
-    for size, shares in ((2, ()), (3, (5, 0, 3))):
+    for size, shares in [(3, (5, 0, 3)), (2, ())][: 1 + (name in IN_HALVES)]:
         for dataset in same_batches(make, size, shares):
             assert (dataset._own.moved if dataset._own else -1) == moved
             assert says in dataset.report
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: lengths().ragged_batch(4), "to_tensor(shape=...)"),
+        (lambda: samples(9).map(lambda s: tf.sparse.from_dense(s["x"])).batch(4), "tf.sparse.to_dense"),
+        (lambda: samples(9).map(lambda s: (s["x"], tf.as_string(s["y"]))).batch(4), "StringLookup"),
+    ],
+)
+def test_what_has_no_rows_is_named(make: Make, says: str) -> None:
+    for dataset in of_ranks(make, 2):
+        assert dataset.report.startswith("every rank reads all rows and keeps its own: its batches hold")
+        assert says in dataset.report
+
+
+@pytest.mark.parametrize(
+    ("given", "says", "action"),
+    [
+        (np.ones((6, 2)), "ndarray float64[6, 2]", "from_tensor_slices(x).batch(n)"),
+        ((np.ones((6, 2)), np.ones(6)), "tuple", "from_tensor_slices((x, y)).batch(n)"),
+        (tf.ones([6]), "float32[6]", "from_tensor_slices(x).batch(n)"),
+        ((n for n in range(4)), "generator", "from_generator"),
+        (iter(tf.data.Dataset.range(4)), "OwnedIterator", "wh.shard(dataset)"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(ranks: Callable[..., None], given: Any, says: str, action: str) -> None:
+    ranks(2)
+    with pytest.raises(ProgramError, match=r"wh\.shard takes a tf\.data dataset") as caught:
+        wh.shard(given)
+    assert says in caught.value.facts["given"]
+    assert action in str(caught.value.action)
+
+
+def test_a_dataset_is_not_shared_out_twice(ranks: Callable[..., None]) -> None:
+    ranks(2)
+    with pytest.raises(ProgramError, match=r"wh\.shard takes a tf\.data dataset"):
+        wh.shard(wh.shard(tf.data.Dataset.range(4).batch(2)))  # type: ignore[arg-type]
 
 
 def test_shuffles_without_a_seed_are_equal_on_all_ranks() -> None:

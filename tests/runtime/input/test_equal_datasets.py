@@ -200,7 +200,14 @@ DIFFERENT: dict[str, tuple[Make, str, str]] = {
         lambda rank: generator(lambda: [[0.0] * 3] * 100 + [[float(rank)] * 3] * 100).batch(4), "call 28", ""),
     "a known one that differs later": (
         lambda rank: generator(lambda: [[0.0] * 3] * 100 + [[float(rank)] * 3] * 100, 200).batch(4), "call 28", ""),
-    "a function of Python": (from_python, "input0", ""),
+    "one of two generators": (
+        lambda rank: tf.data.Dataset.zip((
+            generator(lambda: np.eye(16, 3)).batch(4, True), generator(lambda: np.eye(16, 3) * rank).batch(4, True))),
+        "input2", ""),
+    "one generator behind another": (
+        lambda rank: generator(lambda: np.eye(8, 3)).batch(4).concatenate(
+            generator(lambda: np.eye(8, 3) * rank).batch(4)), "call 2", ""),
+    "a function of Python": (from_python, "input1", ""),
     "batches from Python": (lambda rank: from_python(rank).map(lambda x, y: (x, y)), "input1", ""),
 }  # fmt: skip
 
@@ -272,6 +279,8 @@ EQUAL: dict[str, Callable[[int, Path], tf.data.Dataset]] = {
     "threads": lambda rank, _: samples().map(
         lambda x, y: (x, y), num_parallel_calls=1 + rank).batch(4).prefetch(1 + rank),
     "rounding": lambda rank, _: samples(np.random.default_rng(0).normal(size=(16, 3)) * (1 + rank * 1e-15)).batch(4),
+    "rounding in batches of which the number is known": lambda rank, _: generator(
+        lambda: np.eye(16, 3) * (1 + rank * 1e-15), 16).batch(4),
     "rounding in batches": lambda rank, _: generator(lambda: np.eye(16, 3) * (1 + rank * 1e-15)).batch(4),
     "a generator": lambda rank, _: generator(lambda: np.eye(16, 3)).batch(4),
     "a generator of known length": lambda rank, _: generator(lambda: np.eye(16, 3), 16).shuffle(4, seed=1).batch(4),
@@ -286,15 +295,26 @@ def test_what_does_not_matter_is_let_pass(what: str, tmp_path: Path) -> None:
 def test_rounds_that_are_read_ahead_are_told_apart() -> None:
     """One batch makes a round of a repetition; the next round's has been read before this one's is looked at."""
     summary = Summary([0], 4)
-    summary.begin(0)
+    summary.begin()
     for sums in (7, 8, 9):
         summary._keep(np.int64(0), np.array([sums]))
-    assert [summary.of(0).numpy().tolist() for _ in range(3)] == [[7], [8], [9]]  # type: ignore[union-attr]
+    assert [[t.numpy().tolist() for t in summary.of(0)] for _ in range(3)] == [[[7]], [[8]], [[9]]]
     summary.end()
-    summary.begin(2)  # two rounds are left out, which are read all the same
-    for sums in (7, 8, 9):
-        summary._keep(np.int64(0), np.array([sums]))
-    assert summary.of(0).numpy().tolist() == [9]  # type: ignore[union-attr]
+    summary.begin()
+    for sums in (7, 8, 9):  # of each round, the first batch is left out behind batch(n)
+        summary._keep(np.int64(0), np.array([0]))
+        summary._keep(np.int64(1), np.array([sums]))
+    assert [[t.numpy().tolist() for t in summary.of(1)] for _ in range(3)] == [[[7]], [[8]], [[9]]]
+
+
+def test_only_what_is_to_come_is_kept() -> None:
+    summary = Summary([0], 4)
+    summary.begin()
+    for number in range(20):
+        if number < 3 or number % 4 == 0:
+            summary._keep(np.int64(number), np.array([number]))
+        assert [t.numpy().tolist() for t in summary.of(number)] == [[number if number < 3 else max(2, number // 4 * 4)]]
+        assert len(summary._held) == 1
 
 
 def test_two_iterations_at_once_are_no_difference() -> None:
@@ -307,8 +327,7 @@ def test_two_iterations_at_once_are_no_difference() -> None:
         dataset = ShardedDataset(make(rank), Rank(rank, [comms[rank]]), "row", told=False)  # type: ignore[arg-type]
         kept.append(len([1 for _ in zip(dataset, dataset)]))
         assert dataset._own is not None
-        assert dataset._own.summary is not None
-        assert dataset._own.summary.of(0) is None
+        assert [summary.of(0) for summary in dataset._own.summaries] == [[]]
 
     comms = whale_ops.connect_in_process(f"equal_datasets{next(_numbers)}", 2)
     with ThreadPoolExecutor(2) as threads:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from whale.distributed.collective_call_check import call_together
 from whale.frontends.keras import elastic_fit, first_rank_paths, input_pipeline
 from whale.frontends.keras.callbacks import adapt_for_other_ranks
+from whale.frontends.keras.fit_progress import describe_place, follow_fit
 from whale.frontends.keras.saving import describe_call, wait_for_first_rank
 from whale.runtime.context import Context, find_running
 
@@ -62,7 +64,7 @@ def _begin_together(
     """
     callbacks, name = given.arguments.get("callbacks"), original.__name__
     paths = first_rank_paths.find_paths(callbacks)
-    everyone = call_together(context, name, describe_call(name, given.args[0]), own=paths)
+    everyone = call_together(context, name, describe_call(name, given.args[0]) + describe_place(), own=paths)
     pairs = first_rank_paths.pair_paths(everyone, context)
     first_rank_paths.move_backups(callbacks, pairs)
 
@@ -78,10 +80,13 @@ def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, 
     for name in _DATA:
         if name in given.arguments:
             given.arguments[name] = input_pipeline.find_whole_dataset(given.arguments[name])
-    if is_first(context) and context.planning.dry is None:
-        return original(*given.args, **given.kwargs)
-    given.arguments["verbose"] = 0
-    with adapt_for_other_ranks(given.arguments.get("callbacks")) as callbacks:
+    with ExitStack() as stack:
+        if original.__name__ == "fit":
+            stack.enter_context(follow_fit(describe_call("fit", given.args[0]), context))
+        if is_first(context) and context.planning.dry is None:
+            return original(*given.args, **given.kwargs)
+        given.arguments["verbose"] = 0
+        callbacks = stack.enter_context(adapt_for_other_ranks(given.arguments.get("callbacks")))
         if callbacks is not None:
             given.arguments["callbacks"] = callbacks
         return original(*given.args, **given.kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.frontends.keras import callbacks, fit_calls, input_pipeline, saving, scopes
+from whale.frontends.keras.fit_progress import note_step
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run
 from whale.runtime.context import find_running
@@ -77,6 +78,8 @@ def _make_function(
         steps = model._steps_per_execution
         found: list[Any] = []
         for i, batch in enumerate(itertools.islice(iterator, 1 if steps is None else int(steps.numpy().item()))):
+            if what == "train":
+                note_step()
             trace = step.trace(
                 iterator if hasattr(iterator, "element_spec") else batch, int(what == "predict" and i > 0)
             )

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 from whale.frontends.keras import callbacks, distribution, elastic_fit, fit_calls, input_pipeline, saving, scopes
+from whale.frontends.keras.fit_progress import note_step
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run, rows_unknown
 from whale.runtime.context import find_running
@@ -76,6 +77,8 @@ def _make_function(what: str, original: Callable[..., Any], model: Any, force: b
         if what == "train" and (fit := elastic_fit.find_current()) is not None:
             fit.commit(iterator)
         for i, batch in enumerate(itertools.islice(iterator, model.steps_per_execution)):
+            if what == "train":
+                note_step()
             trace = step.trace(iterator if hasattr(iterator, "element_spec") else batch, i % slots)
             outputs, ended = step(batch, rows_vary, trace), False
         if ended:

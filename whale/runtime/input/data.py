@@ -21,10 +21,11 @@ from whale.runtime.input.dataset_rows import (
     Unknown,
     batch_size,
     own_rows,
+    refuse_leaves,
     refuse_other_orders,
     shuffles_freely,
 )
-from whale.runtime.input.equal_datasets import Summary, built_of, drawn_leaves
+from whale.runtime.input.equal_datasets import built_of, drawn_leaves
 from whale.runtime.input.equal_inputs import checksums, find_difference, other_datasets, with_whole
 from whale.runtime.input.local_batches import (
     ELEMENT_TIMEOUT_S,
@@ -35,7 +36,7 @@ from whale.runtime.input.local_batches import (
     rows_of,
     rows_of_values,
 )
-from whale.runtime.input.shuffle_orders import Orders, counts_ends, keeps_orders, reshuffles, restarts
+from whale.runtime.input.shuffle_orders import Orders, keeps_orders, reshuffles, restarts
 
 Element = Any  # a structure of tensors, as the dataset yields it
 _OfDataset = tuple[str, int, int, dict[str, int]]  # its elements, how many, a seed, and what it is built of
@@ -60,7 +61,7 @@ class ShardedDataset:
         self._leaves = tf.nest.flatten(dataset.element_spec)
         shares_rows = context.has_other_processes and by == "row" and not agreed
         self._seed = context.retry_after_loss(self._common_seed) if shares_rows else self._drawn_seed()
-        self._orders, self._counts_ends = Orders(dataset), counts_ends(dataset)
+        self._orders = Orders(dataset)
         # Of ranks that go on without others, or with more, each may have begun elsewhere.
         self._every = context.config["debug.check_inputs"] if shares_rows and context.elastic is None else 0
         self._compares = [not drawn for drawn in drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
@@ -184,8 +185,7 @@ class ShardedDataset:
         rank = self._context.rank
         seeds = ((self._seed, i) for i in itertools.count(1))
         try:
-            if not all(isinstance(s, tf.TensorSpec) and s.dtype.name not in UNMOVABLE for s in self._leaves):
-                raise Unknown("its batches hold strings, ragged or sparse tensors")
+            refuse_leaves(self._leaves)
             ahead = self._context.config["batch.prefetch"]
             own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), ahead, self._every)
             if self._context.elastic is not None and self._orders.now() is None:
@@ -235,32 +235,27 @@ class ShardedDataset:
         return self._context.seeds.draw() % (1 << 31) + 1 if self._context.seeds is not None else 0
 
     def _own_elements(self, own: OwnRows, start: int) -> Iterator[Element]:
-        rank, batches = self._context.rank, own.batch_sizes()
-        before = rounds = 0
-        for number, rows in itertools.islice(batches, start):
-            before += self._shares(rows)[rank] > 0
-            rounds += number == 0
-        if own.summary is not None:
-            own.summary.begin(rounds)
-        return self._of_own_rows(self._reading(before), batches, own.summary)
+        for summary in own.summaries:
+            summary.begin()
+        # What is compared has to be met, too, where it is left out.
+        elements = self._reading(0 if own.summaries else start)
+        for element in itertools.islice(elements, start if own.summaries else 0):
+            for summary, number, _ in own.part(element).met:
+                summary.of(number)
+        return self._of_own_rows(elements, own)
 
-    def _of_own_rows(
-        self, rows_read: Iterator[Any], batches: Iterator[tuple[int, int]], summary: Summary | None
-    ) -> Iterator[Element]:
+    def _of_own_rows(self, elements: Iterator[Any], own: OwnRows) -> Iterator[Element]:
         rank = self._context.rank
-        for number, rows in batches:
-            sizes = self._shares(rows)
-            if sizes[rank]:
-                local = tf.nest.flatten(next(rows_read))
-            else:
-                local = [tf.zeros([0, *s.shape[1:]], s.dtype) for s in self._leaves]
-            if summary is not None and (sums := summary.of(number)) is not None:
-                local = [with_whole(t, sums) for t in local]
+        for element in elements:
+            part = own.part(element)
+            sizes = self._shares(part.rows)
+            local = part.leaves if sizes[rank] else [t[:0] for t in part.leaves]
+            for summary, number, first in part.met:
+                for tensor, whole in zip(local[first:], summary.of(number)):
+                    with_whole(tensor, whole)
             alone = len(sizes) == 1  # the others are gone
             yield self._element(local if alone else [ShardedTensor(t, sizes, rank) for t in local])
-        if self._counts_ends and self._shares(batch_size(self._whole))[rank]:
-            next(rows_read, None)
-        if summary is not None:
+        for summary in own.summaries:
             summary.end()
 
     def _cut(self, element: Element) -> Element:
@@ -359,6 +354,8 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
         raise PlanError(
             "a dataset cannot be shared out that way", given=f"by={by!r}", expected='"row" or "file"', action="use one"
         )
+    if not isinstance(dataset, tf.data.Dataset):
+        raise _no_dataset(dataset)
     if not tf.executing_eagerly():
         raise ProgramError(
             "wh.shard is for loops in Python",
@@ -374,6 +371,26 @@ def shard(dataset: tf.data.Dataset, by: str = "row") -> ShardedDataset:
             action="use wh.shard(dataset), or leave elastic out",
         )
     return ShardedDataset(dataset, context, by)
+
+
+def _no_dataset(given: Any) -> ProgramError:
+    """Returns the error for something else than a dataset."""
+    kind, of = type(given).__name__, "x"
+    shown = kind
+    if isinstance(given, (tuple, list, dict)):
+        of = "(x, y)" if len(given) > 1 else "x"
+    elif hasattr(given, "shape") and hasattr(given, "dtype"):
+        shown = f"{kind} {tf.as_dtype(given.dtype).name}{list(given.shape)}"
+    action = f"wh.shard(tf.data.Dataset.from_tensor_slices({of}).batch(n)), or pass arrays whole to the step"
+    if isinstance(given, ShardedDataset):
+        action = "iterate over it as it is: each rank reads its rows of it already"
+    elif isinstance(given, (tf.data.Iterator, tf.data.NumpyIterator)):
+        action = "give it the dataset instead of an iterator over it: wh.shard(dataset)"
+    elif callable(given) or hasattr(given, "__next__"):
+        action = "wh.shard(tf.data.Dataset.from_generator(...).batch(n)), or pass what it yields whole to the step"
+    return ProgramError(
+        "wh.shard takes a tf.data dataset", given=shown, expected="a tf.data.Dataset of global batches", action=action
+    )
 
 
 def _one_ahead(elements: Iterator[Any]) -> Iterator[Any]:

@@ -1,9 +1,10 @@
 """How one rank reads only its rows of every batch of a tf.data dataset, found from how the dataset was built.
 
-A dataset ``source -> shuffle, repeat, map ... -> batch(n) -> prefetch, repeat, take`` is built again with a selection
-of samples by their position in the batch. Maps that compute each sample by itself move behind the selection, over
-shuffles and repeats too, so that a rank transforms its own samples only. Whatever is not understood stays in front of
-the selection, or is a reason to read everything (``Unknown``): the rows are those of one device in any case.
+A dataset ``source -> shuffle, repeat, map ... -> batch(n) -> repeat, take, zip ...`` is built again with a selection of
+samples by their position in the batch. Maps that compute each sample by itself move behind the selection, over
+shuffles, repeats and zips too, so that a rank transforms its own samples only. What stands behind batch(n) and moves
+whole batches about is put on the rank's batches as it was on the whole ones. Whatever is not understood stays in front
+of the selection, or is a reason to read everything (``Unknown``): the rows are those of one device in any case.
 
 Decision: 0024.
 """
@@ -11,24 +12,28 @@ Decision: 0024.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.data.ops.directed_interleave_op import _DirectedInterleaveDataset
+from tensorflow.python.data.util import nest
 from tensorflow.python.framework import op_def_registry
 
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
-from whale.runtime.input.equal_datasets import Summary, summary_of
+from whale.ir.values import UNMOVABLE
+from whale.runtime.input.equal_datasets import Summary, is_seen, summary_of
 from whale.runtime.input.shuffle_orders import (
     Seeds,
     common_order,
     generator_of,
     is_reshuffled,
-    keeps_orders,
     reshuffles,
     restarts,
     shuffled,
@@ -36,19 +41,80 @@ from whale.runtime.input.shuffle_orders import (
 )
 
 Shares = Callable[[int], tuple[int, ...]]
-BatchSizes = Callable[[], Iterator[tuple[int, int]]]
+Sample = Any  # a structure of tensors
 
 UNCHANGED = ("_PrefetchDataset", "_OptionsDataset")
 # What moves samples about without looking at them.
-_MOVES = ("_ShuffleDataset", "_RepeatDataset", "_TakeDataset", "_SkipDataset")
+_MOVES = ("_ShuffleDataset", "_RepeatDataset", "_TakeDataset", "_SkipDataset", "_ShardDataset")
 _MAPS = ("_MapDataset", "_ParallelMapDataset")
 _BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
 # Stateful by TensorFlow's word, but equal inputs give equal outputs.
 _REPEATS = HAS_BODIES | CALLS | {"Assert", "LookupTableFindV2", "LookupTableSizeV2"}
+_NO_SUMMARY = -1
+_BATCH_LAST = "put batch(n) last: behind it, every transformation is one of whole batches"
+# What a script calls a transformation that divides no rows, and what it can do.
+_NEXT_STEPS = {
+    "Map": ("map", "put map in front of batch(n), where each rank computes its samples only"),
+    "FlatMap": ("flat_map", "have the function give samples, and put batch(n) behind flat_map"),
+    "Interleave": ("interleave", "have the function give samples, and put batch(n) behind interleave"),
+    "GroupByWindow": (
+        "group_by_window or bucket_by_sequence_length",
+        "compute what is costly in the step, where each rank has its rows, instead of in maps",
+    ),
+    "Unbatch": ("unbatch", "put batch(n) behind unbatch"),
+    "Filter": ("filter", "put filter in front of batch(n)"),
+    "TensorSlice": ("from_tensor_slices", "make it of samples, and put batch(n) behind it"),
+    "Generator": ("from_generator", "have the generator yield samples, and put batch(n) behind it"),
+}
+# Tensors of which a rank takes no rows.
+_WITHOUT_ROWS: tuple[tuple[Any, str, str], ...] = (
+    (
+        tf.RaggedTensorSpec,
+        "ragged tensors (ragged_batch, or a map that makes them)",
+        "make them dense: padded_batch(n, padded_shapes=...), or .to_tensor(shape=...) in a map in front of batch(n)",
+    ),
+    (tf.SparseTensorSpec, "sparse tensors", "make them dense: tf.sparse.to_dense in a map in front of batch(n)"),
+)
 
 
 class Unknown(Exception):
-    """Raised with the reason why a rank has to read all rows of a dataset instead of its own."""
+    """Raised with the reason why a rank has to read all rows of a dataset instead of its own, and what to do."""
+
+    def __init__(self, reason: str, action: str = "") -> None:
+        super().__init__(f"{reason}; {action}" if action else reason)
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's rows of one global batch.
+
+    Attributes:
+      leaves: the tensors, with at least one row; the first ``shares(rows)[rank]`` are this rank's.
+      rows: of the global batch.
+      met: for each summary that has met the batch, its number in its round of a repetition, and the first of the
+        tensors that are of this summary's dataset.
+    """
+
+    leaves: list[tf.Tensor]
+    rows: int
+    met: tuple[tuple[Summary, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many rows the batches of a dataset have, as far as that is known without reading it.
+
+    Attributes:
+      every: rows of each batch; 0: they may have different ones.
+      described: equal for datasets whose batches have the same rows one by one; None: nobody knows.
+    """
+
+    every: int
+    described: tuple[Any, ...] | None
+
+    def behind(self, *transformation: Any) -> Sizes:
+        """Returns those of a dataset that is made of it."""
+        return Sizes(self.every, None if self.described is None else (*transformation, self.described))
 
 
 @dataclass(frozen=True)
@@ -56,19 +122,32 @@ class OwnRows:
     """A rank's part of a dataset.
 
     Attributes:
-      dataset: batches of this rank's rows; batches of which it has no rows are left out.
-      batch_sizes: makes an iterator over (number in its round of a repetition, rows) of each global batch.
+      dataset: an element for each global batch: ``part`` reads it.
+      leaves: how many tensors the batches have, by what is zipped.
+      sizes: of the global batches.
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
-      summary: sums up batches that all ranks have to meet alike, where they are not known without reading them.
+      summaries: of batches that all ranks have to meet alike, where they are not known without reading them.
     """
 
     dataset: tf.data.Dataset
-    batch_sizes: BatchSizes
+    leaves: tuple[int, ...]
+    sizes: Sizes
     moved: int
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
-    summary: Summary | None
+    summaries: tuple[Summary, ...]
+
+    def part(self, element: Any) -> Part:
+        """Reads an element of ``dataset``."""
+        flat, leaves, rows, met = tf.nest.flatten(element), list[tf.Tensor](), 0, list[tuple[Summary, int, int]]()
+        for count in self.leaves:
+            own_rows, number, summary = map(int, flat[count].numpy()[0])
+            if summary != _NO_SUMMARY:
+                met.append((self.summaries[summary], number, len(leaves)))
+            leaves += flat[:count]
+            flat, rows = flat[count + 1 :], rows or own_rows
+        return Part(leaves, rows, tuple(met))
 
 
 def own_rows(
@@ -80,27 +159,380 @@ def own_rows(
       shares: rows of every rank, given those of the batch.
       seeds: seeds for a shuffle that has none; equal on all ranks.
       ahead: batches that may be read ahead in a repetition, where reading into the next one would begin its order.
-      every: of how many batches one is summed up; 0: none.
+      every: of how many batches one is compared; 0: none.
 
     Raises:
       Unknown: the dataset's structure does not allow it.
     """
-    kind = type(dataset).__name__
-    if kind in UNCHANGED:
-        return own_rows(dataset._input_dataset, shares, rank, seeds, ahead, every)
-    if kind in ("_RepeatDataset", "_TakeDataset"):
-        count = _number(dataset._count)
-        inner = own_rows(dataset._input_dataset, shares, rank, seeds, ahead, every)
-        if kind == "_TakeDataset":
-            sizes = functools.partial(_first, inner.batch_sizes, count)
-            return replace(inner, dataset=inner.dataset.take(count), batch_sizes=sizes)
-        sizes = functools.partial(_again, inner.batch_sizes, count)
-        begins_here = restarts(dataset) and not restarts(dataset._input_dataset)
-        repeated = inner.dataset.prefetch(ahead) if ahead and begins_here else inner.dataset
-        return replace(inner, dataset=repeated.repeat(count), batch_sizes=sizes)
-    if kind not in _BATCHES:
-        raise Unknown(f"it ends in {kind.strip('_')}, not in batch(n)")
-    return _before_batch(dataset, shares, rank, seeds, every)
+    division = _Division(shares, rank, seeds, ahead, every)
+    made = division.divide(dataset)
+    return replace(made, summaries=tuple(division.summaries))
+
+
+class _Division:
+    """Divides a dataset; the arguments are those of ``own_rows``.
+
+    Attributes:
+      summaries: of all of its parts.
+    """
+
+    def __init__(self, shares: Shares, rank: int, seeds: Seeds, ahead: int, every: int) -> None:
+        self._shares, self._rank, self._seeds = shares, rank, seeds
+        self._ahead, self._every = ahead, every
+        self.summaries: list[Summary] = []
+
+    def divide(self, dataset: Any) -> OwnRows:
+        """Returns this rank's part of a dataset of batches."""
+        kind = type(dataset).__name__
+        if kind in UNCHANGED:
+            return self.divide(dataset._input_dataset)
+        if kind in _BATCHES or kind == "_PaddedBatchDataset":
+            return self._divide_batches(dataset)
+        if kind == "_RebatchDataset":
+            return self._divide_again(dataset)
+        if kind == "_ShuffleDataset":
+            return self._divide_shuffled(dataset)
+        if kind in _MOVES:
+            return self._divide_moved(dataset)
+        if kind == "CacheDataset":
+            return self._divide_kept(dataset)
+        if kind == "_ZipDataset":
+            return self._divide_zipped(dataset)
+        if kind == "_ConcatenateDataset":
+            return self._divide_one_of(dataset, dataset._input_datasets, "concatenate")
+        if kind == "_DirectedInterleaveDataset":
+            what = "sample_from_datasets or choose_from_datasets"
+            return self._divide_one_of(dataset, dataset._data_inputs, what)
+        raise _ends_in(dataset)
+
+    # -- what stands behind batch(n)
+
+    def _divide_moved(self, made: Any) -> OwnRows:
+        """Returns a part of a dataset that repeats batches, or leaves some out."""
+        inner = self.divide(made._input_dataset)
+        if type(made).__name__ == "_RepeatDataset":
+            # TensorFlow makes one of a shuffle and a repetition that are side by side: nothing comes between.
+            is_apart = type(made._input_dataset).__name__ != "_ShuffleDataset"
+            begins_here = is_apart and restarts(made) and not restarts(made._input_dataset)
+            repeated = inner.dataset.prefetch(self._ahead) if self._ahead and begins_here else inner.dataset
+            return replace(
+                inner, dataset=repeated.repeat(made._count), sizes=inner.sizes.behind("repeat", _number(made._count))
+            )
+        numbers = [_number(getattr(made, name)) for name in ("_count", "_num_shards", "_index") if hasattr(made, name)]
+        sizes = inner.sizes.behind(type(made).__name__, *numbers)
+        return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes)
+
+    def _divide_shuffled(self, made: Any) -> OwnRows:
+        """Returns a part of a dataset that shuffles batches: in the same order, as there is one element for each."""
+        inner = self.divide(made._input_dataset)
+        if self.summaries:
+            raise Unknown("it shuffles batches that are compared in the order in which they are read", _BATCH_LAST)
+        if is_reshuffled(made) and not _unseeded(made) and generator_of(made) is None:
+            raise Unknown("the order of its shuffle behind batch(n) is not to be had", _BATCH_LAST)
+        sizes = Sizes(inner.sizes.every, None)
+        reseeded = (*inner.reseeded, made) if _unseeded(made) else inner.reseeded
+        return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes, reseeded=reseeded)
+
+    def _divide_kept(self, made: Any) -> OwnRows:
+        """Returns a part of a dataset that keeps batches in memory: those of this rank."""
+        source = made._input_dataset
+        drawn = any(n.op in DRAWS for d in upstream(source) for graph in _graphs(d) for n in graph.values())
+        if tf.get_static_value(made._filename) or reshuffles(source) or drawn or not is_seen(source):
+            raise Unknown(
+                "it ends in cache, of batches that are in a file, shuffled, drawn or made by Python",
+                "put cache in front of batch(n)",
+            )
+        inner = self.divide(source)
+        return replace(inner, dataset=inner.dataset.cache())
+
+    def _divide_zipped(self, made: Any) -> OwnRows:
+        """Returns a part of batches that are zipped: each of them is divided, if all have the same rows."""
+        parts = [self.divide(one) for one in nest.flatten(made._datasets)]
+        first = parts[0].sizes
+        equal = all(p.sizes.every and p.sizes.every == first.every for p in parts)
+        if not equal and not all(p.sizes == first and first.described is not None for p in parts):
+            raise Unknown(
+                "it ends in zip, of batches that may have different numbers of rows",
+                "zip the samples, and put batch(n) behind it; or shard each one: zip(wh.shard(a), wh.shard(b))",
+            )
+        return OwnRows(
+            dataset=tf.data.Dataset.zip(tuple(p.dataset for p in parts)),
+            leaves=tuple(count for p in parts for count in p.leaves),
+            sizes=first if equal or len({p.sizes for p in parts}) == 1 else Sizes(first.every, None),
+            moved=sum(p.moved for p in parts),
+            kept=tuple(name for p in parts for name in p.kept),
+            reseeded=tuple(one for p in parts for one in p.reseeded),
+            summaries=(),
+        )
+
+    def _divide_one_of(self, made: Any, datasets: Sequence[Any], what: str) -> OwnRows:
+        """Returns a part of batches that are taken of several datasets: of all of them, in the same order."""
+        parts = [self.divide(one) for one in datasets]
+        first = parts[0]
+        if any(p.leaves != first.leaves for p in parts):
+            raise Unknown(f"it ends in {what}, of batches that are zipped and others", f"put batch(n) behind {what}")
+        if type(made).__name__ == "_ConcatenateDataset":
+            own = first.dataset.concatenate(parts[1].dataset)
+            known = all(p.sizes.described is not None for p in parts)
+            described = ("concatenate", *(p.sizes.described for p in parts)) if known else None
+        else:
+            own = _DirectedInterleaveDataset(
+                made._selector_input, [p.dataset for p in parts], made._stop_on_empty_dataset
+            )
+            described = None
+        every = first.sizes.every if len({p.sizes.every for p in parts}) == 1 else 0
+        return replace(
+            first,
+            dataset=own,
+            sizes=Sizes(every, described),
+            moved=sum(p.moved for p in parts),
+            kept=tuple(name for p in parts for name in p.kept),
+            reseeded=tuple(one for p in parts for one in p.reseeded),
+        )
+
+    # -- batch(n)
+
+    def _divide_again(self, rebatch: Any) -> OwnRows:
+        """Returns a part of batches that are divided into others: of the samples that these are made of."""
+        size, drop = tf.get_static_value(rebatch._batch_sizes), bool(_number(rebatch._drop_remainder))
+        if np.ndim(size):
+            raise Unknown("it ends in rebatch, with sizes that take turns", "rebatch(n) with one size")
+        inner = rebatch._input_dataset
+        if type(inner).__name__ == "_RestructuredDataset":  # TensorFlow's own map, which changes no dense tensor
+            inner = inner._input_dataset._input_dataset
+        while type(inner).__name__ in UNCHANGED:
+            inner = inner._input_dataset
+        is_whole = type(inner).__name__ in _BATCHES and not _number(inner._drop_remainder)
+        samples = inner._input_dataset if is_whole else inner.unbatch()
+        return self._divide_samples(samples, _Batch(int(size), drop, rebatch.element_spec))
+
+    def _divide_batches(self, batch: Any) -> OwnRows:
+        parallel, pad = _parallel(batch), None
+        if type(batch).__name__ == "_PaddedBatchDataset":
+            pad = batch._padded_shapes, batch._padding_values
+            if any(np.min(tf.get_static_value(s), initial=0) < 0 for s in nest.flatten(batch._padded_shapes)):
+                raise Unknown(
+                    "it ends in padded_batch, which pads rows to the longest one of the whole batch",
+                    "give it padded_shapes without None",
+                )
+        size, drop = _number(batch._batch_size), bool(_number(batch._drop_remainder))
+        return self._divide_samples(batch._input_dataset, _Batch(size, drop, batch.element_spec, parallel, pad))
+
+    def _divide_samples(self, samples: Any, batch: _Batch) -> OwnRows:
+        """Returns this rank's samples in batches."""
+        size, usual = batch.size, self._shares(batch.size)[self._rank]
+        if not usual and not all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch.element_spec)):
+            raise Unknown("a rank has no rows of any batch, and the shapes of these are not known without reading them")
+        count = int(samples.cardinality())
+        is_known = count != tf.data.UNKNOWN_CARDINALITY
+        full, rest = divmod(count, size) if count >= 0 else (-1, 0)
+        rest = 0 if batch.drop else rest
+        found = self._without_maps(samples)
+        summary, index = summary_of(found.ends, self._every), _NO_SUMMARY
+        if summary is not None:
+            index = len(self.summaries)
+            self.summaries.append(summary)
+        # Where it is known how many rows each batch has, and none is compared, the samples go without a note.
+        carries = summary is not None or not is_known
+
+        def bounds(rows: Any) -> np.ndarray:
+            """Where this rank's rows begin, and how many they are: at least one, so that there is an element."""
+            shares = self._shares(int(rows))
+            return np.array([min(sum(shares[: self._rank]), int(rows) - 1), max(shares[self._rank], 1)], np.int64)
+
+        in_full = bounds(size)
+
+        def counted(number: tf.Tensor, window: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            """The rows of a global batch, and the bounds of this rank's."""
+            if is_known or batch.drop:
+                is_rest = number >= full if rest else tf.constant(False)
+                return tf.where(is_rest, np.int64(rest), np.int64(size)), tf.where(is_rest, bounds(rest or 1), in_full)
+            rows = nest.flatten(window)[0].cardinality()
+            read = functools.partial(tf.numpy_function, bounds, [rows], tf.int64, stateful=False)
+            return rows, tf.ensure_shape(tf.cond(rows < size, read, lambda: tf.constant(in_full)), [2])
+
+        def mine(number: tf.Tensor, window: Any) -> tf.data.Dataset:
+            """This rank's samples among those of one batch. One call a batch: a filter would be one a sample."""
+            whole = window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
+            rows, where = counted(number, window)
+            if summary is not None:
+                rows += summary.after(number, whole)
+            note = tf.stack([rows, number, np.int64(index)])
+            if not usual:
+                nothing = tf.nest.map_structure(lambda s: tf.zeros([1, *s.shape[1:]], s.dtype), batch.element_spec)
+                return tf.data.Dataset.from_tensors((nothing, note[None]))
+            cut = whole.skip(where[0]).take(where[1])
+            return tf.data.Dataset.zip((cut, tf.data.Dataset.from_tensors(note).repeat())) if carries else cut
+
+        own = found.base.window(size, drop_remainder=batch.drop).enumerate().flat_map(mine)
+        if usual:
+            for one in reversed(found.maps):
+                own = own.map(one.on_samples_of(own, carries), *one.parallel)
+            # The shares of a smaller batch are nowhere larger, so that the last rows make one batch as well.
+            own = batch.put_on(own, usual, carries)
+            if not carries:
+                own = tf.data.Dataset.zip((own, _notes(size, full, rest)))
+        every = size if batch.drop or (is_known and not rest) else 0
+        sizes = Sizes(every, ("batch", size, full, rest) if is_known else None)
+        leaves = (len(tf.nest.flatten(batch.element_spec)),)
+        return OwnRows(own, leaves, sizes, len(found.maps), found.kept, found.reseeded, ())
+
+    def _without_maps(self, dataset: Any) -> _Samples:
+        """Returns the samples before the maps that may come later."""
+        above: list[Any] = []  # what has to be put on again
+        maps: list[_Map] = []
+        lowest = 0  # how much of ``above`` lies over a map that moved, or has no seed
+        base = dataset
+        node = dataset
+        while True:
+            kind = type(node).__name__
+            if kind in _MOVES:
+                if is_reshuffled(node) and not _unseeded(node) and _has_maps(node) and generator_of(node) is None:
+                    break  # what is built in its place could not draw as it does
+                if restarts(node) and _has_maps(node):
+                    break  # behind the repetition, a map reads ahead: the next order would begin before its time
+                above.append(node)
+                if _unseeded(node):
+                    lowest, base = len(above), node._input_dataset
+            elif kind in _MAPS and not _state(node):
+                maps.append(_Map(_function_of(node), _parallel(node)))
+                lowest, base = len(above), node._input_dataset
+            elif kind not in UNCHANGED:
+                break
+            node = node._input_dataset
+        ends: tuple[Any, ...] = (node,)
+        reseeded = [d for d in above[:lowest] if _unseeded(d)]
+        if type(node).__name__ == "_ZipDataset":
+            parts = [self._without_maps(one) for one in nest.flatten(node._datasets)]
+            ends = tuple(end for p in parts for end in p.ends)
+            if any(p.maps or p.reseeded for p in parts):
+                lowest = len(above)
+                base = tf.data.Dataset.zip(nest.pack_sequence_as(node._datasets, [p.base for p in parts]))
+                reseeded = [d for d in above if _unseeded(d)] + [d for p in parts for d in p.reseeded]
+                for i, part in enumerate(parts):
+                    maps += [replace(one, function=_on_part(one.function, node._datasets, i)) for one in part.maps]
+        for made in reversed(above[:lowest]):
+            base = _put_on(base, made, self._seeds)
+        kept = tuple(name for end in ends for name in _maps_in(end))
+        return _Samples(base, tuple(maps), ends, kept, tuple(reseeded))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """How samples are put into batches.
+
+    Attributes:
+      element_spec: of the global batches.
+      parallel: what its call had beside the size.
+      pad: shapes and values with which rows are padded; None: they are not.
+    """
+
+    size: int
+    drop: bool
+    element_spec: Any
+    parallel: tuple[Any, ...] = ()
+    pad: tuple[Any, Any] | None = None
+
+    def put_on(self, samples: tf.data.Dataset, size: int, carries: bool) -> tf.data.Dataset:
+        """Returns samples in batches of another size; ``carries``: each has a note beside it."""
+        if self.pad is None:
+            return samples.batch(size, False, *self.parallel)
+        shapes, values = ((self.pad[0], [3]), (self.pad[1], np.int64(0))) if carries else self.pad
+        return samples.padded_batch(size, shapes, values)
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A map that computes each sample by itself; ``parallel``: what its call had beside the function."""
+
+    function: Callable[[Sample], Sample]
+    parallel: tuple[Any, ...]
+
+    def on_samples_of(self, dataset: Any, carries: bool) -> Callable[..., Any]:
+        """Returns its function for the elements of a dataset; ``carries``: which are samples with a note beside."""
+        function, is_tuple = self.function, type(dataset.element_spec) is tuple
+
+        @autograph.do_not_convert
+        def on_sample(*sample: Any) -> Any:
+            return function(sample if is_tuple else sample[0])
+
+        @autograph.do_not_convert
+        def beside_note(sample: Any, note: tf.Tensor) -> Any:
+            return function(sample), note
+
+        return beside_note if carries else on_sample
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Samples in front of maps that may come later.
+
+    Attributes:
+      base: the samples.
+      maps: these maps, from the last to the first.
+      ends: the datasets from which the samples come as they are, in the order of their tensors.
+      kept: names of the maps in front.
+      reseeded: shuffles that got a seed.
+    """
+
+    base: tf.data.Dataset
+    maps: tuple[_Map, ...]
+    ends: tuple[Any, ...]
+    kept: tuple[str, ...]
+    reseeded: tuple[Any, ...]
+
+
+def _function_of(made: Any) -> Callable[[Sample], Sample]:
+    """Returns the function of a map, to be called as tf.data calls it, with a sample in one argument."""
+    converted = autograph.tf_convert(made._map_func._func, ag_ctx.control_status_ctx())
+
+    def function(sample: Sample) -> Sample:
+        found = converted(*sample) if type(sample) is tuple else converted(sample)
+        return tuple(found) if isinstance(found, list) else found
+
+    return function
+
+
+def _on_part(function: Callable[[Sample], Sample], zipped: Any, number: int) -> Callable[[Sample], Sample]:
+    """Returns a function of samples that are zipped, which changes the part of this number."""
+
+    def on_part(sample: Sample) -> Sample:
+        parts = nest.flatten_up_to(zipped, sample)
+        parts[number] = function(parts[number])
+        return nest.pack_sequence_as(zipped, parts)
+
+    return on_part
+
+
+def _notes(size: int, full: int, rest: int) -> tf.data.Dataset:
+    """Notes of so many full batches (-1: without end), and of a last one with so many rows, if it has any."""
+    notes = tf.data.Dataset.from_tensors(np.array([[size, 0, _NO_SUMMARY]], np.int64)).repeat(full)
+    if not rest:
+        return notes
+    return notes.concatenate(tf.data.Dataset.from_tensors(np.array([[rest, 0, _NO_SUMMARY]], np.int64)))
+
+
+def _ends_in(dataset: Any) -> Unknown:
+    """Returns why batches of a dataset are not divided, named by its last transformation."""
+    kind = type(dataset).__name__.strip("_").removesuffix("Dataset").removeprefix("Parallel")
+    called = re.sub("(?<=[a-z])(?=[A-Z])", "_", kind).lower()
+    name, action = _NEXT_STEPS.get(kind, (called, "put batch(n) last"))
+    return Unknown(f"it ends in {name}, not in batch(n)", action)
+
+
+def refuse_leaves(specs: Sequence[Any]) -> None:
+    """Raises Unknown where batches hold what has no rows that a rank could take, given the specs of all in them."""
+    for spec in specs:
+        for kind, what, action in _WITHOUT_ROWS:
+            if isinstance(spec, kind):
+                raise Unknown(f"its batches hold {what}", action)
+        if not isinstance(spec, tf.TensorSpec):
+            raise Unknown(f"its batches hold a {type(spec).__name__.removesuffix('Spec')}", "leave it out of them")
+        if spec.dtype == tf.string:
+            action = "number them in a map in front of batch(n) (StringLookup, tf.strings.to_hash_bucket_fast)"
+            raise Unknown("its batches hold strings", action)
+        if spec.dtype.name in UNMOVABLE:
+            raise Unknown(f"its batches hold a {spec.dtype.name}", "leave it out of them")
 
 
 def batch_size(dataset: Any) -> int:
@@ -122,93 +554,14 @@ def batch_size(dataset: Any) -> int:
     return _number(node._batch_size)
 
 
-def _first(sizes: BatchSizes, count: int) -> Iterator[tuple[int, int]]:
-    return itertools.islice(sizes(), None if count < 0 else count)
-
-
-def _again(sizes: BatchSizes, count: int) -> Iterator[tuple[int, int]]:
-    rounds: Iterable[Any] = itertools.count() if count < 0 else range(count)
-    return itertools.chain.from_iterable(sizes() for _ in rounds)
-
-
-def _before_batch(batch: Any, shares: Shares, rank: int, seeds: Seeds, every: int) -> OwnRows:
-    size, drop = _number(batch._batch_size), bool(_number(batch._drop_remainder))
-    samples = batch._input_dataset
-    count = int(samples.cardinality())
-    if count == tf.data.UNKNOWN_CARDINALITY:
-        raise Unknown("its number of samples is not known; tf.data.experimental.assert_cardinality tells it")
-    stream, maps, kept, reseeded, node = _without_maps(samples, seeds)
-    summary = summary_of(node, every)
-    usual = shares(size)
-    full = 0 if count < 0 else count // size
-    rest = () if count < 0 or drop or count % size == 0 else shares(count % size)
-
-    if keeps_orders(samples) and any(most and not few for most, few in zip(usual, rest)):
-        raise Unknown("a rank has no rows of the last batch, by which it would know that a cache is full")
-    empty = not usual[rank] or (rest and not rest[rank])
-    if empty and not all(s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch.element_spec)):
-        raise Unknown("a rank has no rows of some batch, and the shapes of these are not known without reading them")
-
-    skipped = np.array([sum(usual[:rank]), sum(rest[:rank])], np.int64)  # of a full batch, of the last one
-    taken = np.array([usual[rank], rest[rank] if rest else 0], np.int64)
-
-    def mine(number: tf.Tensor, samples: Any) -> tf.data.Dataset:
-        """This rank's samples among those of one batch. One call a batch: a filter would be one a sample."""
-        whole = samples if isinstance(samples, tf.data.Dataset) else tf.data.Dataset.zip(samples)
-        kind = 0 if count < 0 else tf.cast(number >= full, tf.int32)
-        begin = tf.gather(skipped, kind)
-        if summary is not None:
-            begin += summary.after(number, whole)
-        return whole.skip(begin).take(tf.gather(taken, kind))
-
-    own = stream.window(size).enumerate().flat_map(mine)
-    for made in reversed(maps):
-        own = own.map(made._map_func._func, *_parallel(made))
-    # The shares of a smaller batch are nowhere larger, so that the last rows make one batch as well.
-    own = own.batch(max(1, usual[rank]), False, *_parallel(batch))
-
-    def batch_sizes() -> Iterator[tuple[int, int]]:
-        if count < 0:
-            return enumerate(itertools.repeat(size))
-        return enumerate(itertools.chain(itertools.repeat(size, full), (count % size,) if rest else ()))
-
-    return OwnRows(own, batch_sizes, len(maps), kept, reseeded, summary)
-
-
-def _without_maps(
-    dataset: Any, seeds: Seeds
-) -> tuple[tf.data.Dataset, list[Any], tuple[str, ...], tuple[Any, ...], Any]:
-    """The samples before the maps that may come later.
-
-    Returns:
-      (the samples, these maps from the last to the first, names of other maps, shuffles that got a seed, what is left
-      of the dataset itself).
-    """
-    above: list[Any] = []  # what has to be put on again
-    maps: list[Any] = []
-    lowest = 0  # how much of ``above`` lies over a map that moved, or has no seed
-    base = dataset
-    node = dataset
-    while True:
-        kind = type(node).__name__
-        if kind in _MOVES:
-            if is_reshuffled(node) and not _unseeded(node) and _has_maps(node) and generator_of(node) is None:
-                break  # what is built in its place could not draw as it does
-            if restarts(node) and _has_maps(node):
-                break  # behind the repetition, a map reads ahead: the next order would begin before its time
-            above.append(node)
-            if _unseeded(node):
-                lowest, base = len(above), node._input_dataset
-        elif kind in _MAPS and not _state(node):
-            maps.append(node)
-            lowest, base = len(above), node._input_dataset
-        elif kind not in UNCHANGED:
-            break
-        node = node._input_dataset
-    for made in reversed(above[:lowest]):
-        base = _put_on(base, made, seeds)
-    kept = tuple(d._map_func._func.__name__ for d in upstream(node) if type(d).__name__ in _MAPS)
-    return base, maps, kept, tuple(d for d in above[:lowest] if _unseeded(d)), node
+def _maps_in(dataset: Any) -> Iterator[str]:
+    """Yields the names of the functions that a dataset is mapped by, but not of those that TensorFlow puts in."""
+    if type(dataset).__name__ == "_RestructuredDataset":
+        dataset = dataset._input_dataset._input_dataset
+    elif type(dataset).__name__ in _MAPS:
+        yield dataset._map_func._func.__name__
+    for source in dataset._inputs():
+        yield from _maps_in(source)
 
 
 def _has_maps(dataset: Any) -> bool:
@@ -216,6 +569,8 @@ def _has_maps(dataset: Any) -> bool:
     node = dataset
     while type(node).__name__ in (*_MOVES, *UNCHANGED):
         node = node._input_dataset
+    if type(node).__name__ == "_ZipDataset":
+        return any(map(_has_maps, nest.flatten(node._datasets)))
     return type(node).__name__ in _MAPS and not _state(node)
 
 
@@ -229,6 +584,8 @@ def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:
         return base.take(made._count)
     if kind == "_SkipDataset":
         return base.skip(made._count)
+    if kind == "_ShardDataset":
+        return base.shard(made._num_shards, made._index)
     if _unseeded(made):
         return shuffled(base, made, *common_order(made, seeds))
     return shuffled(base, made, (made._seed, made._seed2), generator_of(made) if is_reshuffled(made) else None)

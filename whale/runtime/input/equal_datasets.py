@@ -42,6 +42,7 @@ _SEEN = (
 _SEEN_DATASETS = {f"_{name}Dataset" for name in _SEEN}
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _FACTOR = 1_000_003
+_BEFORE_A_ROUND = 1 << 62  # as the number of a batch: any other one begins a round
 _MOST_SAMPLES = 1 << 40  # more than a batch has
 _READS = (*_PYTHON, "ReadFile", "MatchingFiles")
 
@@ -283,18 +284,22 @@ def _drawn_by(function: Any, before: list[bool], parallel: bool) -> list[bool]:
     return found
 
 
-def summary_of(samples: Any, every: int) -> Summary | None:
+def summary_of(samples: Sequence[Any], every: int) -> Summary | None:
     """Returns what sums up batches of these samples; None where they are known without reading them, or every rank
     draws.
+
+    Args:
+      samples: the dataset, or those whose tensors follow each other in its samples.
+      every: of how many batches one is summed up; 0: none.
     """
-    if not every or is_seen(samples):
+    if not every or all(map(is_seen, samples)):
         return None
-    leaves = [i for i, drawn in enumerate(drawn_leaves(samples)) if not drawn]
+    leaves = [i for i, drawn in enumerate(drawn for one in samples for drawn in drawn_leaves(one)) if not drawn]
     return Summary(leaves, every) if leaves else None
 
 
 class Summary:
-    """Sums of whole batches of a dataset, taken as its functions meet them, before a rank takes its rows.
+    """What is compared of whole batches, kept as the dataset's functions meet them, before a rank takes its rows.
 
     Args:
       leaves: numbers of the tensors of a sample that are looked at.
@@ -303,66 +308,61 @@ class Summary:
 
     def __init__(self, leaves: Sequence[int], every: int) -> None:
         self._leaves, self._every = leaves, every
-        self._sums: dict[tuple[int, int], np.ndarray] = {}  # by round of a repetition, and number in it
+        self._held: dict[tuple[int, int], list[np.ndarray]] = {}  # by round of a repetition, and number in it
         self._rounds_met = self._rounds_yielded = 0
+        self._last = _BEFORE_A_ROUND
         self._reads = self._mixed = False
 
-    def begin(self, rounds: int) -> None:
-        """Begins an iteration; where another one goes on, nobody knows any more which of them meets a batch.
-
-        Args:
-          rounds: that have begun in the batches which it leaves out.
-        """
+    def begin(self) -> None:
+        """Begins an iteration; where another one goes on, nobody knows any more which of them meets a batch."""
         self._mixed = self._mixed or self._reads
-        self._sums, self._reads = {}, True
-        self._rounds_met, self._rounds_yielded = 0, rounds
+        self._held, self._reads = {}, True
+        self._rounds_met = self._rounds_yielded = 0
+        self._last = _BEFORE_A_ROUND
 
     def end(self) -> None:
         """Ends the iteration."""
         self._reads = False
 
     def after(self, number: tf.Tensor, samples: tf.data.Dataset) -> tf.Tensor:
-        """Returns a zero that is there once the samples of the batch of this number are summed up, if they are
-        to be.
-        """
-
+        """Returns a zero that is there once the samples of the batch of this number are kept, if they are to be."""
         specs = tf.nest.flatten(samples.element_spec)
         one_shape = all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs)
 
-        def sums_of(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-            text = tf.stack([tf.io.serialize_tensor(tensors[i]) for i in self._leaves])
-            return tf.strings.to_hash_bucket_fast(text, 1 << 62)
-
         def fold(sums: tf.Tensor, *sample: Any) -> tf.Tensor:
-            return sums * _FACTOR + sums_of(tf.nest.flatten(sample))
+            tensors = tf.nest.flatten(sample)
+            text = tf.stack([tf.io.serialize_tensor(tensors[i]) for i in self._leaves])
+            return sums * _FACTOR + tf.strings.to_hash_bucket_fast(text, 1 << 62)
 
         def told() -> tf.Tensor:
             if one_shape:
-                sums = sums_of(tf.nest.flatten(samples.batch(_MOST_SAMPLES).get_single_element()))
+                whole = tf.nest.flatten(samples.batch(_MOST_SAMPLES).get_single_element())
+                kept = [whole[i] for i in self._leaves]
             else:  # takes milliseconds, as functions of datasets are made anew for each
-                sums = samples.reduce(tf.zeros([len(self._leaves)], tf.int64), fold)
-            return tf.ensure_shape(tf.numpy_function(self._keep, [number, sums], tf.int64), [])
+                kept = [samples.reduce(tf.zeros([len(self._leaves)], tf.int64), fold)]
+            return tf.ensure_shape(tf.numpy_function(self._keep, [number, *kept], tf.int64), [])
 
         first = number < FIRST_STEPS
         wanted = first | tf.equal(number % self._every, 0) if one_shape else first
         return tf.cond(wanted, told, lambda: tf.zeros([], tf.int64))
 
-    def _keep(self, number: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    def _keep(self, number: np.ndarray, *tensors: np.ndarray) -> np.ndarray:
         if not self._mixed:  # what reads ahead may be in a later round than what is yielded
             self._rounds_met += number == 0
-            self._sums[self._rounds_met, int(number)] = sums
+            self._held[self._rounds_met, int(number)] = [np.array(tensor) for tensor in tensors]
         return np.int64(0)
 
-    def of(self, number: int) -> tf.Tensor | None:
-        """Returns the sums of the latest batch up to this one that was summed up; None: nobody knows them.
+    def of(self, number: int) -> list[tf.Tensor]:
+        """Returns what was kept of the latest batch up to this one of which anything was; nothing where nobody knows.
 
         Args:
           number: of the batch that is yielded, in its round.
         """
-        if number == 0:
+        if number <= self._last:
             self._rounds_yielded += 1
-            for key in [key for key in list(self._sums) if key[0] < self._rounds_yielded]:
-                del self._sums[key]
+        self._last = number
         latest = number if number < FIRST_STEPS else max(FIRST_STEPS - 1, number - number % self._every)
-        sums = None if self._mixed else self._sums.get((self._rounds_yielded, latest))
-        return None if sums is None else tf.constant(sums)
+        wanted = self._rounds_yielded, latest
+        for key in [key for key in list(self._held) if key < wanted]:
+            del self._held[key]
+        return [] if self._mixed else [tf.constant(tensor) for tensor in self._held.get(wanted, [])]

@@ -51,13 +51,14 @@ def reshuffles(dataset: Any) -> bool:
 
 def repeats(dataset: Any) -> bool:
     """Whether a shuffle begins its next order while an iteration goes on."""
-    own = type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
-    return own or any(map(repeats, dataset._inputs()))
+    return _begins_again(dataset) or any(map(repeats, dataset._inputs()))
 
 
-def counts_ends(dataset: Any) -> bool:
-    """Whether it matters that an iteration reads to the end: then a cache is complete, a repetition begins again."""
-    return repeats(dataset) or any(type(d).__name__ == "CacheDataset" for d in upstream(dataset))
+def _begins_again(dataset: Any) -> bool:
+    """Whether it is by this transformation that a shuffle begins an order while an iteration goes on."""
+    if type(dataset).__name__ == "_ConcatenateDataset":
+        return reshuffles(dataset._dataset_to_concatenate)
+    return type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
 
 
 def keeps_orders(dataset: Any) -> list[Any]:
@@ -77,7 +78,7 @@ def restarts(dataset: Any) -> bool:
     kind = type(dataset).__name__
     if kind in _AHEAD or (kind == "_MapDataset" and not _has_state(dataset)):
         return False
-    return (kind == "_RepeatDataset" and reshuffles(dataset)) or any(map(restarts, dataset._inputs()))
+    return _begins_again(dataset) or any(map(restarts, dataset._inputs()))
 
 
 def _has_state(mapped: Any) -> bool:
