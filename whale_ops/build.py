@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -345,8 +345,10 @@ def _compile(targets: Sequence[Target], compiler: Sequence[str], objects: Path, 
             for job in as_completed(jobs):
                 job.result()
         except BaseException:  # Ctrl-C, too: what is done stays, what runs and what waits ends
-            pool.shutdown(wait=False, cancel_futures=True)
-            compilers.stop()
+            while not compilers.stopped:
+                with suppress(KeyboardInterrupt):  # a second Ctrl-C would leave compilers, which are waited for
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    compilers.stop()
             raise
         finally:
             progress.end()
@@ -378,12 +380,16 @@ def _link(target: Target, compiler: Sequence[str], objects: Path, folder: Path) 
 
 
 class _Compilers:
-    """The compilers that run at once, which can be stopped together."""
+    """The compilers that run at once, which can be stopped together.
+
+    Attributes:
+        stopped: they all are, and none will start.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
         self._running: set[subprocess.Popen[str]] = set()
-        self._stopped = False
+        self.stopped = False
 
     def run(self, command: Sequence[str], text: str = "") -> None:
         """Runs a compiler with ``text`` as its standard input.
@@ -392,7 +398,7 @@ class _Compilers:
             CommError: it failed, or was stopped.
         """
         with self._lock:
-            if self._stopped:
+            if self.stopped:
                 raise CommError("the build was stopped", action="build again: it goes on where it was")
             pipe = subprocess.PIPE
             # In a group of its own, since the compiler starts others and does not stop them with itself.
@@ -415,10 +421,10 @@ class _Compilers:
     def stop(self) -> None:
         """Ends the compilers that run; none starts after it."""
         with self._lock:
-            self._stopped = True
             for process in self._running:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
+            self.stopped = True
 
 
 class _Progress:

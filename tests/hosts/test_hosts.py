@@ -83,9 +83,10 @@ def test_memory_is_limited(make_hosts: Callable[..., Hosts]) -> None:
 
 
 MAKE = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from tests.hosts.hosts import Hosts, Machine
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may ignore it
 with Hosts(Path(sys.argv[1]), 1) as hosts:
     print(hosts.mark, flush=True)
     hosts.run("h0", "sleep", "600", timeout_s=600)
