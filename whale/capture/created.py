@@ -59,6 +59,9 @@ class CreatedVariables:
                 "tf.function only supports singleton tf.Variables created on the first call. Make sure the tf.Variable "
                 "is only created once or created outside tf.function."
             )
+        if tf.executing_eagerly():  # in an init_scope: outside of the function, where the first value is known at once
+            self.latest.append(self._ask(_create_eagerly, wanted))
+            return self.latest[-1]
         # In functions, loops and branches inside of this one TensorFlow creates them.
         inside = tf.compat.v1.get_default_graph() is not self._graph
         lifts = wanted.get("experimental_enable_variable_lifting") is not False
@@ -133,6 +136,10 @@ class CreatedVariables:
             variable._update_uid = restored.checkpoint_position.restore_uid
         self._waiting.append((variable, value, captured))
         return variable
+
+
+def _create_eagerly(**wanted: Any) -> Any:
+    return resource_variable_ops.default_variable_creator_v2(None, **wanted)
 
 
 def make_creation_error(name: str, given: str) -> CaptureError:

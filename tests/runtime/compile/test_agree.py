@@ -19,6 +19,7 @@ from whale.ir.program import Program, make_const, rename_nodes
 from whale.ir.values import Tensor, TensorType
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile import cross_rank_checks
+from whale.runtime.context import Reports
 
 _TIMEOUT_S = 30.0
 
@@ -56,7 +57,7 @@ def test_ranks_with_different_programs_hear_a_likely_cause(
     def of_rank(rank: int) -> dict[str, Any]:
         config = {"debug.check_timeout_s": _TIMEOUT_S}
         context: Any = SimpleNamespace(
-            has_other_processes=True, comms=[comms[rank]], config=config, compiled_for={}, other_hashes=hashes
+            has_other_processes=True, comms=[comms[rank]], config=config, reports=Reports(), other_hashes=hashes
         )
         with pytest.raises(ProgramError, match="about to run different programs") as refused:
             cross_rank_checks.compare_programs(programs[rank], {}, 0, context)

@@ -32,6 +32,9 @@ class Averages:
             self.made["momentum"] = tf.Variable(tf.zeros_like(self.weight))
             self.made["slow"] = tf.Variable(self.weight)
             self.made["big"] = tf.Variable(lambda: BIG)
+            with tf.init_scope():  # outside of the step, where its value is known at once
+                self.made["outside"] = tf.Variable(tf.ones((2, 3)))
+                assert float(tf.reduce_sum(self.made["outside"])) == 6.0
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((tf.nn.dropout(x, 0.5, seed=7) @ self.weight - x[:, :1]) ** 2)
         self.made["momentum"].assign(0.9 * self.made["momentum"] + tape.gradient(loss, self.weight))
