@@ -33,7 +33,7 @@ def _fit(is_known: bool) -> tuple[list[float], int]:
     return losses, int(model.optimizer.iterations)
 
 
-@pytest.mark.skipif(not keras.version().startswith("3."), reason="Keras 2 counts as Whale does")
+@pytest.mark.skipif(not keras.__version__.startswith("3."), reason="Keras 2 counts as Whale does")
 def test_a_step_without_data_is_not_counted() -> None:
     plain, counted = _fit(is_known=False)
     wanted, steps = _fit(is_known=True)

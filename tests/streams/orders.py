@@ -235,12 +235,13 @@ class Run:
         iterator = iter(self._sharded(self._of(derived)))
         found = self._values(self._limited(iterator, number))
         if self._wh is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = tf.train.Checkpoint(data=iterator).write(str(Path(folder, "saved")))
-                tf.random.set_seed(3)  # as the other process does
-                self._data = data.make()
-                iterator = iter(self._sharded(self._of(derived)))
-                tf.train.Checkpoint(data=iterator).read(path).assert_consumed()
+            # All ranks read what the first one writes to its folder, which stays for as long.
+            self._folder = tempfile.TemporaryDirectory()
+            path = tf.train.Checkpoint(data=iterator).write(str(Path(self._folder.name, "saved")))
+            tf.random.set_seed(3)  # as the other process does
+            self._data = data.make()
+            iterator = iter(self._sharded(self._of(derived)))
+            tf.train.Checkpoint(data=iterator).read(path).assert_consumed()
         found += self._values(iterator)
         return self._named(found)
 
