@@ -62,7 +62,7 @@ def test_readme_begins_with_its_two_commands() -> None:
 
 
 def test_the_changelog_is_a_page() -> None:
-    """Of each version: what is there now, where git has the history."""
+    """Holds each version to what is there now; git has the history."""
     for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         assert len(version) < 9000, f"{version.splitlines()[0]}: join lines that speak of one thing"
 

@@ -242,7 +242,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def rank_in(part: str, module: str) -> int | None:
-    """Where a module, or the package that it is in, stands in the order of a part; None: the module is elsewhere."""
+    """Returns where a module, or its package, stands in the order of a part; None: the module is elsewhere."""
     if not module.startswith(f"{part}."):
         return None
     package, order = module.removeprefix(f"{part}.").split(".")[0], PACKAGES[part]

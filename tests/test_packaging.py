@@ -1,4 +1,4 @@
-"""What an sdist holds, and what type checkers see of the package."""
+"""Checks what an sdist holds, and what type checkers see of the package."""
 
 from __future__ import annotations
 

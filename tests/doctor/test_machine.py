@@ -156,7 +156,7 @@ def test_a_folder_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_others_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the CPUs that may be used, without waiting for disks, and without what this process and its children take."""
+    """Counts what others take of the CPUs: no waits for disks, and nothing of this process and its children."""
     monkeypatch.setattr(cpu_load.os, "sched_getaffinity", lambda process: {0, 2})
     monkeypatch.setattr(cpu_load.os, "sysconf", lambda name: 100)
     own, clock = iter([1.0, 3.0]), iter([50.0, 60.0])

@@ -1,4 +1,4 @@
-"""What every rank saves by TensorFlow alone is written once, and read when it is there; Keras warns once."""
+"""Saves by TensorFlow alone on every rank: files are written once, and read when they are there; Keras warns once."""
 
 from __future__ import annotations
 

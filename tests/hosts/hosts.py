@@ -42,7 +42,7 @@ class NoHostsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a host has.
+    """Describes the resources of a host.
 
     Attributes:
         shm_bytes: size of /dev/shm; shm_read_only: whether nothing can be written there.

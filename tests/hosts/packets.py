@@ -27,7 +27,7 @@ _IPV4, _TCP = 0x0800, 6
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What becomes of packets on a link, in both directions.
+    """Describes what becomes of packets on a link, in both directions.
 
     Attributes:
         cut: none comes through.

@@ -1,4 +1,4 @@
-"""What runs of train.py leave, on hosts and in one process."""
+"""Reads the losses and weights that runs of train.py leave, on hosts and in one process."""
 
 from __future__ import annotations
 

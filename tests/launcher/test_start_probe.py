@@ -1,4 +1,4 @@
-"""What is asked of hosts whose ranks do not come up, and what is said of those that do not reach the launcher."""
+"""Asks hosts whose ranks do not come up, and names those that do not reach the launcher."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Start = Callable[..., None]
 
 
 class _Notebook(ModuleType):
-    """What is used of IPython: the shell, whose events are called after each cell."""
+    """Stands for IPython: a shell whose events are called after each cell."""
 
     def __init__(self) -> None:
         super().__init__("IPython")

@@ -139,7 +139,7 @@ def divide_by_speed(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple
 
 @dataclass(frozen=True, slots=True)
 class BalanceHistory:
-    """What earlier looks have left, by which the next ones decide: equal on all ranks, joining ranks among them.
+    """Keeps what earlier looks at ranks' speeds found, by which the next ones decide; equal on all ranks.
 
     Attributes:
       looks: how many there were; gain, slower: what a division, or planning anew, has to promise now.

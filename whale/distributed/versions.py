@@ -14,7 +14,7 @@ from whale.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class RankVersions:
-    """What a rank runs, and where.
+    """Names the software that a rank runs, and its host.
 
     Attributes:
       versions: by name, such as TensorFlow.

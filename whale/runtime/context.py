@@ -72,7 +72,7 @@ class OwnPrograms:
 
 @dataclass(frozen=True, slots=True)
 class RunMachines:
-    """What the ranks of a run are on.
+    """Describes the machines of a run's ranks, and the link between their hosts.
 
     Attributes:
       machines: a digest of each rank's machine, and the name of its host.
@@ -161,7 +161,7 @@ class ElasticHooks(Protocol):
 
 @dataclass
 class ScopeState:
-    """What scopes the script has entered, and what it said by names instead.
+    """Tracks the scopes that the script has entered, and those that it gives by names.
 
     Attributes:
       scopes: paths of the scopes that are entered, the innermost last.
@@ -186,7 +186,7 @@ class ScopeState:
 
 @dataclass
 class PlanningState:
-    """What a run plans its programs by, beside its configuration.
+    """Holds the plans and strategies by which a run plans its programs, beside its configuration.
 
     Attributes:
       dry: what a run is for that only plans; None: it computes.
@@ -213,7 +213,7 @@ class PlanningState:
 
 @dataclass
 class LossScales:
-    """The loss scales of a run under ``precision.compute_dtype=float16``.
+    """Holds the loss scales of a run under ``precision.compute_dtype=float16``.
 
     Attributes:
       loss_scale: of steps; None before the first one.
@@ -226,7 +226,7 @@ class LossScales:
 
 @dataclass
 class Reports:
-    """What was said of a run's programs, so that it is said once, and what reports ask for.
+    """Records messages about a run's programs, so that each is given once, and figures for reports.
 
     Attributes:
       predicted: name of a program -> finds category -> bytes that its step takes on the first rank here.
@@ -247,7 +247,7 @@ class Reports:
 
 @dataclass
 class Hooks:
-    """What else is done when runs of a session, or the run itself, end.
+    """Lists functions to call when runs of a session, or the run itself, end.
 
     Attributes:
       between_runs: what is done on every rank after a run of a session that all ranks make.

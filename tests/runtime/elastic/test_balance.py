@@ -129,7 +129,7 @@ def test_stages_are_planned_anew_where_steps_stay_longer_and_that_pays() -> None
 
 
 def _decide_twice(balance: Balance, row_s: Sequence[float]) -> list[tuple[tuple[int, ...], str]]:
-    """What two looks decide of 16 rows on each of two ranks."""
+    """Returns what two looks decide about 16 rows on each of two ranks."""
     ranks, watched = Ranks(row_s), WatchedSteps((16, 16), PROGRAM)
     ranks.rows = watched.rows
     found = []

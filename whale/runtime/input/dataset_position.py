@@ -1,4 +1,4 @@
-"""Where in a dataset of ``wh.shard`` a loop is, as part of a checkpoint.
+"""Saves and restores the position of a loop in a dataset of ``wh.shard``, as part of a checkpoint.
 
 Decision: 0138.
 """

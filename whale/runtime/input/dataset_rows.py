@@ -102,7 +102,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows the batches of a dataset have, as far as that is known without reading it.
+    """Describes how many rows the batches of a dataset have, as far as is known without reading it.
 
     Attributes:
       every: rows of each batch; 0: they may have different ones.
@@ -336,7 +336,7 @@ class _Division:
         carries = summary is not None or not is_known
 
         def bounds(rows: Any) -> np.ndarray:
-            """Where this rank's rows begin, and how many they are: at least one, so that there is an element."""
+            """Returns where this rank's rows begin and their number: at least one, so that there is an element."""
             shares = self._shares(int(rows))
             return np.array([min(sum(shares[: self._rank]), int(rows) - 1), max(shares[self._rank], 1)], np.int64)
 
@@ -419,7 +419,7 @@ class _Division:
 
 @dataclass(frozen=True)
 class _Batch:
-    """How samples are put into batches.
+    """Describes how samples are put into batches.
 
     Attributes:
       element_spec: of the global batches.

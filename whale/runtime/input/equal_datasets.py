@@ -299,7 +299,7 @@ def summary_of(samples: Sequence[Any], every: int) -> Summary | None:
 
 
 class Summary:
-    """What is compared of whole batches, kept as the dataset's functions meet them, before a rank takes its rows.
+    """Keeps what is compared of whole batches, as the dataset's functions meet them, before a rank takes its rows.
 
     Args:
       leaves: numbers of the tensors of a sample that are looked at.

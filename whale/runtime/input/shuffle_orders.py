@@ -55,7 +55,7 @@ def repeats(dataset: Any) -> bool:
 
 
 def _begins_again(dataset: Any) -> bool:
-    """Whether it is by this transformation that a shuffle begins an order while an iteration goes on."""
+    """Tells whether this transformation makes a shuffle begin another order while an iteration goes on."""
     if type(dataset).__name__ == "_ConcatenateDataset":
         return reshuffles(dataset._dataset_to_concatenate)
     return type(dataset).__name__ == "_RepeatDataset" and reshuffles(dataset)
