@@ -52,7 +52,7 @@ BAD = [
     ("profile absent.py", "given: absent.py"),
     ("profile -o nowhere/profile.json", "there is no folder"),
     ("html plan.json -o page.html --trace absent.json", "given: absent.json"),
-    ("html plan.json -o page.html --trace train.py", "this is no trace of a run"),
+    ("html plan.json -o page.html --trace train.py", "the file is not a trace of a run"),
     ("profile -np 0", "'0' is no whole number"),
     ("simulate absent.yaml --cluster small.yaml", "given: absent.yaml"),
     ("simulate absent.yaml --measured absent.json", "given: absent.yaml"),

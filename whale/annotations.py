@@ -266,7 +266,7 @@ def annotate(patterns: Mapping[str, Any]) -> None:
         for scope in scopes if isinstance(scopes, (tuple, list)) else (scopes,):
             if not isinstance(scope, (replica, split, stage)) or not text:
                 raise PlanError(
-                    "an annotation is no scope for a name",
+                    "the value of an annotation is not a scope",
                     given=f"{text!r}: {scope!r}",
                     expected="a glob, and wh.stage(number), wh.split(...), wh.replica(...) or a tuple of them",
                     action="correct it",

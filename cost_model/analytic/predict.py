@@ -116,7 +116,7 @@ def _check(t: Transformer, p: Degrees, profile: Profile | None) -> None:
         raise PlanError("fully sharded data parallelism is predicted by formulas only", given="a profile")
     if p.tensor > 1 or p.stages > 1:
         raise PlanError(
-            "fully sharded data parallelism is predicted alone",
+            "fully sharded data parallelism is not predicted together with other parallelism",
             given=f"{p.tensor} tensor-parallel ranks, {p.stages} stages",
             expected="tensor = stages = 1 with zero >= 2",
         )

@@ -40,7 +40,7 @@ def test_ranks_that_are_left_end_with_what_one_device_computes(case: Case, refer
 def test_who_loses_a_part_with_its_copy_starts_again_from_the_last_checkpoint(reference: Reference) -> None:
     outcome = run(Case("zero3+save", 3, "5:1:kill,5:2:kill"), reference, restarts=1)
     assert not outcome.problem, outcome.problem
-    assert "parts of variables are gone with all ranks that had them" in outcome.said
+    assert "parts of variables are lost with all ranks that had them" in outcome.said
     assert "next: start again from a checkpoint: `whale run --max-restarts`" in outcome.said
 
 

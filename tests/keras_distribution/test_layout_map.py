@@ -67,7 +67,7 @@ api.set_distribution(api.ModelParallel(layout_map=api.LayoutMap(mesh), batch_dim
     command = [warm_python(), "-m", "whale", "run", "-np", "2", str(script)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
-    assert "a mesh cannot be that of this run" in done.stderr
+    assert "the device mesh does not fit this run" in done.stderr
     assert "start as many ranks as it has" in done.stderr
 
 
@@ -90,4 +90,6 @@ model.compile(optimizer="sgd", loss="mse")
 model.fit(np.ones((8, 6)), np.ones((8, 8)), verbose=0)
 """)
     done = subprocess.run([warm_python(), str(script)], env=environment(), capture_output=True, text=True, timeout=300)
-    assert "a variable cannot lie as the script says" in done.stderr and "leave stages out" in done.stderr, done.stderr
+    assert (
+        "a variable cannot have the layout that the script sets" in done.stderr and "leave stages out" in done.stderr
+    ), done.stderr

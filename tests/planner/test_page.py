@@ -126,7 +126,7 @@ def test_a_measured_step_is_drawn(cut: bool, tmp_path: Path) -> None:
     assert first == [(0, 2e-5, 1.4e-4, "", 0, 2), (2, 4e-5, 7e-5, "AllReduce 0:g", 1, 2)]
     assert second[1:] == [(1, 4e-5, 6e-5, "AllReduce 0:g", 1, 2), (2, 6e-5, 7e-5, "AllReduce 0:g", 1, 2)]
     path.write_text("not a trace")
-    with pytest.raises(PlanError, match="this is no trace of a run"):
+    with pytest.raises(PlanError, match="the file is not a trace of a run"):
         read(path)
     with pytest.raises(PlanError, match="no step of the trace was run by all ranks"):
         step_drawn([e for e in RUN if e["ph"] == "X"], "out.json", 1.0)

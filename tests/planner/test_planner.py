@@ -223,10 +223,10 @@ def test_what_cannot_be_fixed_says_why(fixed, reason):
 @pytest.mark.parametrize(
     ("fixed", "words"),
     [
-        ("zero=4", "this cannot be fixed to that\n  given: zero=4\n  expected: zero=a level from 0 to 3"),
+        ("zero=4", "a choice cannot be fixed to this value\n  given: zero=4\n  expected: zero=a level from 0 to 3"),
         ("stages=0", "given: stages=0\n  expected: stages=a whole number of at least 1"),
         ("data=-2", "given: data=-2\n  expected: data=a whole number of at least 1"),
-        ("micro_batch=\u00b2", "this cannot be fixed to that\n  given: micro_batch="),
+        ("micro_batch=\u00b2", "a choice cannot be fixed to this value\n  given: micro_batch="),
         ("recompute=some", "given: recompute=some\n  expected: recompute=none or selective or full"),
         ("tensor=2 qkv.split=4", "tensor is fixed twice\n  given: tensor=2 and qkv.split=4"),
     ],

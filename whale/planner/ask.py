@@ -156,7 +156,7 @@ def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
         if value not in WORDS[name] if name in WORDS else number is None or not least <= number <= most:
             levels = f"a level from {least} to {most}" if name == "zero" else f"a whole number of at least {least}"
             can = " or ".join(WORDS.get(name, (levels,)))
-            raise PlanError("this cannot be fixed to that", given=one, expected=f"{name}={can}")
+            raise PlanError("a choice cannot be fixed to this value", given=one, expected=f"{name}={can}")
         if name in values:
             raise PlanError(f"{name} is fixed twice", given=f"{first[name]} and {one}", action="leave one of them out")
         values[name], first[name] = value if number is None else number, one

@@ -65,7 +65,7 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
     if found := "; ".join(plan.problems()):
         raise PlanError("the plan is not one of its model and cluster", given=path, found=found)
     for what, action in _unable(strategy, beside_host):
-        raise PlanError("a program cannot run under what the plan has", given=f"{path}: {what}", action=action)
+        raise PlanError("a program cannot run under the plan", given=f"{path}: {what}", action=action)
     firsts = [*_first_weights(plan, program, path), len(chain(program))]
     _compare_rows(plan, program, settings, path)
     ranks = ranks_of(strategy, plan.machines)

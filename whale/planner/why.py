@@ -71,7 +71,9 @@ def answer(plan: PlanFile, question: str, budget_s: float) -> str:
 def _unknown(plan: PlanFile, question: str) -> PlanError:
     names = [host.name for host in plan.machines.cluster.hosts] + list(plan.machines.cluster.networks)
     return PlanError(
-        "the plan has no answer to that", given=question, expected=f"{FORMS}; there are {', '.join(names)}"
+        "the question cannot be answered for this plan",
+        given=question,
+        expected=f"{FORMS}; there are {', '.join(names)}",
     )
 
 

@@ -51,7 +51,7 @@ def _format_settings(scope: NamedScope, context: Context) -> str:
     settings += [f"dim={scope.dim}"] if scope.dim is not None else []
     if scope.context is not None and (scope.dim is not None or scope.sequence is not None):
         raise PlanError(
-            "a split that divides the sequence on every layer divides nothing else",
+            "a split with context= divides the sequence on every layer and cannot divide anything else",
             given=f"context={scope.context!r}, dim={scope.dim!r}, sequence={scope.sequence!r}",
             expected="context alone",
             action="leave the others out, or split weights in a scope inside, over another axis",
@@ -139,7 +139,7 @@ def enter_stage(devices: tuple[int | str, ...] | None) -> Iterator[None]:
 def refuse_number(number: int) -> None:
     """Raises PlanError for a stage that is entered by its number."""
     raise PlanError(
-        "a stage by its number is for wh.annotate",
+        "a numbered stage can only be used in wh.annotate",
         given=f"with wh.stage({number})",
         expected="wh.stage(), which is a stage of its own each time, or its ranks: wh.stage([0, 1])",
         action="leave the number out, or write its ranks as a list",
@@ -179,7 +179,7 @@ def _number_devices(kind: str, devices: tuple[int | str, ...], context: Context)
         hosts or len({task for task, _ in places}) <= 1 or not any(d for _, d in places)
     ):
         raise PlanError(
-            f"wh.{kind} is on devices of which nobody knows which ranks they are",
+            f"wh.{kind} names devices that belong to no known rank",
             given=f"devices={list(devices)}",
             expected='names like "/job:worker/task:1" or "/device:GPU:1"; on one host tasks or devices, not both',
             action="give the numbers of the ranks",

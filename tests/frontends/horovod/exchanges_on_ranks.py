@@ -93,7 +93,7 @@ for k in range(4):
     equal(dealt, [[k, k + 1], [k + 1, *range(k + 2, k + 4 if k == 2 else k + 3)]][r])
 
 refused(lambda: hvd.allreduce(x, op=hvd.Adasum), ProgramError, "Adasum is not built", "hvd.Average")
-refused(lambda: hvd.allreduce(x, op=3), ProgramError, "this is no reduction", "op=3")
+refused(lambda: hvd.allreduce(x, op=3), ProgramError, "the argument is not a reduction", "op=3")
 refused(lambda: hvd.allreduce(x, process_set=3), ProgramError, "among all ranks")
 refused(lambda: hvd.allreduce(slices, op=hvd.Max), ProgramError, "tf.IndexedSlices", "sparse_as_dense")
 refused(lambda: hvd.broadcast(x, 7), ProgramError, "root_rank=7", "from 0 to 1")

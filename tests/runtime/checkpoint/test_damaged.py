@@ -59,7 +59,7 @@ def test_the_one_before_is_restored_if_asked_for(
     assert "ckpt-2 is damaged" in capsys.readouterr().err
     assert v.numpy().tolist() == [1.0] * 4
     next(tmp_path.glob("ckpt-1.data-*")).write_bytes(b"")
-    with pytest.raises(wh.CheckpointError, match="no checkpoint is whole"):
+    with pytest.raises(wh.CheckpointError, match="all checkpoints are damaged"):
         manager.restore_or_initialize(fallback=True)
 
 

@@ -42,7 +42,7 @@ def find_reduction(op: ReduceOp | None, average: bool | None = None, allowed: tu
     found = Average if op is None else op
     if not isinstance(found, ReduceOp):
         raise ProgramError(
-            "this is no reduction",
+            "the argument is not a reduction",
             given=f"op={op!r}",
             expected="hvd.Average, Sum, Min, Max or Product of whale.horovod",
             action="import hvd from whale.horovod everywhere in the script",

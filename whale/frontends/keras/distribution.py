@@ -148,7 +148,7 @@ def _find_mesh(distribution: Any, context: Context) -> tuple[int, int]:
         problem = f"the axis {names[0]!r} before the batch's"
     if problem:
         raise PlanError(
-            "a mesh cannot be that of this run",
+            "the device mesh does not fit this run",
             given=problem,
             expected=f"keras.distribution.list_devices() in order: {list_devices()}; the batch's axis first, and "
             "one other that is larger than 1",

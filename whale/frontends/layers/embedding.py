@@ -256,4 +256,4 @@ def _enter_scope(kind: Any) -> AbstractContextManager[Any]:
 
 def _check(good: bool, given: str, expected: str) -> None:
     if not good:
-        raise ProgramError("no table is like that", given=given, expected=expected, action="change it")
+        raise ProgramError("the arguments describe no valid table", given=given, expected=expected, action="change it")

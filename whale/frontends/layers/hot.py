@@ -99,7 +99,7 @@ def check_hot(hot: Any, rows: int) -> list[int] | None:
     ids = list(range(hot)) if isinstance(hot, int) else [int(i) for i in hot]
     if not 0 < len(ids) < rows or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= rows:
         raise ProgramError(
-            "no table is like that",
+            "the arguments describe no valid table",
             given=f"hot={hot!r:.80} of {rows} rows",
             expected="some of the rows' numbers, each once, or how many of the first rows",
             action="change it",

@@ -164,5 +164,8 @@ def _make_angular_margin(margin: float) -> Margin:
 def _check(good: bool, given: str, expected: str) -> None:
     if not good:
         raise ProgramError(
-            "classes cannot be sampled so", given=given, expected=expected, action="change sample or blocks"
+            "the classes cannot be sampled with these arguments",
+            given=given,
+            expected=expected,
+            action="change sample or blocks",
         )

@@ -222,4 +222,6 @@ def _enter_scope(kind: Callable[[], AbstractContextManager[Any]]) -> AbstractCon
 
 def _check(good: bool, given: str, expected: str) -> None:
     if not good:
-        raise ProgramError("no layer of experts is like that", given=given, expected=expected, action="change it")
+        raise ProgramError(
+            "the arguments describe no valid layer of experts", given=given, expected=expected, action="change it"
+        )

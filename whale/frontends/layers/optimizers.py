@@ -159,7 +159,7 @@ def lazy(optimizer: Any) -> Any:
     for name in ("weight_decay", "use_ema", "gradient_accumulation_steps"):
         if getattr(optimizer, name, None):
             raise ProgramError(
-                "an optimizer that does something to every row in each step cannot be lazy",
+                "an optimizer that changes every row in each step cannot be lazy",
                 given=f"{name}={getattr(optimizer, name)}",
                 expected="an optimizer without",
                 action=f"leave {name} out, or leave wh.optimizers.lazy out",

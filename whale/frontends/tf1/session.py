@@ -194,7 +194,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
     ) -> Any:
         if handle is not None:
             raise ProgramError(
-                "a partial run cannot be spread over ranks",
+                "a partial run cannot be distributed",
                 given="partial_run",
                 expected="run",
                 action="run the step as a whole with Session.run",

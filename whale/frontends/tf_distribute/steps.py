@@ -135,7 +135,7 @@ class CompiledSteps:
         tensor = next((value for value in held if isinstance(value, tf.Tensor | ShardedTensor)), None)
         if tensor is not None and "<locals>" in getattr(fn, "__qualname__", ""):
             raise ProgramError(
-                "a step holds a tensor of the function around it",
+                "a step captures a tensor of the enclosing function",
                 op=getattr(fn, "__name__", "step"),
                 given=f"a tensor of shape {tensor.shape} that the nested function reads",
                 expected="tensors as arguments: strategy.run(step, args=(tensor,))",

@@ -57,7 +57,7 @@ def time_plan(
       statistics: batch statistics are those of each micro-batch's rows.
 
     Raises:
-      PlanError: a value of all micro-batches is needed before the last one is through.
+      PlanError: a value of all micro-batches is needed before the last one is finished.
     """
     fixed = {
         name: Strategy((B,) * len(program.by_name[name].inputs), (cut,), "rows of a micro-batch")
@@ -374,7 +374,7 @@ def _summed_inside(plan: Plan, node: Node) -> Ref | None:
 
 def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError:
     return AcrossMicroBatchesError(
-        "a value of all micro-batches is needed before the last one is through",
+        "a value of all micro-batches is needed before the last one is finished",
         op=f"{node.name} ({node.op})",
         given=f"{parts} micro-batches; it {given}",
         expected="until the gradients are summed, values that each micro-batch computes by itself",

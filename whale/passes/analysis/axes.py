@@ -95,7 +95,7 @@ def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple
     if DATA not in names:
         return (Axis(DATA, size // filled), *given)
     raise PlanError(
-        "the mesh leaves ranks over",
+        "the mesh does not use all ranks",
         given=f"mesh {format_axes(given)}, {size} ranks",
         expected=f"{filled} ranks, or sizes whose product is {size}",
         action="change the mesh or the number of ranks",
@@ -206,7 +206,7 @@ def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> 
     along = [{at[i] for at in found} for i in range(len(axes))]
     if prod(map(len, along)) != len(found):
         raise PlanError(
-            "the ranks of a scope are no block of the mesh, along whose axes one after the other it is divided",
+            "the ranks of a scope do not form a block of the mesh",
             op=path,
             given=f"devices={sorted(ranks)}, mesh {format_axes(axes)}",
             expected="with two ranks also those that have the coordinates of the one along some axes, and of the other "

@@ -131,7 +131,7 @@ def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:
     shapes = dict.fromkeys(f"{program.by_name[n].op} {list(program.by_name[n].outputs[0].shape or ())}" for n in layers)
     at = layers[first.name]
     return PlanError(
-        "what is under a split scope cannot be divided along its sequence",
+        "the layers under a split scope cannot be divided along their sequence",
         op=first.scope,
         given=f"context={at}; " + ", ".join(list(shapes)[:4]),
         expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",

@@ -94,7 +94,7 @@ def check_sequences(
     if named:
         at = sequence_of(named[0])
         raise PlanError(
-            "what is under a split scope cannot be divided along its sequence",
+            "the layers under a split scope cannot be divided along their sequence",
             op=named[0],
             given=f"sequence={at}; " + (", ".join(list(shapes)[:4]) or "no tensor of rank 3"),
             expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",

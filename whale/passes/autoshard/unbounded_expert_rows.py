@@ -32,7 +32,7 @@ def refuse_unbounded_expert_rows(region: SplitRegion) -> None:
             part, product = next(iter(found.items()))
             by = region.program.by_name[part.node]
             raise PlanError(
-                "tokens that are taken apart by expert cannot be sent to where experts lie",
+                "tokens that a program splits by expert cannot be sent to the experts' ranks",
                 op=f"{by.name} ({by.op})",
                 given=f"rows of {table} in {len(found)} parts, as large as the run finds; {product} and others "
                 "multiply each by a weight of wh.split",

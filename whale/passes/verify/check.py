@@ -329,7 +329,7 @@ def _check_groups(program: Program, plan: Plan) -> None:
         given = f"group {number}: {', '.join(f'{m.ref} {m.source} -> {m.target}' for m in members)}"
         if len(alike) != 1 or not (sums or all(is_of_whole_table(m) for m in members)):
             raise PlanError(
-                "a fused collective mixes unlike reshards",
+                "a fused collective mixes different kinds of reshards",
                 given=given,
                 expected="all-reduces of one kind, or parts of tensors, of one dtype and backend in one graph",
                 action=_AGAIN,

@@ -69,7 +69,7 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
                 strategy, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True, machines.cluster
             )
     raise PlanError(
-        "nothing fits, as the published planner counts",
+        "no strategy fits, by the published planner's formulas",
         given=model.name,
         action="take Whale's own planner, which cuts the batch, computes again and divides tensors",
     )

@@ -293,7 +293,7 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
     if best is None:
         least, limit = min(search.found, key=lambda way: way.lacking_bytes), min(environment.limits_bytes)
         raise DoesNotFitError(
-            "the program fits into the ranks' memory in no way",
+            "the program does not fit into the ranks' memory under any strategy",
             given=f"{format_bytes(least.bytes)} per rank, {least.strategy.name}, which takes the least",
             expected=f"at most {format_bytes(limit)}, {format_bytes(least.lacking_bytes)} less",
         )

@@ -37,7 +37,7 @@ def read(path: Path) -> list[Event]:
             continue
     if not any(isinstance(e, dict) and "ts" in e for e in found):
         raise PlanError(
-            "this is no trace of a run",
+            "the file is not a trace of a run",
             given=str(path),
             expected="what `whale run --trace FILE` wrote",
             action=f"whale run -np N --trace {path.name} train.py",

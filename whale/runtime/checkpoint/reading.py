@@ -76,7 +76,7 @@ def find_newest_whole(paths: Sequence[str]) -> str:
         what = f"{', '.join(tensors) or 'no tensor'} cannot be read, in {', '.join(files) or 'its index'}"
         log.warning(f"the checkpoint {path} is damaged ({what}); the one before is looked at")
     raise CheckpointError(
-        "no checkpoint is whole",
+        "all checkpoints are damaged",
         given=", ".join(paths),
         expected="one of which every tensor can be read",
         action="bring one back from a copy, or begin in another folder",

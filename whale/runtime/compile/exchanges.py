@@ -112,7 +112,7 @@ def refuse_unlike_phases(found: Mapping[int, Phases]) -> None:
                 if _meet(counts, theirs):
                     continue
                 raise PlanError(
-                    "ranks would exchange a tensor in unlike phases of a step, and wait for each other",
+                    "ranks would exchange a tensor in different phases of a step, and deadlock",
                     op=key,
                     given=f"rank {rank} has it in {_text(counts)}, rank {other} in {_text(theirs)}",
                     expected="the same phase on every rank",

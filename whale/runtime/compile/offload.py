@@ -28,7 +28,7 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
     others = _beside_host(tf.config.list_logical_devices() if devices is None else devices)
     if not others:
         raise ConfigError(
-            "nothing can be held in the host's memory instead of the device's: the device is the host",
+            "variables cannot be offloaded to the host's memory: the computing device is the host",
             given=f"memory.offload={config['memory.offload']!r}, and no device beside {HOST_DEVICE}",
             expected="an accelerator; to try it without one, a second logical device of the processor "
             "(tf.config.set_logical_device_configuration; of a session, ConfigProto(device_count={'CPU': 2}))",

@@ -155,7 +155,7 @@ def cut_rows_again(context: Ranks, value: Any) -> Any:
             return value
     if value.source is None:
         raise ClusterError(
-            "rows of a batch that a rank read are gone with it",
+            "rows of a batch are lost with the rank that had read them",
             given="a wh.ShardedTensor that was made by the script",
             expected="batches of a wh.shard dataset, or whole ones, which are divided anew",
             action="take batches of wh.shard(dataset)",

@@ -71,7 +71,7 @@ def recover(
                 raise_comm_error(error, generations.ranks)
                 raise
     raise ClusterError(
-        "parts of variables are gone with all ranks that had them",
+        "parts of variables are lost with all ranks that had them",
         variable=missing[0],
         given=f"{len(missing)} variables of which nobody left has every part",
         expected="at most one of a rank and the one that keeps its copies gone between two steps",

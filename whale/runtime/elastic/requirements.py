@@ -30,7 +30,7 @@ def refuse(ranks: Ranks, joins: bool = False) -> None:
         wrong = f"communication.backend {config['communication.backend']!r}, whose ranks do not go on"
     if wrong:
         raise ConfigError(
-            "this run cannot go on when ranks are gone",
+            "this run cannot continue after a loss of ranks",
             given=f"elastic, and {wrong}",
             expected="several processes of `whale run`, Whale's own exchanges, and batches of all ranks",
             action="change that, or leave elastic out and use `whale run --max-restarts`",
@@ -53,7 +53,7 @@ def refuse_variables(variables: Sequence[CapturedVariable]) -> None:
 
 def _refuse(variable: str, given: str, expected: str) -> None:
     raise PlanError(
-        "this run cannot go on when ranks are gone",
+        "this run cannot continue after a loss of ranks",
         variable=variable,
         given=f"elastic, and {given}",
         expected=expected,
@@ -69,7 +69,7 @@ def refuse_plan(uses: Mapping[str, VariableUse], names: Mapping[str, str], size:
         holders = len(use.place or range(size)) // use.tiles.count if use.tiles is not None else len(use.ranks)
         if holders == 1 and (use.tiles is not None or use.writes):
             raise PlanError(
-                "a part of a variable would be gone with the one rank that holds it",
+                "a part of a variable would be lost with the only rank that holds it",
                 variable=names.get(node, node),
                 given='fault.elastic "replicas", and a plan that gives a part to one rank',
                 expected='fault.elastic "memory", which keeps a copy on another rank, or replicas of each part',

@@ -45,7 +45,7 @@ def make_mapped_variable(folder: str, shape: Sequence[int], dtype: str, name: st
         value = whale_ops.load_ops().whale_mapped_tensor(folder=folder, shape=list(shape), T=dtype)
     except tf.errors.OpError as error:
         raise PlanError(
-            "a table does not go into a file",
+            "a table cannot be stored in a file",
             op=name,
             given=(error.message or str(error)).partition(" [Op:")[0],
             expected="a folder of a local disk with room for the table and its optimizer's state",

@@ -521,7 +521,7 @@ def refuse_other_tiles(
         if found.cuts != given.cuts:
             where = str(found) if found.cuts else "whole, or on one stage only"
             raise PlanError(
-                "a variable cannot lie as the script says",
+                "a variable cannot have the layout that the script sets",
                 op=c.name,
                 given=f"{given} by a LayoutMap; in the plan it is {where}",
                 expected="a program in which all ranks of the mesh's axes have a part of it: without wh.stage",
