@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Part -> the parts that it may import. `top` is the modules directly in whale/ that hold values only.
 _TOP = {"whale.errors", "whale.config", "whale.started", "whale.log", "whale.python", "whale.cgroup", "whale.imports"}
-_TOP |= {"whale.cpu_load"}
+_TOP |= {"whale.cpu_load", "whale.token_listener"}
 ALLOWED: dict[str, set[str]] = {
     # the lazy public API
     "whale": _TOP | {"whale.annotations", "whale.ir", "whale.runtime", "whale.frontends", "whale.tools"},
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "whale.quiet": set(),
     "whale.cgroup": set(),
     "whale.cpu_load": set(),
+    "whale.token_listener": set(),
     "whale.imports": set(),
     "whale.replicas": set(),
     "whale.annotations": {"whale.errors", "whale.runtime"},  # a scope acts on the context, once it is entered
@@ -73,6 +74,7 @@ ALLOWED: dict[str, set[str]] = {
         "whale.quiet",
         "whale.config",
         "whale.replicas",
+        "whale.token_listener",
         "whale_ops",
     },
     "whale.doctor": {  # works where TensorFlow does not

@@ -42,7 +42,7 @@ BAD = [
     ("show train.py", "the plan cannot be read"),
     ("show plan.json --analyze --steps 0", "'0' is no whole number"),
     ("explain plan.json 99", "there is no such layer"),
-    ("explain plan.json dense", "has no answer to that"),
+    ("explain plan.json dense", "cannot be answered for this plan"),
     ("diff plan.json absent.json", "given: absent.json"),
     ("check absent.json", "given: absent.json"),
     ("check plan.json --cluster absent.yaml", "given: absent.yaml"),

@@ -13,11 +13,10 @@ import pytest
 
 from tests.attack.control_port import ATTACKS, attack
 from tests.launcher.helpers import PATIENCE_S, Launcher
+from whale import token_listener
 from whale.launcher import connection as connection_of_worker
-from whale.launcher.connection import keep_alive
-from whale.launcher.job import listener
-from whale.launcher.job.listener import STRANGERS, Listener
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
+from whale.token_listener import STRANGERS, TokenListener, keep_alive
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -34,7 +33,11 @@ class _Loop:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=4 * STRANGERS)
         self.listener.setblocking(False)
         self.welcomed: list[socket.socket] = []
-        self.door = Listener(self.listener, TOKEN, self.selector, self.welcomed.append)
+        self.door = TokenListener(self.listener, TOKEN, self.selector, self._welcome)
+
+    def _welcome(self, connection: socket.socket, _: bytes) -> None:
+        connection.sendall(WELCOME)
+        self.welcomed.append(connection)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.listener.getsockname())
@@ -123,7 +126,7 @@ def test_a_worker_that_a_flood_has_pushed_out_comes_again(loop: _Loop, monkeypat
 
 
 def test_strangers_have_a_deadline_each(loop: _Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "TOKEN_S", 0.05)
+    monkeypatch.setattr(token_listener, "TOKEN_S", 0.05)
     with loop.connect() as first:
         loop.turn(lambda: loop.held == 1)
         assert loop.door.deadlines_s[0] <= time.monotonic() + 0.05

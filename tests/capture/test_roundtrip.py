@@ -41,7 +41,7 @@ def _same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> list[str]:
     return [k for k in a if not np.array_equal(a[k], b[k], equal_nan=a[k].dtype.kind == "f")]
 
 
-@pytest.mark.parametrize("case", one_of(4, _HERE))
+@pytest.mark.parametrize("case", one_of(8, _HERE))
 def test_rebuilt_program_is_bit_exact(case: Case) -> None:
     setting = Setting(dtype=case.dtypes[0], optimizer=case.optimizers[-1])
     expected, expected_variables = _run(case, setting)

@@ -226,7 +226,7 @@ def test_plans_that_cannot_be() -> None:
         on(Degrees(stages=32, batch=32))
     with pytest.raises(PlanError, match="not a multiple"):
         Degrees(data=3, batch=4)
-    with pytest.raises(PlanError, match="predicted alone"):
+    with pytest.raises(PlanError, match="not predicted together"):
         on(Degrees(tensor=2, data=4, batch=4, zero=3))
     with pytest.raises(PlanError, match="hidden must be positive"):
         Transformer(2, 0, 2, 8, 8)

@@ -57,7 +57,7 @@ def test_the_second_rank_looks_at_ways_as_well(launcher: Launcher) -> None:
     "fault, told",
     [
         ("raise RuntimeError('no such tensor')", "rank 1 could not predict a plan: RuntimeError: no such tensor"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 "),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ", marks=pytest.mark.long),
     ],
 )
 def test_nobody_waits_for_a_rank_that_fails_at_it(launcher: Launcher, fault: str, told: str) -> None:

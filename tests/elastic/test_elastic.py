@@ -45,7 +45,7 @@ def test_who_loses_a_part_with_its_copy_starts_again_from_the_last_checkpoint(re
 
 
 def test_runs_that_cannot_go_on_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot go on when ranks are gone") as refused:
+    with pytest.raises(ConfigError, match="cannot continue after a loss of ranks") as refused:
         wh.init({"fault.elastic": "memory", "communication.in_process_ranks": 2})
     assert "2 ranks" in str(refused.value)
     assert "--max-restarts" in str(refused.value)

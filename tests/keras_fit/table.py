@@ -18,7 +18,7 @@ LIMIT = 1e-10
 # What a pipeline of micro-batches cannot do, since it needs all rows of a batch before the last ones have come:
 # statistics over the batch in the first stage, and an update that reads what another one has changed. Plan -> cases.
 REFUSED = {"stages": ("batch_statistics", "two_optimizers")}
-REFUSAL = "value of all micro-batches is needed before the last one is through"
+REFUSAL = "value of all micro-batches is needed before the last one is finished"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.draws import one_of
 from tests.launcher.helpers import Launcher
 
 MODEL = """
@@ -52,7 +53,7 @@ print("went on")
 LINE = MODEL.count("\n") + 5
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", one_of(2, [0, 1]))
 def test_a_callback_ends_the_training_on_one_rank(launcher: Launcher, rank: int) -> None:
     callback = "callback = keras.callbacks.EarlyStopping('loss', patience=0, min_delta=1e9)"
     said = said_by_one_rank(launcher, TRAINED.format(callback=callback, rank=rank))

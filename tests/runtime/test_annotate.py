@@ -133,7 +133,7 @@ def test_a_pattern_that_matches_nothing(ranks: Callable[..., None]) -> None:
 def test_what_is_no_annotation(ranks: Callable[..., None], tmp_path: Path) -> None:
     ranks(2)
     for wrong in ({"a": 1}, {"a": wh.pipeline(2)}, {"": wh.split()}):
-        with pytest.raises(PlanError, match="no scope for a name"):
+        with pytest.raises(PlanError, match="is not a scope"):
             wh.annotate(wrong)
     with pytest.raises(PlanError, match="ranks that do not exist"):
         wh.annotate({"a": wh.split(devices=[7])})

@@ -54,7 +54,9 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("text, described", [*zip((DLRM, CLASSIFIER), LAYERS)], ids=["dlrm", "classifier"])
+@pytest.mark.parametrize(
+    "text, described", one_of(2, zip((DLRM, CLASSIFIER), LAYERS), several=True), ids=["dlrm", "classifier"]
+)
 def test_the_large_layer_is_sharded(text: str, described: f.Dlrm | f.Classifier, ranks: Callable[..., None]) -> None:
     assert read(text) == described
     name = "split of 3 tables" if text == DLRM else "split from classes on"

@@ -1,12 +1,12 @@
 """Connects ranks that were not started together: each rank listens, and groups of them connect anew.
 
-Anybody who reaches the port may connect, but has to show the run's secret at once, and the group that is meant.
-Connections for a group that this rank does not make yet wait.
+Who connects has to show the run's secret at once, and the group that is meant. Connections for a group that this rank
+does not make yet wait.
 """
 
 from __future__ import annotations
 
-import hmac
+import selectors
 import socket
 import struct
 import threading
@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from whale.errors import CommError
+from whale.token_listener import STRANGERS, TokenListener
 
-_SECRET_BYTES = 32
-_REST = struct.Struct("!II")  # number of the group, rank
-_SHOWS_S, _TRIES_S, _LOOKS_S = 5.0, 0.05, 0.1
-_STRANGERS = 64
+_HEADER = struct.Struct("!II")  # number of the group, rank
+_CONNECTS_S, _TRIES_S, _LOOKS_S = 5.0, 0.05, 0.1
 
 
 class RankListener:
@@ -30,13 +29,15 @@ class RankListener:
 
     def __init__(self, peers: str) -> None:
         address, secret = peers.split(" ")
-        self._secret = secret.encode()
-        self._listener = socket.create_server((address, 0), backlog=_STRANGERS)
+        self._secret = secret
+        self._listener = socket.create_server((address, 0), backlog=STRANGERS)
+        self._listener.setblocking(False)
         self.address = f"{address}:{self._listener.getsockname()[1]}"
         self._came: dict[tuple[int, int], socket.socket] = {}
         self._changed = threading.Condition()
-        self._strangers = threading.Semaphore(_STRANGERS)
-        threading.Thread(target=self._accept, name="whale-door", daemon=True).start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="whale-listener", daemon=True)
+        self._thread.start()
 
     def connect_group(
         self, group: int, me: int, members: Sequence[int], addresses: Mapping[int, str], given_up: Callable[[], bool]
@@ -76,10 +77,12 @@ class RankListener:
 
     def close(self) -> None:
         """Stops listening: nobody reaches this process any more."""
+        self._closed = True
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         except OSError:
             pass
+        self._thread.join()
         self._listener.close()
         with self._changed:
             for connection in self._came.values():
@@ -90,12 +93,12 @@ class RankListener:
         host, _, port = address.rpartition(":")
         while not given_up():
             try:
-                connection = socket.create_connection((host, int(port)), timeout=_SHOWS_S)
+                connection = socket.create_connection((host, int(port)), timeout=_CONNECTS_S)
             except OSError:
                 time.sleep(_TRIES_S)
                 continue
             try:
-                connection.sendall(self._secret + _REST.pack(group, me))
+                connection.sendall(self._secret.encode() + _HEADER.pack(group, me))
                 connection.settimeout(_LOOKS_S)
                 while not given_up():
                     try:
@@ -120,33 +123,19 @@ class RankListener:
             return self._came.pop((group, other))
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._strangers.acquire()
-            threading.Thread(target=self._look_at, args=(connection,), name="whale-stranger", daemon=True).start()
+        with selectors.DefaultSelector() as selector:
+            door = TokenListener(self._listener, self._secret, selector, self._keep, header_bytes=_HEADER.size)
+            while not self._closed:
+                timeout_s = max(0.0, min(door.deadlines_s) - time.monotonic()) if door.deadlines_s else None
+                for key, _ in selector.select(timeout_s):
+                    key.data()
+                door.look()
+            door.close()
 
-    def _look_at(self, connection: socket.socket) -> None:
-        """Keeps a connection that shows the secret within `_SHOWS_S`."""
-        try:
-            until_s, said = time.monotonic() + _SHOWS_S, b""
-            while len(said) < _SECRET_BYTES + _REST.size:
-                connection.settimeout(max(0.001, until_s - time.monotonic()))
-                data = connection.recv(_SECRET_BYTES + _REST.size - len(said))
-                if not data:
-                    raise OSError
-                said += data
-            if not hmac.compare_digest(said[:_SECRET_BYTES], self._secret):
-                raise OSError
-        except OSError:
-            connection.close()
-            return
-        finally:
-            self._strangers.release()
+    def _keep(self, connection: socket.socket, header: bytes) -> None:
+        """Keeps a connection of another rank until this one makes the same group."""
         with self._changed:
-            key = _REST.unpack(said[_SECRET_BYTES:])
+            key = _HEADER.unpack(header)
             if (before := self._came.pop(key, None)) is not None:
                 before.close()
             self._came[key] = connection

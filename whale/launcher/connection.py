@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
+from whale.token_listener import keep_alive
 
-_THIN_LINEAR_TIMEOUTS = 16  # linux/tcp.h: what is lost is sent again six times before that time doubles
 _CONNECT_S = 30.0
 _AGAIN_S = 0.1
 # What a worker sends has to be acknowledged within so many seconds; once `fault.freeze_s` is known, after which the
@@ -59,17 +58,3 @@ def limit_silence(connection: socket.socket, freeze_s: float) -> None:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         limit_ms = round(1e3 * (freeze_s + _LATER_S)) if freeze_s else 0
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Lets a connection break within half a minute when the other host is gone without a word; sends at once."""
-    # Frames are small, and the answer to a question about the time must not wait for an acknowledgement.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Where packets are lost, the time after which a heartbeat is sent again would double each time, to more than
-    # `fault.freeze_s`.
-    if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -93,5 +93,5 @@ def test_state_lies_in_the_hosts_memory(ranks: Start, tmp_path: Path, how: str, 
 def test_a_session_without_another_device_is_refused(ranks: Start) -> None:
     ranks(2, **{"memory.offload": "optimizer"})
     net = Net()
-    with pytest.raises(ConfigError, match="the device is the host"):
+    with pytest.raises(ConfigError, match="device is the host"):
         wh.Session(graph=net.graph)

@@ -155,7 +155,7 @@ def test_a_group_of_unlike_reshards() -> None:
     plan = planned(mlp(), 5, 3)
     mixed = _reshards(plan, lambda r: replace(r, group=0) if r.ref.node == "x" else r)
     with pytest.raises(
-        PlanError, match=r"mixes unlike reshards\n  given: group 0: x:0 B -> S\(0\)\[5,3\], loss:0 P\(sum\) -> B"
+        PlanError, match=r"mixes different kinds of reshards\n  given: group 0: x:0 B -> S\(0\)\[5,3\], loss:0 P\(sum\) -> B"
     ):
         check(mlp(), mixed)
 
@@ -170,7 +170,7 @@ def test_a_group_of_unlike_dtypes() -> None:
     plan = planned(program, 5, 3)
     assert sum(isinstance(r.source, Partial) for r in plan.reshards) == 2
     mixed = _reshards(plan, lambda r: replace(r, group=0) if isinstance(r.source, Partial) else r)
-    with pytest.raises(PlanError, match=r"mixes unlike reshards(.|\n)*double:0(.|\n)*single:0"):
+    with pytest.raises(PlanError, match=r"mixes different kinds of reshards(.|\n)*double:0(.|\n)*single:0"):
         check(program, mixed)
 
 

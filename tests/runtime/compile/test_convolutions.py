@@ -64,7 +64,7 @@ def trained(keras: Any, scope: Callable[[], Any], stage: Callable[[], Any]) -> t
 @pytest.mark.parametrize(
     ("count", "config", "staged"),
     one_of(
-        2,
+        4,
         [
             (1, {}, False),
             (2, {"batch.shares": [3, 1]}, False),

@@ -93,9 +93,11 @@ def operations(program: Program) -> Counter[str]:
         (1, {}, False),
         pytest.param(2, {}, False, marks=pytest.mark.long),
         (2, {"memory.zero": 3, "memory.zero_min_bytes": 0}, False),
-        (1, {"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"}, False),
+        pytest.param(
+            1, {"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"}, False, marks=pytest.mark.long
+        ),
         (2, {"pipeline.micro_batches": 2, "batch.norm_statistics": "micro-batch"}, True),
-        (1, {"memory.recompute": "auto"}, False),
+        pytest.param(1, {"memory.recompute": "auto"}, False, marks=pytest.mark.long),
     ],
     ids=["one rank", "rows", "zero 3", "micro-batches", "stages", "recomputation"],
 )

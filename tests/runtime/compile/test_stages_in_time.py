@@ -110,7 +110,7 @@ def test_a_loss_over_the_whole_batch_is_refused_unless_no_step_writes_what_it_is
     assert_equals_one_device(ranks, Towers, 3, **setting("1f1b", 4))
     wh.shutdown()
     ranks(3, **setting("1f1b", 4))
-    with pytest.raises(PlanError, match="before the last one is through"):
+    with pytest.raises(PlanError, match="before the last one is finished"):
         trained(BothTrained(wh.stage), wh.function)
 
 

@@ -53,7 +53,7 @@ class InOneProcess:
 
 
 @pytest.mark.parametrize("size", one_of(3, [2, 3, 7]))
-@pytest.mark.parametrize("rates", [MIDDLE, FREE_LINK, SLOW_LINK])
+@pytest.mark.parametrize("rates", one_of(3, [MIDDLE, FREE_LINK, SLOW_LINK]))
 def test_a_team_finds_what_one_process_finds(
     ranks: Callable[..., None],
     speed: Callable[..., None],

@@ -58,7 +58,7 @@ def test_parts_that_one_rank_alone_has_need_copies() -> None:
         refuse_plan({"v": use}, {}, 4, copies=False)
     for use in (quarters, stage):
         refuse_plan({"v": use}, {}, 4, copies=True)
-        with pytest.raises(PlanError, match="gone with the one rank that holds it"):
+        with pytest.raises(PlanError, match="lost with the only rank that holds it"):
             refuse_plan({"v": use}, {"v": "w"}, 4, copies=False)
 
 

@@ -49,5 +49,5 @@ def test_rows_of_a_part_are_read_again_where_they_are_others_now(size: int, shar
 
 def test_rows_that_nobody_can_read_again_are_an_error() -> None:
     context: Any = SimpleNamespace(size=3, config={"batch.shares": ()})
-    with pytest.raises(ClusterError, match="are gone with it"):
+    with pytest.raises(ClusterError, match="are lost with the rank"):
         cut_rows_again(context, ShardedTensor(tf.zeros([2, 5]), (2, 2), 0))

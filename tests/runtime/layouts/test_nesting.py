@@ -213,7 +213,7 @@ def test_a_step_equals_one_device(ranks: Start, nest: Any, count: int, config: d
 @pytest.mark.parametrize(
     ("nest", "count", "config"),
     one_of(
-        2,
+        3,
         [
             (usual, 8, {"mesh": wh.Mesh(stage=2, data=2, tensor=2)}),
             (slices_of_a_mesh, 4, {"mesh": wh.Mesh(data=2, tensor=2)}),

@@ -52,7 +52,7 @@ def test_tables_of_bags_lie_whole_and_travel_together() -> None:
 @pytest.mark.parametrize(
     "count, config, form, each",
     one_of(
-        2,
+        3,
         [
             (2, {}, {"weighted": True}, 1),
             pytest.param(3, {"batch.shares": [2, 1, 1]}, {"optimizer": partial(lazy, "Adagrad")}, 2, marks=LAZY),

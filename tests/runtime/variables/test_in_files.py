@@ -94,5 +94,5 @@ def test_a_folder_without_room_is_refused(tmp_path: Path) -> None:
     make = partial(Bags, tables=1, folder=str(tmp_path / "none"))
     with ranks(Line("files", make, 0, 2)):
         model = make(SPREAD, tf.float32)
-        with pytest.raises(PlanError, match="does not go into a file"):
+        with pytest.raises(PlanError, match="cannot be stored in a file"):
             wh.function(model.step)(*model.batch(0))

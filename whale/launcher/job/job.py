@@ -32,7 +32,6 @@ from whale.launcher import shm_cleanup
 from whale.launcher.job import ranks
 from whale.launcher.job.ending import OWN_END_S, Ending
 from whale.launcher.job.failure_detector import FailureDetector
-from whale.launcher.job.listener import Listener
 from whale.launcher.job.mpi_errors import explain_start
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
@@ -40,8 +39,18 @@ from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.start_probe import AFTER_S, StartProbe
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import MpirunStart, Options, list_asked
-from whale.launcher.protocol import ExitStatus, FrameKind, RaisedReport, RankEnd, ScriptMessage, StopReport, unpack
+from whale.launcher.protocol import (
+    WELCOME,
+    ExitStatus,
+    FrameKind,
+    RaisedReport,
+    RankEnd,
+    ScriptMessage,
+    StopReport,
+    unpack,
+)
 from whale.replicas import differing, in_words
+from whale.token_listener import TokenListener
 
 _HIDDEN_BYTES = 1 << 18
 _STREAM_OF = {FrameKind.STDOUT: 0, FrameKind.STDERR: 1}
@@ -136,7 +145,7 @@ class Job:
         self._mpirun_gone_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
         self._mpiruns: Mpiruns
-        self._door: Listener
+        self._door: TokenListener
         self._growth: Growth | None = None
 
     def run(self, starts: Sequence[MpirunStart]) -> int:
@@ -153,7 +162,7 @@ class Job:
             self._mpiruns = Mpiruns(starts, self._freeze_s)
             try:
                 self._register(self._wake, self._read_signals)
-                self._door = Listener(self._listener, self._token, self._selector, self._welcome)
+                self._door = TokenListener(self._listener, self._token, self._selector, self._welcome)
                 for process in self._mpiruns.processes:
                     self._register(process.output, functools.partial(self._read_mpirun, process))
                 if self._grows is not None:
@@ -263,7 +272,12 @@ class Job:
             elif number in _SIGNALS:
                 self._ending.stop(number)
 
-    def _welcome(self, connection: socket.socket) -> None:
+    def _welcome(self, connection: socket.socket, _: bytes) -> None:
+        try:
+            connection.sendall(WELCOME)
+        except OSError:
+            connection.close()
+            return
         link = ranks.RankLink(connection, freeze_s=self._freeze_s)
         self._register(connection, lambda: self._read_link(link))
 

@@ -1,11 +1,11 @@
-"""Accepts connections: those that show the run's token become a rank's, all others are closed.
+"""Accepts connections: those that show the run's token are handed on, all others are closed.
 
-Anybody who reaches the port may connect. So nothing that such a connection sends is decoded before as many bytes as a
-token has were compared with it, in a time that does not depend on them; only `STRANGERS` of them are held at once, the
-oldest goes for a new one, each for `TOKEN_S` at most; and whatever happens to one ends that one alone. Workers send
-the token as soon as they are connected, so one of them is a stranger for as long as the network takes, and come again
-if a flood of others has pushed it out before that: until it is told that it is welcome, a worker takes nothing for
-granted.
+The launcher accepts its workers so, and a rank the ranks that connect anew. Anybody who reaches the port may connect.
+So nothing that such a connection sends is decoded before as many bytes as a token has were compared with it, in a time
+that does not depend on them; only `STRANGERS` of them are held at once, the oldest goes for a new one, each for
+`TOKEN_S` at most; and whatever happens to one ends that one alone. Whoever belongs to the run sends the token as soon
+as it is connected, so that it is a stranger for as long as the network takes, and comes again if a flood of others has
+pushed it out before that: until it is answered, it takes nothing for granted.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import collections
 import hmac
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable
 
-from whale.launcher.connection import keep_alive
-from whale.launcher.protocol import TOKEN_BYTES, WELCOME
-
 STRANGERS = 64
 TOKEN_S = 5.0
+_THIN_LINEAR_TIMEOUTS = 16  # linux/tcp.h: what is lost is sent again six times before that time doubles
 
 
-class Listener:
-    """The acceptor of a listener's connections, which hands on those that have shown the token.
+class TokenListener:
+    """The acceptor of a listening socket's connections, which hands on those that have shown the token.
 
     Args:
         listener: set to not wait; the caller closes it.
-        token: of `TOKEN_BYTES` characters.
+        token: what a connection has to send first.
         selector: that of the loop; the data of its keys are called when their file is ready.
-        welcome: gets each connection that has shown the token, which is then no longer in the selector.
+        welcome: gets each connection that has shown the token, which is then no longer in the selector and waits, and
+            the bytes behind the token.
+        header_bytes: how many bytes belong to the token, behind it: they are read before the connection is handed on.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Listener:
         listener: socket.socket,
         token: str,
         selector: selectors.BaseSelector,
-        welcome: Callable[[socket.socket], None],
+        welcome: Callable[[socket.socket, bytes], None],
+        header_bytes: int = 0,
     ) -> None:
         self._listener = listener
         self._token = token.encode()
+        self._wanted_bytes = len(self._token) + header_bytes
         self._selector = selector
         self._welcome = welcome
         self._strangers: collections.OrderedDict[socket.socket, tuple[float, bytearray]] = collections.OrderedDict()
@@ -92,26 +95,22 @@ class Listener:
             return  # it made room for another one since the selector saw it
         said = self._strangers[connection][1]
         try:
-            data = connection.recv(TOKEN_BYTES - len(said))
+            data = connection.recv(self._wanted_bytes - len(said))
         except BlockingIOError:
             return
         except OSError:
             data = b""
         said += data
-        if data and len(said) < TOKEN_BYTES:
+        if data and len(said) < self._wanted_bytes:
             return
-        if not hmac.compare_digest(bytes(said), self._token):
+        token, header = bytes(said[: len(self._token)]), bytes(said[len(self._token) :])
+        if not hmac.compare_digest(token, self._token) or len(said) < self._wanted_bytes:
             self._dismiss(connection)
             return
         del self._strangers[connection]
         self._selector.unregister(connection)
         connection.setblocking(True)
-        try:
-            connection.sendall(WELCOME)
-        except OSError:
-            connection.close()
-            return
-        self._welcome(connection)
+        self._welcome(connection, header)
 
     def _dismiss(self, connection: socket.socket) -> None:
         del self._strangers[connection]
@@ -120,3 +119,17 @@ class Listener:
         except KeyError:
             pass  # it never got that far
         connection.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Lets a connection break within half a minute when the other host is gone without a word; sends at once."""
+    # Frames are small, and the answer to a question about the time must not wait for an acknowledgement.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Where packets are lost, the time after which a heartbeat is sent again would double each time, to more than
+    # `fault.freeze_s`.
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
