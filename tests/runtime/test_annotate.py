@@ -137,7 +137,7 @@ def test_what_is_no_annotation(ranks: Callable[..., None], tmp_path: Path) -> No
             wh.annotate(wrong)
     with pytest.raises(PlanError, match="ranks that do not exist"):
         wh.annotate({"a": wh.split(devices=[7])})
-    with pytest.raises(PlanError, match=r"is for wh\.annotate"), wh.stage(0):
+    with pytest.raises(PlanError, match=r"only be used in wh\.annotate"), wh.stage(0):
         pass
     wh.shutdown()
     file = tmp_path / "scopes.json"
