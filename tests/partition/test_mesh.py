@@ -99,7 +99,7 @@ def test_mistakes() -> None:
     program = scoped(mlp(8, 12, 24, 6))
     with pytest.raises(PlanError, match=r"do not fill the mesh\n  given: mesh tensor=3, 4 ranks"):
         plan_program(program, PlanSettings(4, mesh=(Axis("tensor", 3),)))
-    with pytest.raises(PlanError, match=r"leaves ranks over\n  given: mesh data=1,tensor=2, 4 ranks"):
+    with pytest.raises(PlanError, match=r"does not use all ranks\n  given: mesh data=1,tensor=2, 4 ranks"):
         plan_program(program, PlanSettings(4, mesh=(Axis("data", 1), Axis("tensor", 2))))
 
 

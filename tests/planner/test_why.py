@@ -71,7 +71,7 @@ def test_what_if_the_batch_the_hosts_or_the_network_were_others(plan: PlanFile) 
         ("stage=99", "there is no such stage"),
         ("device=h100", "no such device"),
         ("f=ethernet-1", "ethernet-10g"),
-        ("tensor=", "no answer"),
+        ("tensor=", "cannot be answered"),
     ],
 )
 def test_what_is_no_question(plan: PlanFile, question: str, words: str) -> None:
