@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,7 +121,7 @@ model.fit(x, y, callbacks=[keras.callbacks.CSVLogger({str(csv)!r})])
 print("went on")
 """
     )
-    command = [sys.executable, "-m", "whale", "plan", "-np", "2", script]
+    command = [launcher.python, "-m", "whale", "plan", "-np", "2", script]
     done = subprocess.run(command, env=launcher.environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Plan for train_step: 2 ranks" in done.stdout

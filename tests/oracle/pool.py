@@ -1,4 +1,4 @@
-"""Long-lived worker processes: starting TensorFlow takes longer than most cases."""
+"""Worker processes, forked where there is a fork server: starting TensorFlow takes longer than most cases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.forkserver import plain_python, warm_python
+
 ROOT = Path(__file__).resolve().parents[2]
+REFERENCE, SPREAD = "tests.oracle.reference", "tests.oracle.spread"
 
 
 class WorkerFailure(AssertionError):
@@ -34,7 +36,7 @@ def _native_keras() -> str:
 
 
 class Worker:
-    """One worker process."""
+    """One worker process: the reference's is forked from one that has not imported Whale."""
 
     def __init__(self, module: str, flavour: str, log: Path) -> None:
         environment = {name: text for name, text in os.environ.items() if not name.startswith("WHALE_")}
@@ -49,7 +51,7 @@ class Worker:
         self._log = log
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [plain_python() if module == REFERENCE else warm_python(), "-m", module],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -123,13 +125,13 @@ class Pool:
         if key not in self._references:
             path = str(Path(self._folder.name, "-".join(key) + ".npz"))
             job = {"case": case, "dtype": dtype, "optimizer": optimizer, "path": path}
-            self._references[key] = self._ask("tests.oracle.reference", flavour, job) | {"path": path}
+            self._references[key] = self._ask(REFERENCE, flavour, job) | {"path": path}
         return self._references[key]
 
     def spread(self, flavour: str, job: dict[str, Any]) -> dict[str, Any]:
         """A distributed run (`path` of the values beside what the worker returned)."""
         path = str(Path(self._folder.name, "spread.npz"))
-        return self._ask("tests.oracle.spread", flavour, job | {"path": path}) | {"path": path}
+        return self._ask(SPREAD, flavour, job | {"path": path}) | {"path": path}
 
     def _ask(self, module: str, flavour: str, job: dict[str, Any]) -> dict[str, Any]:
         for key in [key for key, worker in self._workers.items() if key[1] != flavour or not worker.alive]:

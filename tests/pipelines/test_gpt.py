@@ -43,7 +43,7 @@ def test_a_gpt_over_three_axes_moves_what_the_formulas_say() -> None:
     refuse_unlike_phases(phases)
     key = next(key for key, (_, counts) in phases[5].items() if set(counts) != {""})
     phases[5] = {**phases[5], key: ([4, 5], {"": 1})}
-    with pytest.raises(PlanError, match=r"different phases of a step.*\n.*\n  given: rank 4 has it in [FB]0 of \d micro"):
+    with pytest.raises(PlanError, match=r"different phases.*\n.*\n  given: rank 4 has it in [FB]0 of \d micro"):
         refuse_unlike_phases(phases)
     del phases[5][key]
     with pytest.raises(PlanError, match=r"rank 5 in none"):

@@ -6,7 +6,6 @@ The device is the host's memory (tests/whale_ops/gpu/host_device.cc); tests/dist
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ import tensorflow as tf
 import whale as wh
 import whale_ops
 from cost_model.graph.machine import Link
+from tests.forkserver import warm_python
 from tests.whale_ops.gpu.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
@@ -191,7 +191,7 @@ step(tf.ones((8, 4)))
 """
     )
     done = subprocess.run(
-        [sys.executable, "-m", "whale", "plan", "-np", "2", str(script)], capture_output=True, text=True, check=True
+        [warm_python(), "-m", "whale", "plan", "-np", "2", str(script)], capture_output=True, text=True, check=True
     )
     assert "From device to device: all exchanges but those through the host" in done.stdout
     assert "16 B  1 AllReduce: int64: devices add up floats" in done.stdout, done.stdout

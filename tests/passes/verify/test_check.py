@@ -155,7 +155,8 @@ def test_a_group_of_unlike_reshards() -> None:
     plan = planned(mlp(), 5, 3)
     mixed = _reshards(plan, lambda r: replace(r, group=0) if r.ref.node == "x" else r)
     with pytest.raises(
-        PlanError, match=r"mixes different kinds of reshards\n  given: group 0: x:0 B -> S\(0\)\[5,3\], loss:0 P\(sum\) -> B"
+        PlanError,
+        match=r"different kinds of reshards\n  given: group 0: x:0 B -> S\(0\)\[5,3\], loss:0 P\(sum\) -> B",
     ):
         check(mlp(), mixed)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.draws import one_of
+from tests.forkserver import warm_python
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -40,7 +41,7 @@ def mpirun(size: int, transport: str, scenario: str, within: tuple[str, ...] = (
         "none",
         "-np",
         str(size),
-        sys.executable,
+        sys.executable if within else warm_python(),
         "-m",
         "tests.whale_ops.mpi.mpi_worker",
         transport,
