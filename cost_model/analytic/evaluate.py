@@ -17,7 +17,7 @@ from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_reduce_s
-from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, UNKNOWN, compute_interval_s
+from cost_model.kernels.interval import UNKNOWN, compute_interval_s
 from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule, make_schedule
@@ -149,10 +149,9 @@ def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_
     """
     if not_compared(stack, strategy, machines):
         return compute_interval_s(step_s, UNKNOWN)
-    used = {part.pool for stage in strategy.stages for part in stage.parts}
-    one_host = len({machines.pools[n].host.name for n in used}) == 1
-    one_host = one_host and strategy.ranks <= max(machines.pools[n].host_devices for n in used)
-    return compute_interval_s(step_s, ONE_HOST if one_host else SEVERAL_HOSTS)
+    used = {machines.pools[part.pool].device.efficiency for stage in strategy.stages for part in stage.parts}
+    each = [stack.compared[curve] for curve in used]
+    return compute_interval_s(step_s, (min(one.low for one in each), max(one.high for one in each)))
 
 
 def _live(strategy: ParallelStrategy, index: int) -> int:

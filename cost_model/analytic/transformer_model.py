@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import msgspec
 
 from cost_model.analytic import transformer_kernels as kernels
 from cost_model.analytic.kernel_costs import Cost, Rank, cost, rank_on
@@ -24,7 +27,6 @@ class TransformerModel:
 
     Args:
         profile: measurements of its layers, which take the place of formulas where the plan needs a layer's costs.
-        expert_ranks: replicas that divide a layer's experts; None: as many of a stage's as divide them evenly.
     """
 
     def __init__(
@@ -34,38 +36,48 @@ class TransformerModel:
         machines: Machines,
         name: str = "",
         profile: Profile | None = None,
-        expert_ranks: int | None = None,
     ) -> None:
         self.transformer, self.stack, self.machines = transformer, stack, machines
         self.name = name or f"transformer of {transformer.parameters / 1e9:.3g} billion parameters"
         self.count = transformer.layers
         self.experts = transformer.experts
         self.tied_parameters = 0.0 if transformer.untied else float(transformer.embedding_parameters)
-        self.profile, self.expert_ranks = profile, expert_ranks
+        self.profile = profile
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def on(self, machines: Machines) -> TransformerModel:
         """Returns the same model on other machines."""
-        return TransformerModel(self.transformer, self.stack, machines, self.name, self.profile, self.expert_ranks)
+        return TransformerModel(self.transformer, self.stack, machines, self.name, self.profile)
 
     def of(self, transformer: Transformer) -> TransformerModel:
         """Returns another model on the same machines, under the same software."""
-        return TransformerModel(transformer, self.stack, self.machines, expert_ranks=self.expert_ranks)
+        return TransformerModel(transformer, self.stack, self.machines)
 
     def _layer_costs(
-        self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
+        self,
+        pool: int,
+        tensor: int,
+        rows: int,
+        recompute: str,
+        sequence_parallel: bool,
+        ranks: int,
+        replicas: int = 1,
+        context: int = 1,
+        experts: int = 0,
     ) -> LayerCosts:
         t, stack, L = self.transformer, self.stack, self.count
-        ways = self.expert_ranks or count_expert_ranks(t.experts, replicas)
+        ways = experts or count_expert_ranks(t.experts, replicas)
         p = LayerShare(
             tensor=tensor,
             rows=rows,
             recompute=recompute,  # type: ignore[arg-type]
             sequence_parallel=sequence_parallel,
             experts=ways,
+            context=context,
         )
         entry = self.machines.pools[pool].entry
-        on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks)
+        along = self.machines.data_group(((pool, tensor, context),)) if context > 1 else None
+        on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks, along)
         begin_s = stack.pass_host_us * 1e-6
         first, last = self._edges(p, on)
         held_bytes, update_s = layer_activation_bytes(t, p, stack), None
@@ -77,32 +89,55 @@ class TransformerModel:
             forward, backward = (Cost(s / entry.share) for s in (measured.forward_s, measured.backward_s))
             held_bytes = _measured_bytes(measured, held_bytes)
             update_s = None if measured.update_s is None else sums([measured.update_s] * L)
-        edges_forward, edges_backward = (first.forward, last.forward), (first.backward, last.backward)
-        parameters = [t.dense_parameters / tensor] * L
+        dense = _Layer(forward, backward, held_bytes, t.dense_parameters / tensor, 0.0)
+        if t.experts:
+            dense = replace(dense, experts=t.expert_parameters / tensor / ways)
+        each = [dense] * L
+        if t.dense_layers:
+            each[: t.dense_layers] = [self._dense_layer(p, on)] * t.dense_layers
+        parameters = [one.parameters for one in each]
         parameters[0] += first.parameters
         parameters[-1] += last.parameters
+        ahead = _with_edges([one.forward for one in each], first.forward, last.forward)
+        back = _with_edges([one.backward for one in each], first.backward, last.backward)
+        tokens = p.tokens(t)
         return LayerCosts(
-            forward_s=sums(_each([c.device_s + c.exposed_s for c in (forward, *edges_forward)], L)),
-            backward_s=sums(_each([c.device_s + c.exposed_s for c in (backward, *edges_backward)], L)),
-            forward_exposed_s=sums(_each([c.exposed_s for c in (forward, *edges_forward)], L)),
-            backward_exposed_s=sums(_each([c.exposed_s for c in (backward, *edges_backward)], L)),
-            forward_host_s=sums(_each([c.host_s for c in (forward, *edges_forward)], L)),
-            backward_host_s=sums(_each([c.host_s for c in (backward, *edges_backward)], L)),
+            forward_s=sums(c.device_s + c.exposed_s for c in ahead),
+            backward_s=sums(c.device_s + c.exposed_s for c in back),
+            forward_exposed_s=sums(c.exposed_s for c in ahead),
+            backward_exposed_s=sums(c.exposed_s for c in back),
+            forward_host_s=sums(c.host_s for c in ahead),
+            backward_host_s=sums(c.host_s for c in back),
             # After a send that it waits for, a stage's device idles until the host has begun the next pass.
             begin_s=0.0 if stack.hides_point_to_point else begin_s,
             begin_host_s=begin_s,
-            held_bytes=array("d", (i * held_bytes for i in range(L + 1))),
+            held_bytes=sums(one.held_bytes for one in each),
             parameters=sums(parameters),
             twice=0.0 if t.untied else t.embedding_parameters / tensor,
             update_s=update_s,
             working_bytes=working_bytes(t, p, stack),
             last_bytes=head_bytes(t, p, stack),
-            experts=sums([t.expert_parameters / tensor / ways] * L) if t.experts else array("d"),
+            experts=sums(one.experts for one in each) if t.experts else array("d"),
             expert_copies=replicas // ways,
-            routed_bytes=float(stack.element_bytes) * rows * t.sequence * t.hidden * t.top if t.experts else 0.0,
+            routed_bytes=float(stack.element_bytes) * tokens * t.hidden * t.top * (L - t.dense_layers) / L
+            if t.experts
+            else 0.0,
             state_bytes=t.state_bytes_of(stack.element_bytes),
             element_bytes=stack.element_bytes,
             edges=(first, last),
+            base_bytes=stack.base_gb * 1e9,
+        )
+
+    def _dense_layer(self, p: LayerShare, on: Rank) -> _Layer:
+        """Returns the costs of a layer that has one network instead of experts."""
+        t, stack = self.transformer.dense, self.stack
+        share = msgspec.structs.replace(p, experts=1)
+        return _Layer(
+            cost(kernels.layer_forward(t, share, stack), on),
+            cost(kernels.layer_backward(t, share, stack), on, True),
+            layer_activation_bytes(t, share, stack),
+            t.dense_parameters / p.tensor,
+            0.0,
         )
 
     def _edges(self, p: LayerShare, on: Rank) -> tuple[Edge, Edge]:
@@ -134,12 +169,12 @@ class TransformerModel:
     def recomputes(self) -> list[tuple[Recompute, bool]]:
         """Returns the choices of recompute, without the selective one where it would have nothing to leave out."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
-        if self.stack.fused_attention and not self.stack.selective_part:
+        if not self.stack.repeats_selectively:
             kinds = ("none", "full")
         # Along the sequence wherever tensors are divided: as many bytes in the forward pass, less computed and held.
         return [(kind, True) for kind in kinds]
 
-    def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
+    def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:
         """Returns the seconds to send the activations of `rows` rows, or their gradient; `path`: (bytes/s, step in
         us).
         """
@@ -159,12 +194,19 @@ def _measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> float:
     return formula_bytes if measured.memory_gb is None else measured.memory_gb * 1e9
 
 
-def _each(values: list[float], count: int) -> list[float]:
-    """Returns a value for each of `count` layers from (a layer's, the first one's addition, the last one's
-    addition).
-    """
-    layer, first, last = values
-    each = [layer] * count
-    each[0] += first
-    each[-1] += last
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The costs of one layer on one rank: both passes, what it keeps, its parameters, and those of its experts."""
+
+    forward: Cost
+    backward: Cost
+    held_bytes: float
+    parameters: float
+    experts: float
+
+
+def _with_edges(each: list[Cost], first: Cost, last: Cost) -> list[Cost]:
+    """Returns the costs of all layers, those of the first and the last one with what they have besides."""
+    each[0] = each[0].plus(first)
+    each[-1] = each[-1].plus(last)
     return each

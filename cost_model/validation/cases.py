@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +17,7 @@ from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.validation.division import Division, completed
-from whale.errors import PlanError, ProgramError
+from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.strategy import Degrees, Recompute
 
 GPT2_VOCABULARY = 50257  # words of GPT-2's tokenizer, which vTrain's models have
@@ -28,7 +30,12 @@ COMMENT = "# source:"  # begins a line that says where a file's rows were publis
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measured run. `size` groups the rows among which plans are ranked."""
+    """One measured run.
+
+    Attributes:
+        size: groups the rows among which plans are ranked.
+        error: why the row's plan cannot be; None: it can.
+    """
 
     label: str
     size: str
@@ -37,9 +44,12 @@ class Case:
     parallel: Degrees
     stack: str
     cluster: str
+    error: WhaleError | None = None
 
     def predict(self) -> JobPrediction:
-        """Predicts the run by the cost model."""
+        """Predicts the run by the cost model; raises WhaleError if it is impossible."""
+        if self.error is not None:
+            raise self.error
         return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster))
 
 
@@ -75,18 +85,25 @@ def _megatron(row: Mapping[str, str]) -> Case:
     """Reads a row of Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table
     1."""
     model, division = _model(row), _megatron_row(row)
-    parallel, assumed = completed(division, model, "megatron-2021", published_cluster("selene"))
-    # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh).
-    work = model.step_flops(parallel.batch, "full")
+    core = re.search("core|h100", row.get("set", ""), re.I) is not None  # Megatron-Core's table of H100 has this form
+    software, where = ("megatron-core-bf16", "dgx-h100") if core else ("megatron-2021", "selene")
+    if core:
+        division = _open(division, row)
+    parallel, assumed = completed(division, model, software, published_cluster(where))
+    # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh); the table of H100 does not.
+    work = model.step_flops(parallel.batch, "none" if core else "full")
     seconds = work / (int(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
-    return Case(
-        f"{row['params_B']}B {_plan(parallel)}{assumed}",
-        row["params_B"],
-        seconds,
-        model,
-        parallel,
-        "megatron-2021",
-        "selene",
+    label = f"{row['params_B']}B {_plan(parallel)}{assumed}"
+    return Case(label, row["params_B"], seconds, model, parallel, software, where)
+
+
+def _open(division: Division, row: Mapping[str, str]) -> Division:
+    """Returns a division in which blank fields of how a step runs are open, and not off."""
+    return replace(
+        division,
+        recompute=division.recompute if row.get("recompute", "").strip() else None,
+        sequence_parallel=division.sequence_parallel if row.get("seqpar", "").strip() else None,
+        zero=division.zero if row.get("zero", "").strip() else None,
     )
 
 
@@ -197,47 +214,111 @@ def _mosaic(row: Mapping[str, str]) -> Case:
 
 BERT = "TF BERT-large"
 BERT_PREDICTED = {128: 20, 512: 80}  # masked words of a sequence, as that table's source trains
-# The stack that stands for the software of a table, by its name and the `software` of its rows; else that is the stack.
-SOFTWARE = {
-    (BERT, "tensorflow-fp32"): "tensorflow-xla-fp32",
-    (BERT, "tensorflow-tf32"): "tensorflow-xla-tf32",
-    ("BLOOM", "megatron-2021"): "deepspeed-2022",
-    ("MT-NLG 530B", "megatron-2021"): "deepspeed-2022",
-    ("BigScience V100", "megatron-2021"): "deepspeed-2022",
-    ("NVIDIA DGXC H100", "composer-bf16"): "megatron-core-bf16",
-    ("NVIDIA DGXC H100", "composer-fp8"): "megatron-core-fp8",
-    ("NeMo 24.07 FP8 H100", "composer-fp8"): "megatron-core-fp8",
-    ("Megatron-Bridge 25.11 FP8", "composer-fp8"): "megatron-core-fp8",
-    ("MaxText H100", "composer-bf16"): "maxtext-bf16",
-    ("MaxText H100", "composer-fp8"): "maxtext-fp8",
-    ("TorchTitan 2024-12 H100-96GB 500W", "composer-bf16"): "torchtitan-bf16",
-    ("TorchTitan 2024-12 H100-96GB 500W", "composer-fp8"): "torchtitan-fp8",
-    ("TorchTitan H200", "composer-fp8"): "torchtitan-fp8",
+# The stack that stands for the software of a table, by what its name begins with and the `software` of its rows; else
+# that is the stack. TorchTitan's rows that are not compiled say so by leaving it out.
+SOFTWARE = (
+    (BERT, {"tensorflow-fp32": "tensorflow-xla-fp32", "tensorflow-tf32": "tensorflow-xla-tf32"}),
+    ("BLOOM", {"megatron-2021": "deepspeed-2022"}),
+    ("MT-NLG", {"megatron-2021": "deepspeed-2022"}),
+    ("BigScience", {"megatron-2021": "deepspeed-2022"}),
+    ("NVIDIA", {"composer-bf16": "megatron-core-bf16", "composer-fp8": "megatron-core-fp8"}),
+    ("NeMo", {"composer-bf16": "megatron-core-bf16", "composer-fp8": "megatron-core-fp8"}),
+    ("Megatron", {"composer-bf16": "megatron-core-bf16", "composer-fp8": "megatron-core-fp8"}),
+    ("MaxText", {"composer-bf16": "maxtext-bf16", "composer-fp8": "maxtext-fp8"}),
+    ("TorchTitan", {"composer-bf16": "torchtitan-bf16", "composer-fp8": "torchtitan-fp8"}),
+)
+EAGER = {"torchtitan-bf16": "torchtitan-eager-bf16", "torchtitan-fp8": "torchtitan-eager-fp8"}
+# Published models that tables describe by one plain feed-forward network with as many elements, which has the missing
+# keys and the gate folded into it: (hidden, heads, that width) -> heads of keys, gate, the networks' own width.
+FOLDED = {
+    (4096, 32, 18432): (8, 1, 14336),  # Llama 3 8B
+    (8192, 64, 35840): (8, 1, 28672),  # Llama 2 and 3 70B
+    (16384, 128, 64512): (8, 1, 53248),  # Llama 3.1 405B
+    (4096, 32, 16512): (0, 1, 11008),  # Llama 2 7B
+    (5120, 40, 20736): (0, 1, 13824),  # Llama 2 13B
+    (6144, 48, 19456): (8, 0, 24576),  # Nemotron 4 15B and 22B
+    (18432, 96, 56832): (8, 0, 73728),  # Nemotron 4 340B
 }
+FSDP_RANKS, FSDP_FROM = 128, 512  # MaxText's rows from so many ranks on shard over so many, as their notes say
 
 
 def _shared(row: Mapping[str, str]) -> Case:
-    """Reads a row of the form that has a column for each field of a model, a plan and where they ran."""
-    of_model = ("layers", "hidden", "heads", "sequence", "vocabulary", "feed_forward", "experts", "top")
-    model = Transformer(
-        **{name: int(row[name]) for name in of_model if row[name].strip()},
-        predicted_tokens=BERT_PREDICTED.get(int(row["sequence"]), 0) if row["set"] == BERT else 0,
-    )
-    parallel = Degrees(
-        tensor=int(row["tensor"]),
-        stages=int(row["pipeline"]),
-        data=int(row["data"]),
-        chunks=int(row["chunks"]),
-        micro_batch=int(row["micro_batch"]),
+    """Reads a row of the form that has a column for each field of a model, a plan and where they ran.
+
+    A row may leave out columns and fields of the division of work. Context parallelism is a column, or `cp2` in the
+    row's label, where tables count its ranks among the data-parallel ones.
+    """
+    model, label = _described(row), row["row"].strip()
+    where = row["cluster"]
+    software = _software(row["set"], row["software"], label)
+    division = _division(row, model, label)
+    parallel, assumed = completed(division, model, software, published_cluster(where))
+    return Case(label + assumed, row["group"], float(row["measured_s"]), model, parallel, software, where)
+
+
+def _described(row: Mapping[str, str]) -> Transformer:
+    names = {**dict.fromkeys(Transformer.__struct_fields__), "sequence": None}
+    given = {name: int(row[name]) for name in names if row.get(name, "").strip()}
+    if row["set"].startswith(BERT):
+        given.setdefault("predicted_tokens", BERT_PREDICTED.get(given["sequence"], 0))
+    known = FOLDED.get((given["hidden"], given["heads"], given.get("feed_forward", 0)))
+    if known is not None and not {"kv_heads", "gated", "experts"} & given.keys():
+        given |= dict(zip(("kv_heads", "gated", "feed_forward"), known), untied=1)
+    return Transformer(**given)
+
+
+def _software(table: str, software: str, label: str) -> str:
+    found = next((known for name, known in SOFTWARE if table.startswith(name)), {}).get(software, software)
+    return found if "compile" in label else EAGER.get(found, found)
+
+
+def _division(row: Mapping[str, str], model: Transformer, label: str) -> Division:
+    def number(*names: str) -> int | None:
+        return next((int(row[name]) for name in names if row.get(name, "").strip()), None)
+
+    names = (("tensor",), ("pipeline",), ("data",), ("chunks",), ("micro_batch",))
+    tensor, stages, data, chunks, rows = (number(*name) for name in names)
+    context = number("context", "cp") or 1
+    folded = re.search(r"\bcp(\d+)\b", label)
+    if context == 1 and folded and data and data % int(folded[1]) == 0:
+        context = int(folded[1])
+        data //= context
+    devices = number("devices", "gpus")
+    if devices is None and data is None and (found := re.search(r"\bx(\d+)\b", label)):
+        devices = int(found[1])
+    zero = number("zero")
+    given = row.get("recompute", "").strip().lower()
+    parallel = row.get("sequence_parallel", "").strip()
+    open_ = None in (tensor, stages, rows) or (data is None and devices is None) or not given
+    return Division(
+        sizes=(tensor, stages, data, chunks, rows),
+        devices=devices,
         batch=int(row["global_batch"]),
-        recompute=_recompute(row["recompute"]),
-        sequence_parallel=row["sequence_parallel"].strip() == "1",
-        zero=int(row["zero"] or 0),  # type: ignore[arg-type]
-        experts=int(row["expert_ranks"] or 1),
+        recompute=cast(Recompute, given) if given else None,
+        sequence_parallel=None if open_ and not parallel else parallel.lower() in ("1", "true", "yes"),
+        zero=None if open_ and zero is None else zero or 0,
+        context=context,
+        shard=number("shard") or (FSDP_RANKS if _is_hybrid(row, data) else 0),
+        stage_layers=_stage_layers(row, model.layers, (stages or 1) * (chunks or 1)),
+        experts=number("expert_ranks") or 1,
     )
-    software = SOFTWARE.get((row["set"], row["software"]), row["software"])
-    label = row["row"].strip()
-    return Case(label, row["group"], float(row["measured_s"]), model, parallel, software, row["cluster"])
+
+
+def _is_hybrid(row: Mapping[str, str], data: int | None) -> bool:
+    told = f"FSDP {FSDP_RANKS} x DP" in row.get("note", "")
+    return told and data is not None and data >= FSDP_FROM and data % FSDP_RANKS == 0
+
+
+def _stage_layers(row: Mapping[str, str], layers: int, chunks: int) -> tuple[int, ...]:
+    """Returns the layers of each chunk where a row says so: embedding and head may count as a layer each."""
+    if given := row.get("stage_layers", "").strip():
+        return tuple(int(number) for number in given.split())
+    note = row.get("note", "")
+    uneven = "first and last stage one fewer" in note or "counted as a layer of first and last stage" in note
+    if not uneven or chunks < 2 or (layers + 2) % chunks or layers + 2 == chunks:
+        return ()
+    each = (layers + 2) // chunks
+    return (each - 1, *[each] * (chunks - 2), each - 1)
 
 
 def _plan(p: Degrees) -> str:
@@ -261,7 +342,10 @@ SETS = (
 
 
 def read(path: Path) -> tuple[Published, list[Case]]:
-    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row."""
+    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row.
+
+    A row that can be read, and whose plan cannot be, is a case whose prediction says why.
+    """
     with path.open(newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith(COMMENT))
         columns = set(rows.fieldnames or ())
@@ -276,7 +360,10 @@ def read(path: Path) -> tuple[Published, list[Case]]:
         for row in rows:
             try:
                 cases.append(table.case(row))
-            except (KeyError, ValueError, TypeError, PlanError) as error:
+            except (PlanError, ClusterError) as error:
+                nothing = Transformer(1, 1, 1, 1, 1), Degrees(), "", ""
+                cases.append(Case(f"line {rows.line_num}", "", math.nan, *nothing, error))
+            except (KeyError, ValueError, TypeError, WhaleError) as error:
                 raise ProgramError(
                     f"line {rows.line_num} of {path} is no row of {table.name}",
                     given=f"{type(error).__name__}: {error}",

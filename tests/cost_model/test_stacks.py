@@ -10,9 +10,9 @@ import pytest
 from cost_model import calibrate
 from cost_model.analytic import job
 from cost_model.analytic.kernel_costs import cost, rank_on
-from cost_model.analytic.memory import layer_activation_bytes
+from cost_model.analytic.memory import held_tensors, layer_activation_bytes
 from cost_model.analytic.predict import predict
-from cost_model.analytic.stacks import Stack, read, stack, stacks
+from cost_model.analytic.stacks import Stack, find_modules, read, stack, stacks
 from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import Collective, layer_backward, layer_forward
 from cost_model.cluster import cluster_file
@@ -21,7 +21,7 @@ from cost_model.hardware import find_device, load_efficiencies
 from cost_model.kernels.compute import find_rates
 from cost_model.validation.cases import DATA
 from cost_model.validation.cases import read as read_table
-from whale.errors import ClusterError
+from whale.errors import ClusterError, PlanError
 from whale.ir.strategy import Degrees
 from whale.planner import ask
 from whale.planner.report import show
@@ -58,7 +58,7 @@ def test_a_users_stack_is_a_file_with_the_same_fields(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("name: mine\nbase: megatron-core-fp8\nhost_us: 25\nsources: {host_us: measured by us}\n")
     found = stack(str(mine))
-    assert found == changed(stack("megatron-core-fp8"), name="mine", host_us=25, sources=found.sources, compared=())
+    assert found == changed(stack("megatron-core-fp8"), name="mine", host_us=25, sources=found.sources, compared={})
     assert found.find_source("host_us") == "measured by us"
     assert found.find_source("step_ms") == CORE.find_source("step_ms")
     task = tmp_path / "job.yaml"
@@ -143,6 +143,40 @@ def test_a_stack_says_what_is_computed_again() -> None:
     assert none < seconds(changed(CORE, drops_unneeded=True), "full") < full
     kept = [layer_activation_bytes(GPT, LayerShare(rows=2, recompute=r), half) for r in ("full", "selective", "none")]
     assert kept[1] == (kept[0] + kept[2]) / 2
+
+
+def test_selective_recomputation_repeats_the_modules_that_a_stack_or_a_job_names() -> None:
+    share = LayerShare(rows=2, tensor=2, recompute="selective")
+
+    def both(*modules: str) -> tuple[float, float]:
+        one = changed(CORE, selective=find_modules(modules))
+        rank = rank_on(find_device("h100"), 1.0, Machines(H100).tensor_group(0, 2), one)
+        return cost(layer_backward(GPT, share, one), rank, True).device_s, layer_activation_bytes(GPT, share, one)
+
+    nothing, norms, more = both("core"), both("norms"), both("norms", "activation")
+    network = both("norms", "network")
+    assert nothing[0] < norms[0] < more[0] < network[0]
+    assert nothing[1] > norms[1] > more[1] > network[1]
+    sbh = 2 * 4096 * 4096
+    assert nothing[1] - norms[1] == 2 * 2 * sbh  # the results of two normalisations, of two bytes
+    assert norms[1] - more[1] == 2 * 4 * sbh / 2  # the activation's result, which two ranks divide
+    assert not CORE.repeats_selectively and changed(CORE, selective=("norms",)).repeats_selectively
+    plan = Degrees(tensor=2, micro_batch=2, batch=2, recompute="selective", selective=("activation", "norms"))
+    named, plain = (predict(GPT, p, CORE, H100) for p in (plan, msgspec.structs.replace(plan, selective=())))
+    assert named.step_s > plain.step_s and named.peak_bytes < plain.peak_bytes
+    with pytest.raises(PlanError, match="cannot repeat this\n  given: mlp\n  expected: core, norms"):
+        predict(GPT, msgspec.structs.replace(plan, selective=("mlp",)), CORE, H100)
+
+
+def test_operands_that_are_kept_in_float8_take_a_byte() -> None:
+    share, kept = LayerShare(rows=2), changed(CORE, kept_operand_bytes=1)
+    whole, small = (held_tensors(GPT, share, one) for one in (CORE, kept))
+    sbh = 2 * 4096 * 4096
+    assert whole["norms"] - small["norms"] == 2 * sbh and whole["activation"] - small["activation"] == 4 * sbh
+    assert small["attention"] - whole["attention"] == sbh  # attention keeps its result, the product after it an operand
+    assert stack("megatron-core-fp8").kept_operand_bytes == 1 and CORE.kept_operand_bytes is None
+    more = predict(GPT, Degrees(batch=1), changed(CORE, base_gb=5.0), H100).peak_bytes
+    assert more - predict(GPT, Degrees(batch=1), CORE, H100).peak_bytes == pytest.approx(4e9)
 
 
 def test_logits_of_masked_words_only_cost_as_much_less() -> None:
