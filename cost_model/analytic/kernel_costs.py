@@ -57,8 +57,10 @@ def rank_on(
     device: Device, share: float, group: Group, stack: Stack, ranks: int = 1, context: Group | None = None
 ) -> Rank:
     """Returns the slowest of `ranks` with a share of a device each; ClusterError if it lacks the stack's dtypes."""
-    rates = find_rates(device, stack.dtype, share, ranks, stack.attention)
-    weight_rates = find_rates(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates
+    slower = stack.kernel_time
+    rates = weight_rates = find_rates(device, stack.dtype, share, ranks, stack.attention, slower)
+    if stack.weights_dtype:
+        weight_rates = find_rates(device, stack.weights_dtype, share, ranks, slower=slower)
     return Rank(rates, weight_rates, group, stack, context)
 
 

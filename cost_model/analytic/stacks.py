@@ -85,6 +85,7 @@ class Stack(catalogue.Entry, frozen=True):
         step_ms: once per step: data, loss to the host, logging.
         kept_operand_bytes: of an element of a product's operand that is kept for the backward pass, where it is not
             kept in `dtype`.
+        kernel_time: of what the devices' curves say that kernels take (as fitted: clocks, kernels that are others).
         base_gb: memory of the framework's own on every rank: context, loaded kernels, libraries' buffers.
     """
 
@@ -125,6 +126,7 @@ class Stack(catalogue.Entry, frozen=True):
     quantise_bytes: NotNegative = 0.0
     kept_operand_bytes: NotNegative | None = None
     base_gb: NotNegative = BASE_BYTES / 1e9
+    kernel_time: Annotated[float, Meta(gt=0)] = 1.0
 
     @property
     def element_bytes(self) -> int:

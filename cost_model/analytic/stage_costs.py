@@ -313,7 +313,7 @@ def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) ->
 def rates_of_part(model: Model, machines: Machines, part: DeviceGroup) -> Rates:
     """Returns the rates of one device of a part."""
     entry = machines.pools[part.pool].entry
-    return find_rates(entry.device, model.stack.dtype, entry.share)
+    return find_rates(entry.device, model.stack.dtype, entry.share, slower=model.stack.kernel_time)
 
 
 def sharding_groups(machines: Machines, parts: Sequence[DeviceGroup], ways: int) -> tuple[Group | None, Group | None]:

@@ -248,18 +248,17 @@ def _shared(row: Mapping[str, str]) -> Case:
     A row may leave out columns and fields of the division of work. Context parallelism is a column, or `cp2` in the
     row's label, where tables count its ranks among the data-parallel ones.
     """
-    model, label = _described(row), row["row"].strip()
-    where = row["cluster"]
-    software = _software(row["set"], row["software"], label)
+    model, label, where = _described(row), row.get("row", "").strip(), row["cluster"]
+    software = _software(row.get("set", ""), row["software"], label)
     division = _division(row, model, label)
     parallel, assumed = completed(division, model, software, published_cluster(where))
-    return Case(label + assumed, row["group"], float(row["measured_s"]), model, parallel, software, where)
+    text = f"{label or _plan(parallel)}{assumed}"
+    return Case(text, row.get("group", ""), float(row["measured_s"]), model, parallel, software, where)
 
 
 def _described(row: Mapping[str, str]) -> Transformer:
-    names = {**dict.fromkeys(Transformer.__struct_fields__), "sequence": None}
-    given = {name: int(row[name]) for name in names if row.get(name, "").strip()}
-    if row["set"].startswith(BERT):
+    given = {name: int(row[name]) for name in Transformer.__struct_fields__ if row.get(name, "").strip()}
+    if row.get("set", "").startswith(BERT):
         given.setdefault("predicted_tokens", BERT_PREDICTED.get(given["sequence"], 0))
     known = FOLDED.get((given["hidden"], given["heads"], given.get("feed_forward", 0)))
     if known is not None and not {"kv_heads", "gated", "experts"} & given.keys():
@@ -336,15 +335,27 @@ SETS = (
     Published("Megatron SC'21, ZeRO 3", frozenset({"iter_s", "tp", "pp", "vpp", "zero"}), _megatron_zero),
     Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
     Published("vTrain single node", _VTRAIN, _vtrain_single),
-    Published(SHARED_FORM, frozenset({"set", "row", "group", "measured_s", "software", "cluster"}), _shared),
+    Published(SHARED_FORM, frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"}), _shared),
     Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),
 )
 
 
-def read(path: Path) -> tuple[Published, list[Case]]:
+def _with(row: Mapping[str, str], folder: Path, software: str, cluster: str) -> Mapping[str, str]:
+    """Returns a row with the software and the cluster that it lacks, and with files' paths from its folder."""
+    given = {"software": row.get("software") or software, "cluster": row.get("cluster") or cluster}
+    for name, value in given.items():
+        if value.endswith((".yaml", ".yml")) and row.get(name) and (folder / value).is_file():
+            given[name] = str(folder / value)
+    return {**row, **given}
+
+
+def read(path: Path, software: str = "", cluster: str | None = None) -> tuple[Published, list[Case]]:
     """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row.
 
     A row that can be read, and whose plan cannot be, is a case whose prediction says why.
+
+    Args:
+        software, cluster: of rows of the shared form that name none; a file is found from the folder of the rows'.
     """
     with path.open(newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith(COMMENT))
@@ -359,7 +370,7 @@ def read(path: Path) -> tuple[Published, list[Case]]:
         cases = []
         for row in rows:
             try:
-                cases.append(table.case(row))
+                cases.append(table.case(_with(row, path.parent, software, cluster or "")))
             except (PlanError, ClusterError) as error:
                 nothing = Transformer(1, 1, 1, 1, 1), Degrees(), "", ""
                 cases.append(Case(f"line {rows.line_num}", "", math.nan, *nothing, error))

@@ -140,18 +140,30 @@ def _quantile(scores: Sequence[float]) -> float:
     return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * PART)) - 1]
 
 
+# What `calibrate` finds for the package's rows, for groups of others: the scale of one of which nothing is known, and
+# how many scales nine of ten rows are off at most.
+COMMON_SCALE, COMMON_REACH = 0.061, 1.667
+
+
+def compare(residuals: Sequence[float], prior: float = COMMON_SCALE, common: float = COMMON_REACH) -> Compared:
+    """Returns the interval of one group, given log(measured / predicted) of rows it was not fitted on."""
+    spread = _spread(residuals, prior)
+    own = len(residuals) >= OWN_ROWS
+    reach = (_quantile(_scores(residuals, prior)) if own else common) * spread.scale
+    low, high = (math.exp(spread.centre + sign * reach) for sign in (-1, 1))
+    return Compared(len(residuals), min(1.0, round(low, 3)), max(1.0, round(high, 3)))
+
+
+def find_common(residuals: Mapping[Group, Sequence[float]]) -> tuple[float, float]:
+    """Returns the scale of a group of which nothing is known, and how many scales nine of ten rows are off at most."""
+    prior = _prior(residuals)
+    return prior, _quantile([score for own in residuals.values() for score in _scores(own, prior)])
+
+
 def calibrate(residuals: Mapping[Group, Sequence[float]]) -> dict[Group, Compared]:
     """Returns the interval of each group: rows, and the lowest and highest likely measured / predicted."""
-    prior = _prior(residuals)
-    scores = {group: _scores(own, prior) for group, own in residuals.items()}
-    common = _quantile([score for own in scores.values() for score in own])
-    found = {}
-    for group, own in residuals.items():
-        spread = _spread(own, prior)
-        reach = (_quantile(scores[group]) if len(own) >= OWN_ROWS else common) * spread.scale
-        low, high = (math.exp(spread.centre + sign * reach) for sign in (-1, 1))
-        found[group] = Compared(len(own), round(low, 3), round(high, 3))
-    return found
+    prior, common = find_common(residuals)
+    return {group: compare(own, prior, common) for group, own in residuals.items()}
 
 
 def _scores(residuals: Sequence[float], prior: float) -> list[float]:
@@ -181,8 +193,7 @@ def left_out(residuals: Mapping[Group, Sequence[float]]) -> dict[Group, list[boo
 
 
 def _quantile_of_none(residuals: Mapping[Group, Sequence[float]]) -> float:
-    prior = _prior(residuals)
-    common = _quantile([score for own in residuals.values() for score in _scores(own, prior)])
+    prior, common = find_common(residuals)
     return common * _spread([], prior).scale
 
 
