@@ -21,7 +21,7 @@ import yaml
 from cost_model.analytic.predict import predict
 from cost_model.analytic.stacks import Compared, Stack, is_file, stack
 from cost_model.validation.cases import Case, published_cluster, read
-from cost_model.validation.intervals import compare
+from cost_model.validation.intervals import compare, group_of
 from whale.errors import ProgramError
 
 # Fields that may be fitted, and by what factor (its logarithm's standard deviation) they differ from one software to
@@ -77,8 +77,7 @@ def fit_rows(rows: Sequence[Case], base: Stack) -> Fit:
         factors, found, left_out = best
     curves: dict[str, list[float]] = {}
     for case, residual in zip(rows, left_out):
-        curve = published_cluster(case.cluster).hosts[0].devices[0].device.efficiency
-        curves.setdefault(curve, []).append(-residual)
+        curves.setdefault(group_of(case)[1], []).append(-residual)
     compared = {curve: compare(own) for curve, own in curves.items()}
     return Fit(base, _values(base, factors), rows, before, found, left_out, compared)
 

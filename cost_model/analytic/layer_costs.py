@@ -13,9 +13,10 @@ from itertools import accumulate
 from typing import Protocol
 
 from cost_model.analytic.kernel_costs import Cost
-from cost_model.analytic.stacks import BASE_BYTES, Stack
+from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import OPTIMIZER_BYTES
 from cost_model.cluster.pools import Machines
+from cost_model.hardware import CONTEXT_GB
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute
 
 # Parameter tensors of a transformer's layer: weight and bias of two normalisations, of the products for queries, keys
@@ -84,7 +85,7 @@ class LayerCosts:
     state_bytes: float = OPTIMIZER_BYTES
     element_bytes: int = 2
     edges: tuple[Edge, Edge] = (Edge(), Edge())
-    base_bytes: float = BASE_BYTES
+    base_bytes: float = 1e9 * CONTEXT_GB
 
     @property
     def count(self) -> int:

@@ -58,7 +58,8 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
     along = w if p.sequence_parallel else 1  # what lies between products is divided by
     rows, own = expert_rows(t, p)
     routed = float(rows * own + shared_rows(t, p))
-    inner = e * (t.products_per_network - 1) * routed * t.inner / w  # what goes into the activation, by product
+    into = t.products_per_network - 1 - (1 if t.relu else 0)  # tensors that go into the activation and are kept
+    inner = e * into * routed * t.inner / w
     heads = tokens * t.output_width / w
     masks = (2 / along if stack.dropout else 0.0) * tokens * t.hidden  # of one byte
     sent = e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent, or came back
@@ -105,10 +106,10 @@ def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float
 
 
 def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of a layer's scores before and after the softmax, and of their dropout's mask."""
+    """Returns the bytes of a layer's scores after the softmax and, with dropout, after that, and of its mask."""
     if stack.fused_attention:
         return 0.0
-    each = 2 * stack.element_bytes + (1 if stack.dropout else 0)
+    each = 2 * stack.element_bytes + 1 if stack.dropout else stack.element_bytes
     return each * float(p.tokens(t) * t.sequence) * t.heads / p.tensor
 
 

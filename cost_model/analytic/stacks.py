@@ -9,7 +9,7 @@ Decision: 0152.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -24,9 +24,6 @@ from whale.errors import ClusterError, PlanError
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Part = Annotated[float, Meta(ge=0, le=1)]
-# The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
-# deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
-BASE_BYTES = 1.0e9
 Module = Literal["core", "norms", "activation", "queries", "network"]
 
 
@@ -81,12 +78,15 @@ class Stack(catalogue.Entry, frozen=True):
         collective_host_us: the same per collective.
         pass_host_us: once per forward or backward pass of a chunk: its batch, synchronising with neighbours.
         update_kernels: launches per parameter tensor after the last backward pass.
-        compared: how far published steps under it were from predictions, by the efficiency curve of their devices.
+        compared: how far published steps under it were from predictions, by the efficiency curve of their devices
+            (`curve_of`).
         step_ms: once per step: data, loss to the host, logging.
         kept_operand_bytes: of an element of a product's operand that is kept for the backward pass, where it is not
             kept in `dtype`.
         kernel_time: of what the devices' curves say that kernels take (as fitted: clocks, kernels that are others).
-        base_gb: memory of the framework's own on every rank: context, loaded kernels, libraries' buffers.
+        base_gb: memory of the framework's own on every rank, context, loaded kernels and libraries' buffers included;
+            at least the device's `context_gb`.
+        receives_block: a stage waits for what it receives as long as the sender for what it sends: nothing runs beside.
     """
 
     dtype: str
@@ -125,7 +125,8 @@ class Stack(catalogue.Entry, frozen=True):
     weights_dtype: str | None = None
     quantise_bytes: NotNegative = 0.0
     kept_operand_bytes: NotNegative | None = None
-    base_gb: NotNegative = BASE_BYTES / 1e9
+    base_gb: NotNegative = 0.0
+    receives_block: bool = False
     kernel_time: Annotated[float, Meta(gt=0)] = 1.0
 
     @property
@@ -146,6 +147,11 @@ def find_modules(names: Sequence[str]) -> tuple[Module, ...]:
     if wrong := [name for name in names if name not in known]:
         raise PlanError("selective recomputation cannot repeat this", given=", ".join(wrong), expected=", ".join(known))
     return tuple(name for name in known if name in names)
+
+
+def curve_of(devices: Iterable[catalogue.Device]) -> str:
+    """Returns the efficiency curve of devices, or those of unlike ones in order, as `Stack.compared` has them."""
+    return "+".join(sorted({device.efficiency for device in devices}))
 
 
 FOLDER = catalogue.FOLDER / "stacks"

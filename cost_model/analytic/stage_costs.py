@@ -103,6 +103,9 @@ def stage_cost(
     at = range(index, last + 1, count)
     sent_ahead_s = [to_next_s if i < last else 0.0 for i in at]
     sent_back_s = [to_previous_s if i > 0 else 0.0 for i in at]
+    if model.stack.receives_block:  # as much comes from each neighbour as goes there
+        sent_ahead_s = [s + (to_previous_s if i > 0 else 0.0) for i, s in zip(at, sent_ahead_s)]
+        sent_back_s = [s + (to_next_s if i < last else 0.0) for i, s in zip(at, sent_back_s)]
     # The gradients of experts are summed only where several replicas have these.
     summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
     reduce_s = reduction_s(model, machines, stage.parts, summed, strategy.zero, strategy.count_sharding(stage))

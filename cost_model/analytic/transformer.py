@@ -32,6 +32,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `window`: tokens before its own that a token attends to (0: all); `window_period`: every so manyth layer attends to
     all tokens nevertheless (0: none does).
     `gated`: 1 where a feed-forward network has a second first product that gates the first (SwiGLU, GeGLU).
+    `relu`: 1 where its activation is max(0, x), whose gradient needs no more than its result.
     `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
     `shared_experts`: experts that every token goes through besides `top` of `experts`.
     `dense_layers`: first layers that have one network of width `dense_feed_forward` instead of experts.
@@ -62,6 +63,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window_period: Amount = 0
     dense_layers: Amount = 0
     dense_feed_forward: Amount = 0
+    relu: Switch = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):

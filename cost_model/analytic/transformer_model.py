@@ -15,6 +15,7 @@ from cost_model.analytic.layer_profile import MeasuredLayer, Profile
 from cost_model.analytic.memory import head_bytes, layer_activation_bytes, working_bytes
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
+from cost_model.cluster.cluster_file import DeviceEntry
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_gather_s, point_to_point_s
 from whale.ir.strategy import Recompute, count_expert_ranks
@@ -79,7 +80,7 @@ class TransformerModel:
         along = self.machines.data_group(((pool, tensor, context),)) if context > 1 else None
         on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks, along)
         begin_s = stack.pass_host_us * 1e-6
-        first, last = self._edges(p, on)
+        first, last = self._edges(p, on, entry)
         held_bytes, update_s = layer_activation_bytes(t, p, stack), None
         if self.profile is None:
             forward = cost(kernels.layer_forward(t, p, stack), on)
@@ -125,7 +126,7 @@ class TransformerModel:
             state_bytes=t.state_bytes_of(stack.element_bytes),
             element_bytes=stack.element_bytes,
             edges=(first, last),
-            base_bytes=stack.base_gb * 1e9,
+            base_bytes=1e9 * max(entry.device.context_gb, stack.base_gb),
         )
 
     def _dense_layer(self, p: LayerShare, on: Rank) -> _Layer:
@@ -140,21 +141,25 @@ class TransformerModel:
             0.0,
         )
 
-    def _edges(self, p: LayerShare, on: Rank) -> tuple[Edge, Edge]:
+    def _edges(self, p: LayerShare, on: Rank, entry: DeviceEntry) -> tuple[Edge, Edge]:
         """Returns the costs of the embedding with positions, and of the head, which has a copy of the embedding's
         weights.
         """
         t, stack = self.transformer, self.stack
         table = t.embedding_parameters / p.tensor
-        first, last = (
-            Edge(
-                cost(kernels.edges_forward(t, p, stack, *edge), on),
-                cost(kernels.edges_backward(t, p, stack, *edge), on, True),
-                parameters,
-            )
-            for edge, parameters in (((True, False), table + t.sequence * t.hidden), ((False, True), table))
-        )
-        return first, last
+        found = []
+        for part, edge, parameters in (
+            ("embedding", (True, False), table + t.sequence * t.hidden),
+            ("head", (False, True), table),
+        ):
+            one = self.profile.find(part, entry.device.name, p.tensor, p.rows) if self.profile else None
+            if one is not None:
+                passes = Cost(one.forward_s / entry.share), Cost(one.backward_s / entry.share)
+            else:
+                ahead = cost(kernels.edges_forward(t, p, stack, *edge), on)
+                passes = ahead, cost(kernels.edges_backward(t, p, stack, *edge), on, True)
+            found.append(Edge(*passes, parameters))
+        return found[0], found[1]
 
     def tensor_degrees(self, pool: int) -> list[int]:
         """Returns the powers of two that a host of the pool has devices for and that divide the heads, at most 16."""

@@ -9,13 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import msgspec
+
+from cost_model.analytic.layer_profile import MeasuredLayer, Profile
 from cost_model.analytic.predict import JobPrediction, predict
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
-from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster import yaml_files
+from cost_model.cluster.cluster_file import Attachment, Cluster, DeviceEntry, HostEntry, NetworkEntry
 from cost_model.validation.division import Division, completed
 from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.strategy import Degrees, Recompute
@@ -35,6 +39,8 @@ class Case:
     Attributes:
         size: groups the rows among which plans are ranked.
         error: why the row's plan cannot be; None: it can.
+        profile: measured layers, instead of formulas.
+        peak_gb: the most that a rank held, measured; 0: not published.
     """
 
     label: str
@@ -43,14 +49,16 @@ class Case:
     model: Transformer
     parallel: Degrees
     stack: str
-    cluster: str
+    cluster: str | Cluster
     error: WhaleError | None = None
+    profile: Profile | None = None
+    peak_gb: float = 0.0
 
     def predict(self) -> JobPrediction:
         """Predicts the run by the cost model; raises WhaleError if it is impossible."""
         if self.error is not None:
             raise self.error
-        return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster))
+        return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster), self.profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,13 @@ class Published:
     ranked: bool = False
 
 
-@cache
-def published_cluster(name: str) -> Cluster:
+def published_cluster(name: str | Cluster) -> Cluster:
     """Returns a cluster that rows were measured on, by the name of its file in clusters/, or by the path of another."""
+    return name if isinstance(name, Cluster) else _read_cluster(name)
+
+
+@cache
+def _read_cluster(name: str) -> Cluster:
     return cluster.read(name if name.endswith((".yaml", ".yml")) else FOLDER / "clusters" / f"{name}.yaml")
 
 
@@ -320,6 +332,65 @@ def _stage_layers(row: Mapping[str, str], layers: int, chunks: int) -> tuple[int
     return (each - 1, *[each] * (chunks - 2), each - 1)
 
 
+class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan of Sailor's.
+
+    Attributes:
+        layers: of each stage.
+        hosts: the type of the devices of each replica's host, stage by stage; one: of all.
+    """
+
+    tensor: int
+    layers: tuple[int, ...]
+    data: int
+    micro_batch: int
+    batch: int
+    hosts: tuple[str, ...]
+
+
+class _Sailor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    models: dict[str, Transformer]
+    plans: dict[str, _Plan]
+    layers: dict[str, list[MeasuredLayer]]
+
+
+@cache
+def _sailor_plans() -> _Sailor:
+    path = FOLDER / "measured" / "sailor.yaml"
+    return yaml_files.YamlFile(yaml_files.read_text(path, "plans"), str(path), "plans").decode(_Sailor)
+
+
+def _sailor(row: Mapping[str, str]) -> Case:
+    """Reads a row of Strati et al., "Sailor", SOSP 2025, artifact: measured steps and peaks, with measured layers.
+
+    The table's name says the model, the devices and, of the mixed ones, the network.
+    """
+    known, table, name = _sailor_plans(), row["table"].strip(), row["plan"].strip()
+    mixed, _, network = table.partition("mixed ")
+    plan = known.plans[f"{mixed}mixed/{name}" if network else f"{table}/{name}"]
+    model = "GPT-Neo-2.7" if "GPT-Neo" in table else "OPT-350"
+    parallel = Degrees(
+        tensor=plan.tensor,
+        stages=len(plan.layers),
+        data=plan.data,
+        micro_batch=plan.micro_batch,
+        batch=plan.batch,
+        stage_layers=plan.layers,
+    )
+    replicas = parallel.stages * parallel.data
+    each = [(host, 1) for host in plan.hosts] if len(plan.hosts) == replicas else [(plan.hosts[0], replicas)]
+    hosts = [
+        HostEntry(f"host-{i}", [DeviceEntry(kind, plan.tensor)], count, {"fabric": Attachment(1 if network else 4)})
+        for i, (kind, count) in enumerate(each)
+    ]
+    where = Cluster(table, hosts, {"fabric": NetworkEntry(network or "slingshot-11")})
+    label = f"{table} {name}"
+    peak_gb = float(row.get("measured_peak_gb") or 0)
+    more: dict[str, Any] = {"profile": Profile(known.layers[model]), "peak_gb": peak_gb}
+    measured_s = float(row["measured_s"])
+    return Case(label, table, measured_s, known.models[model], parallel, "deepspeed-fp32", where, **more)
+
+
 def _plan(p: Degrees) -> str:
     text = f"t{p.tensor} p{p.stages} d{p.data}"
     text += f" v{p.chunks}" if p.chunks > 1 else ""
@@ -336,6 +407,7 @@ SETS = (
     Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
     Published("vTrain single node", _VTRAIN, _vtrain_single),
     Published(SHARED_FORM, frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"}), _shared),
+    Published("Sailor SOSP'25", frozenset({"table", "plan", "measured_s"}), _sailor),
     Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),
 )
 

@@ -24,7 +24,7 @@ from unittest import mock
 import msgspec
 
 from cost_model.analytic import stacks
-from cost_model.analytic.stacks import Compared, Stack
+from cost_model.analytic.stacks import Compared, Stack, curve_of
 from cost_model.hardware import catalogue
 from cost_model.hardware.catalogue import Efficiency
 from cost_model.kernels import compute
@@ -68,8 +68,9 @@ FITTED = (
 
 
 def group_of(case: Case) -> Group:
-    """Returns the group of a row."""
-    return case.stack, published_cluster(case.cluster).hosts[0].devices[0].device.efficiency
+    """Returns the group of a row; unlike devices of one job are a curve of their own (`stacks.curve_of`)."""
+    hosts = published_cluster(case.cluster).hosts
+    return case.stack, curve_of(entry.device for host in hosts for entry in host.devices)
 
 
 def unseen_residuals(found: Sequence[Result]) -> list[float]:
@@ -142,7 +143,7 @@ def _quantile(scores: Sequence[float]) -> float:
 
 # What `calibrate` finds for the package's rows, for groups of others: the scale of one of which nothing is known, and
 # how many scales nine of ten rows are off at most.
-COMMON_SCALE, COMMON_REACH = 0.061, 1.667
+COMMON_SCALE, COMMON_REACH = 0.066, 1.7
 
 
 def compare(residuals: Sequence[float], prior: float = COMMON_SCALE, common: float = COMMON_REACH) -> Compared:
@@ -217,7 +218,7 @@ def written(text: str, compared: Mapping[str, Compared]) -> str:
         f"  {curve}: {{rows: {one.rows}, low: {one.low}, high: {one.high}}}\n"
         for curve, one in sorted(compared.items())
     )
-    text = re.sub(r"^compared:.*\n(?:  [\w-]+: \{rows.*\n)*", "", text, flags=re.M)
+    text = re.sub(r"^compared:.*\n(?:  [\w+-]+: \{rows.*\n)*", "", text, flags=re.M)
     if not each:
         return text
     head, mark, sources = text.partition("sources:\n")

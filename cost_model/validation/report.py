@@ -19,7 +19,7 @@ class Result:
     Attributes:
         likely_s: between which nine of ten steps lie that are predicted so.
         problem: why there is no prediction; empty: there is one.
-        fits: whether all ranks have room, by the prediction.
+        fits: whether all ranks have room, by the prediction; peak_gb: what the fullest one holds.
     """
 
     case: Case
@@ -27,6 +27,7 @@ class Result:
     likely_s: tuple[float, float] = (0.0, 0.0)
     problem: str = ""
     fits: bool = True
+    peak_gb: float = 0.0
 
     @property
     def inside(self) -> bool:
@@ -46,7 +47,7 @@ def results(cases: Sequence[Case]) -> list[Result]:
         try:
             one = case.predict()
             likely = likely_s(stack(case.stack), one.strategy, Machines(published_cluster(case.cluster)), one.step_s)
-            found.append(Result(case, one.step_s, likely, fits=one.evaluation.fits))
+            found.append(Result(case, one.step_s, likely, fits=one.evaluation.fits, peak_gb=one.peak_bytes / 1e9))
         except WhaleError as error:
             found.append(Result(case, 0.0, problem=" ".join(str(error).split())))
     return found
@@ -110,6 +111,9 @@ def table(title: str, found: Sequence[Result]) -> str:
         low_s, high_s = one.likely_s
         text += f"{one.predicted_s:11.3f}  {100 * one.error:+7.1f}  {low_s:.3f} to {high_s:.3f}"
         text += "" if one.inside else " *"
+        if case.peak_gb:
+            more = 100 * (one.peak_gb / case.peak_gb - 1)
+            text += f", peak {case.peak_gb:.2f} GB, predicted {one.peak_gb:.2f} ({more:+.1f} %)"
         lines.append(text if one.fits else f"{text} does not fit into memory")
     return "\n".join(lines)
 
@@ -126,6 +130,8 @@ def summary(table: Published, found: Sequence[Result], left_out: Sequence[bool] 
     text = f"{table.name}: {len(found)} rows, MAPE {100 * mape(found):.2f} %, maximum {100 * maximum(found):.2f} %"
     inside = sum(one.inside for one in found) if left_out is None else sum(left_out)
     text += f", {inside} in {'their intervals' if left_out is None else 'the interval of the other rows'}"
+    if peaks := [abs(one.peak_gb / one.case.peak_gb - 1) for one in found if one.case.peak_gb]:
+        text += f"; peak memory of {len(peaks)} rows: MAPE {100 * sum(peaks) / len(peaks):.2f} %"
     if misfits := sum(not one.fits for one in found):
         text += f"; {misfits} ran and do not fit into memory, by the prediction"
     text += f"; {len(lacking)} could not be predicted" if lacking else ""

@@ -7,7 +7,7 @@ import pytest
 
 from cost_model.analytic import predict
 from cost_model.analytic.layer_costs import LayerCosts
-from cost_model.analytic.memory import layer_activation_bytes, states, working_bytes
+from cost_model.analytic.memory import held_tensors, layer_activation_bytes, states, working_bytes
 from cost_model.analytic.stacks import Stack, stack
 from cost_model.analytic.stage_costs import sharding_groups
 from cost_model.analytic.transformer import LayerShare, Transformer
@@ -124,6 +124,26 @@ def test_activations_are_those_of_the_published_formula() -> None:
     assert layer_activation_bytes(model, plan, MEGATRON) == pytest.approx(sbh * (34 + 5 * 64 * 2048 / 6144))
     split = LayerShare(tensor=8, rows=4, sequence_parallel=True, recompute="selective")
     assert layer_activation_bytes(model, split, MEGATRON) == pytest.approx(sbh * 34 / 8)
+
+
+def test_what_is_kept_follows_from_the_activation_and_the_dropout() -> None:
+    share = LayerShare(rows=4)
+    sbh = 2048 * 4 * 6144
+    model = Transformer(48, 6144, 64, 2048, 51200)
+    held = held_tensors(model, share, MEGATRON)
+    assert held["network"] == held["activation"] == 2 * 4 * sbh
+    assert held_tensors(msgspec.structs.replace(model, relu=1), share, MEGATRON)["network"] == 0
+    scores = 4 * 64 * 2048 * 2048
+    assert held["core"] == 5 * scores  # before and after the dropout, and its mask
+    without = msgspec.structs.replace(MEGATRON, dropout=False)
+    assert held_tensors(model, share, without)["core"] == 2 * scores
+
+
+def test_a_stage_that_waits_for_what_it_receives_does_so_both_ways() -> None:
+    plan = Degrees(stages=4, batch=16)
+    waits = msgspec.structs.replace(MEGATRON, receives_block=True)
+    before, after = (on(plan, software=one).evaluation.stages for one in (MEGATRON, waits))
+    assert [b.send_s / a.send_s for a, b in zip(before, after)] == pytest.approx([2.0] * 4)
 
 
 def test_the_feed_forward_width_counts_in_memory_and_flops() -> None:

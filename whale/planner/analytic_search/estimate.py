@@ -181,7 +181,8 @@ class Estimates:
                     s.offload
                 ]
                 state = on_device / self.model.count
-                free = self.machines.pools[p.pool].memory_bytes - self.model.stack.base_gb * 1e9
+                pool = self.machines.pools[p.pool]
+                free = pool.memory_bytes - 1e9 * max(pool.device.context_gb, self.model.stack.base_gb)
                 worst.append((free, state, layers.held_bytes[-1] / self.model.count))
             for index in range(at, at + count):
                 live = min(s.micro_batches, stages - index)
