@@ -3,6 +3,8 @@
 A job's stages are equal; its strategy is evaluated like any other (`evaluate`). Ranks that do the same at the same time
 (tensor- and data-parallel ones) are simulated once, so the cost of a prediction depends on stages and micro-batches
 only.
+
+Decision: 0158.
 """
 
 from __future__ import annotations
