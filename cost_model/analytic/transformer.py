@@ -36,6 +36,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
     `shared_experts`: experts that every token goes through besides `top` of `experts`.
     `dense_layers`: first layers that have one network of width `dense_feed_forward` instead of experts.
+    `rotary`: 1 where positions are rotations of queries and keys (RoPE), and not a table of parameters.
     `predicted_tokens`: of a sequence, whose logits are computed (0: all; in BERT's training, the masked words).
     `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
     """
@@ -64,6 +65,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dense_layers: Amount = 0
     dense_feed_forward: Amount = 0
     relu: Switch = 0
+    rotary: Switch = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
@@ -221,6 +223,11 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.vocabulary * self.hidden
 
     @property
+    def position_parameters(self) -> int:
+        """Counts the parameters of the table of positions; none where these are rotations."""
+        return 0 if self.rotary else self.sequence * self.hidden
+
+    @property
     def parameters(self) -> int:
         """Counts all parameters, positions and the last normalisation included."""
         first = self.dense_layers * self.dense.layer_parameters if self.dense_layers else 0
@@ -228,7 +235,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             first
             + (self.layers - self.dense_layers) * self.layer_parameters
             + self.embedding_parameters * (2 if self.untied else 1)
-            + self.sequence * self.hidden
+            + self.position_parameters
             + 2 * self.hidden
         )
 

@@ -149,7 +149,7 @@ class TransformerModel:
         table = t.embedding_parameters / p.tensor
         found = []
         for part, edge, parameters in (
-            ("embedding", (True, False), table + t.sequence * t.hidden),
+            ("embedding", (True, False), table + t.position_parameters),
             ("head", (False, True), table),
         ):
             one = self.profile.find(part, entry.device.name, p.tensor, p.rows) if self.profile else None

@@ -274,7 +274,7 @@ def _described(row: Mapping[str, str]) -> Transformer:
         given.setdefault("predicted_tokens", BERT_PREDICTED.get(given["sequence"], 0))
     known = FOLDED.get((given["hidden"], given["heads"], given.get("feed_forward", 0)))
     if known is not None and not {"kv_heads", "gated", "experts"} & given.keys():
-        given |= dict(zip(("kv_heads", "gated", "feed_forward"), known), untied=1)
+        given |= dict(zip(("kv_heads", "gated", "feed_forward"), known), untied=1, rotary=1)
     return Transformer(**given)
 
 
