@@ -86,10 +86,10 @@ def _megatron_row(row: Mapping[str, str]) -> Division:
     return Division(
         sizes=tuple(_number(row[name]) for name in ("tp", "pp", "dp", "vpp", "mbs")),
         devices=_number(row["gpus"]),
-        batch=int(row["gbs"]),
+        batch=_whole(row["gbs"]),
         recompute=_recompute(row["recompute"]),
         sequence_parallel=row.get("seqpar", "").strip().lower() in ("1", "true", "yes"),
-        zero=int(row.get("zero") or 0),
+        zero=_whole(row.get("zero") or "0"),
     )
 
 
@@ -104,7 +104,7 @@ def _megatron(row: Mapping[str, str]) -> Case:
     parallel, assumed = completed(division, model, software, published_cluster(where))
     # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh); the table of H100 does not.
     work = model.step_flops(parallel.batch, "none" if core else "full")
-    seconds = work / (int(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
+    seconds = work / (_whole(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
     label = f"{row['params_B']}B {_plan(parallel)}{assumed}"
     return Case(label, row["params_B"], seconds, model, parallel, software, where)
 
@@ -138,31 +138,44 @@ def _megatron_zero(row: Mapping[str, str]) -> Case:
 
 def _model(row: Mapping[str, str]) -> Transformer:
     names = ("layers", "hidden", "heads", "seq", "vocab")
-    return Transformer(*(int(row[name]) for name in names))
+    return Transformer(*(_whole(row[name]) for name in names))
 
 
 def _number(text: str) -> int | None:
     """Parses a number; None: the field is blank."""
-    return int(text) if text.strip() else None
+    return _whole(text) if text.strip() else None
+
+
+def _whole(text: str) -> int:
+    """Parses a whole number, which some programs write as 8.0; ValueError: it is none."""
+    value = float(text)
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is no whole number")
+    return int(value)
+
+
+# How tables say a kind of recompute otherwise.
+RECOMPUTE_WORDS = {"": "none", "0": "none", "no": "none", "false": "none", "1": "full", "yes": "full", "true": "full"}
 
 
 def _recompute(text: str) -> Recompute:
     """Parses a kind of recompute, "none" where blank; `Degrees` refuses invalid kinds."""
-    return cast(Recompute, text.strip().lower() or "none")
+    word = text.strip().lower()
+    return cast(Recompute, RECOMPUTE_WORDS.get(word, word))
 
 
 def _vtrain(row: Mapping[str, str], recompute: Recompute, software: str, where: str) -> Case:
     names = ("tensor parallelism", "pipeline parallelism", "data parallelism")
     tensor, pipeline, data = (_number(row[name]) for name in names)
     model = Transformer(
-        layers=int(row["# layers"]),
-        hidden=int(row["hidden size"]),
-        heads=int(row["attention heads"]),
-        sequence=int(row["sequence length"]),
+        layers=_whole(row["# layers"]),
+        hidden=_whole(row["hidden size"]),
+        heads=_whole(row["attention heads"]),
+        sequence=_whole(row["sequence length"]),
         vocabulary=padded_vocabulary(GPT2_VOCABULARY, tensor or 1),
     )
     sizes = (tensor, pipeline, data, 1, _number(row["micro batch"]))
-    division = Division(sizes, _number(row["# GPUs"]), int(row["global batch"]), recompute)
+    division = Division(sizes, _number(row["# GPUs"]), _whole(row["global batch"]), recompute)
     parallel, assumed = completed(division, model, software, published_cluster(where))
     size = row.get("Parameters (billion)") or f"h{model.hidden} L{model.layers}"
     label = f"{size} {_plan(parallel)}{assumed}"
@@ -205,15 +218,15 @@ def _mosaic(row: Mapping[str, str]) -> Case:
         raise ProgramError("the row's model is not one of MosaicML's", given=row["Model"], expected=", ".join(MPT))
     hidden, heads, layers = MPT[name]
     sharding = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row["Sharding Strategy"].strip().upper()]
-    devices, micro_batch = int(row["# GPUs"]), int(row["MicroBatchSize"])
+    devices, micro_batch = _whole(row["# GPUs"]), _whole(row["MicroBatchSize"])
     parallel = Degrees(
         data=devices,
         micro_batch=micro_batch,
-        batch=devices * micro_batch * int(row["GradAccum"]),
+        batch=devices * micro_batch * _whole(row["GradAccum"]),
         recompute="full" if row["Activation Checkpointing"].strip() == "True" else "none",
         zero=sharding,
     )
-    model = Transformer(layers, hidden, heads, int(row["SeqLen (T)"]), MPT_VOCABULARY)
+    model = Transformer(layers, hidden, heads, _whole(row["SeqLen (T)"]), MPT_VOCABULARY)
     tokens = parallel.batch * model.sequence
     software = "composer-fp8" if "fp8" in row["Precision"] else "composer-bf16"
     software += "-pure" if row["MP Mode"].strip() == "PURE" else ""
@@ -269,7 +282,7 @@ def _shared(row: Mapping[str, str]) -> Case:
 
 
 def _described(row: Mapping[str, str]) -> Transformer:
-    given = {name: int(row[name]) for name in Transformer.__struct_fields__ if row.get(name, "").strip()}
+    given = {name: _whole(row[name]) for name in Transformer.__struct_fields__ if row.get(name, "").strip()}
     if row.get("set", "").startswith(BERT):
         given.setdefault("predicted_tokens", BERT_PREDICTED.get(given["sequence"], 0))
     known = FOLDED.get((given["hidden"], given["heads"], given.get("feed_forward", 0)))
@@ -285,7 +298,7 @@ def _software(table: str, software: str, label: str) -> str:
 
 def _division(row: Mapping[str, str], model: Transformer, label: str) -> Division:
     def number(*names: str) -> int | None:
-        return next((int(row[name]) for name in names if row.get(name, "").strip()), None)
+        return next((_whole(row[name]) for name in names if row.get(name, "").strip()), None)
 
     names = (("tensor",), ("pipeline",), ("data",), ("chunks",), ("micro_batch",))
     tensor, stages, data, chunks, rows = (number(*name) for name in names)
@@ -304,9 +317,9 @@ def _division(row: Mapping[str, str], model: Transformer, label: str) -> Divisio
     return Division(
         sizes=(tensor, stages, data, chunks, rows),
         devices=devices,
-        batch=int(row["global_batch"]),
-        recompute=cast(Recompute, given) if given else None,
-        sequence_parallel=None if open_ and not parallel else parallel.lower() in ("1", "true", "yes"),
+        batch=_whole(row["global_batch"]),
+        recompute=_recompute(given) if given else None,
+        sequence_parallel=None if open_ and not parallel else parallel.lower() in ("1", "1.0", "true", "yes"),
         zero=None if open_ and zero is None else zero or 0,
         context=context,
         shard=number("shard") or (FSDP_RANKS if _is_hybrid(row, data) else 0),

@@ -186,6 +186,22 @@ def test_models_whose_keys_and_gate_were_folded_into_their_width_are_unfolded(tm
     assert other.feed_forward == 30000 and not other.untied
 
 
+def test_numbers_and_words_may_be_written_otherwise(tmp_path: Path) -> None:
+    plain = shared(tmp_path, {})
+    other = {
+        "tensor": "4.0",
+        "chunks": "6.0",
+        "layers": "96.0",
+        "sequence_parallel": "1.0",
+        "recompute": "no",
+        "zero": "1.0",
+    }
+    assert shared(tmp_path, other).parallel == plain.parallel and shared(tmp_path, other).model == plain.model
+    assert shared(tmp_path, {"recompute": "True"}).parallel.recompute == "full"
+    with pytest.raises(ProgramError, match=r"'4\.5' is no whole number"):
+        shared(tmp_path, {"tensor": "4.5"})
+
+
 def test_software_is_found_by_what_tables_are_named(tmp_path: Path) -> None:
     for table, software, expected, row in (
         ("TorchTitan H200", "composer-bf16", "torchtitan-bf16", "8B x8 FSDP b2 compile"),
