@@ -81,28 +81,28 @@ def _latent_width(t: Transformer) -> int:
     return t.query_latent + t.latent + t.rope_width if t.latent else 0
 
 
-def _dropped(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of a layer that selective recomputation does not keep.
+def kept_and_repeated(t: Transformer, p: LayerShare, stack: Stack) -> tuple[float, float]:
+    """Returns the bytes of a layer's tensors that are kept for its backward pass, and of those that are made again.
 
-    These are the tensors of the stack's modules, and its part of all others but the layer's input.
+    With full recompute the layer's input is kept; with selective, all but the tensors of the stack's modules and its
+    part of all others but the layer's input.
     """
     held = held_tensors(t, p, stack)
+    whole = sum(held.values())
+    if p.recompute == "full":
+        return held["input"], whole - held["input"]
+    if p.recompute != "selective":
+        return whole, 0.0
     modules = {*stack.selective, *(("activation",) if "network" in stack.selective else ())}
     named = sum(size for name, size in held.items() if name in modules)
     others = sum(size for name, size in held.items() if name not in modules and name not in ("input", "core"))
-    return named + stack.selective_part * others
+    dropped = named + stack.selective_part * others
+    return whole - dropped, dropped
 
 
 def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes that one layer keeps of one micro-batch for its backward pass.
-
-    All tensors that its products, its attention and its normalisations read there; with full recompute the layer's
-    input only.
-    """
-    held = held_tensors(t, p, stack)
-    if p.recompute == "full":
-        return held["input"]
-    return sum(held.values()) - (_dropped(t, p, stack) if p.recompute == "selective" else 0.0)
+    """Returns the bytes that one layer keeps of one micro-batch for its backward pass."""
+    return kept_and_repeated(t, p, stack)[0]
 
 
 def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
@@ -119,13 +119,12 @@ def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     These are two tensors of s b h: the gradient that came and the one that goes. Of a layer that is computed again all
     lies there that is not kept. So full recompute takes no more than selective, and that no more than none.
     """
-    again = 0.0
-    if p.recompute == "full":
-        held = held_tensors(t, p, stack)
-        again = sum(held.values()) - held["input"]
-    elif p.recompute == "selective":
-        again = _dropped(t, p, stack)
-    return again + 2.0 * stack.element_bytes * p.tokens(t) * t.hidden
+    return kept_and_repeated(t, p, stack)[1] + gradient_bytes(t, p, stack)
+
+
+def gradient_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the bytes of the gradients that come into a layer's backward pass and go from it."""
+    return 2.0 * stack.element_bytes * p.tokens(t) * t.hidden
 
 
 def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:

@@ -293,6 +293,8 @@ def _repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """
     core = [] if stack.fused_attention or "core" not in stack.selective else _core_forward(t, p, stack)
     names = {name for module in stack.selective for name in MODULES.get(module, ())}
+    if not names and not stack.selective_part:
+        return core
     again: list[Op] = []
     for op in layer_forward(t, p, stack):
         if op.name in names:

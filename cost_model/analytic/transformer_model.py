@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -12,7 +12,7 @@ from cost_model.analytic import transformer_kernels as kernels
 from cost_model.analytic.kernel_costs import Cost, Rank, cost, rank_on
 from cost_model.analytic.layer_costs import Edge, LayerCosts, sums
 from cost_model.analytic.layer_profile import MeasuredLayer, Profile
-from cost_model.analytic.memory import head_bytes, layer_activation_bytes, working_bytes
+from cost_model.analytic.memory import gradient_bytes, head_bytes, kept_and_repeated, layer_activation_bytes
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.cluster.cluster_file import DeviceEntry
@@ -81,7 +81,8 @@ class TransformerModel:
         on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks, along)
         begin_s = stack.pass_host_us * 1e-6
         first, last = self._edges(p, on, entry)
-        held_bytes, update_s = layer_activation_bytes(t, p, stack), None
+        held_bytes, repeated_bytes = kept_and_repeated(t, p, stack)
+        update_s = None
         if self.profile is None:
             forward = cost(kernels.layer_forward(t, p, stack), on)
             backward = cost(kernels.layer_backward(t, p, stack), on, True)
@@ -90,39 +91,41 @@ class TransformerModel:
             forward, backward = (Cost(s / entry.share) for s in (measured.forward_s, measured.backward_s))
             held_bytes = _measured_bytes(measured, held_bytes)
             update_s = None if measured.update_s is None else sums([measured.update_s] * L)
-        dense = _Layer(forward, backward, held_bytes, t.dense_parameters / tensor, 0.0)
-        if t.experts:
-            dense = replace(dense, experts=t.expert_parameters / tensor / ways)
-        each = [dense] * L
+        experts_each = t.expert_parameters / tensor / ways if t.experts else 0.0
+        layer = _Layer(forward, backward, held_bytes, t.dense_parameters / tensor, experts_each)
+        each = [(layer, L)]
         if t.dense_layers:
-            each[: t.dense_layers] = [self._dense_layer(p, on)] * t.dense_layers
-        parameters = [one.parameters for one in each]
-        parameters[0] += first.parameters
-        parameters[-1] += last.parameters
-        ahead = _with_edges([one.forward for one in each], first.forward, last.forward)
-        back = _with_edges([one.backward for one in each], first.backward, last.backward)
-        tokens = p.tokens(t)
+            each = [(self._dense_layer(p, on), t.dense_layers), (layer, L - t.dense_layers)]
+        ahead = [(one.forward, count) for one, count in each]
+        back = [(one.backward, count) for one, count in each]
+        routed = float(stack.element_bytes) * p.tokens(t) * t.hidden * t.top * (1 - t.dense_layers / L)
         return LayerCosts(
-            forward_s=sums(c.device_s + c.exposed_s for c in ahead),
-            backward_s=sums(c.device_s + c.exposed_s for c in back),
-            forward_exposed_s=sums(c.exposed_s for c in ahead),
-            backward_exposed_s=sums(c.exposed_s for c in back),
-            forward_host_s=sums(c.host_s for c in ahead),
-            backward_host_s=sums(c.host_s for c in back),
+            forward_s=_along(
+                [(c.device_s + c.exposed_s, n) for c, n in ahead], _whole(first.forward), _whole(last.forward)
+            ),
+            backward_s=_along(
+                [(c.device_s + c.exposed_s, n) for c, n in back], _whole(first.backward), _whole(last.backward)
+            ),
+            forward_exposed_s=_along(
+                [(c.exposed_s, n) for c, n in ahead], first.forward.exposed_s, last.forward.exposed_s
+            ),
+            backward_exposed_s=_along(
+                [(c.exposed_s, n) for c, n in back], first.backward.exposed_s, last.backward.exposed_s
+            ),
+            forward_host_s=_along([(c.host_s, n) for c, n in ahead], first.forward.host_s, last.forward.host_s),
+            backward_host_s=_along([(c.host_s, n) for c, n in back], first.backward.host_s, last.backward.host_s),
             # After a send that it waits for, a stage's device idles until the host has begun the next pass.
             begin_s=0.0 if stack.hides_point_to_point else begin_s,
             begin_host_s=begin_s,
-            held_bytes=sums(one.held_bytes for one in each),
-            parameters=sums(parameters),
+            held_bytes=_along([(one.held_bytes, n) for one, n in each]),
+            parameters=_along([(one.parameters, n) for one, n in each], first.parameters, last.parameters),
             twice=0.0 if t.untied else t.embedding_parameters / tensor,
             update_s=update_s,
-            working_bytes=working_bytes(t, p, stack),
+            working_bytes=repeated_bytes + gradient_bytes(t, p, stack),
             last_bytes=head_bytes(t, p, stack),
-            experts=sums(one.experts for one in each) if t.experts else array("d"),
+            experts=_along([(one.experts, n) for one, n in each]) if t.experts else array("d"),
             expert_copies=replicas // ways,
-            routed_bytes=float(stack.element_bytes) * tokens * t.hidden * t.top * (L - t.dense_layers) / L
-            if t.experts
-            else 0.0,
+            routed_bytes=routed if t.experts else 0.0,
             state_bytes=t.state_bytes_of(stack.element_bytes),
             element_bytes=stack.element_bytes,
             edges=(first, last),
@@ -210,8 +213,18 @@ class _Layer:
     experts: float
 
 
-def _with_edges(each: list[Cost], first: Cost, last: Cost) -> list[Cost]:
-    """Returns the costs of all layers, those of the first and the last one with what they have besides."""
-    each[0] = each[0].plus(first)
-    each[-1] = each[-1].plus(last)
-    return each
+def _along(each: list[tuple[float, int]], first: float = 0.0, last: float = 0.0) -> array[float]:
+    """Returns the sums over the layers before each, of (a layer's value, number of such layers) in order.
+
+    `first`, `last`: what the first and the last layer have besides.
+    """
+    values: list[float] = []
+    for value, count in each:
+        values += [value] * count
+    values[0] += first
+    values[-1] += last
+    return sums(values)
+
+
+def _whole(one: Cost) -> float:
+    return one.device_s + one.exposed_s
