@@ -97,16 +97,23 @@ def _megatron(row: Mapping[str, str]) -> Case:
     """Reads a row of Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table
     1."""
     model, division = _model(row), _megatron_row(row)
-    core = re.search("core|h100", row.get("set", ""), re.I) is not None  # Megatron-Core's table of H100 has this form
-    software, where = ("megatron-core-bf16", "dgx-h100") if core else ("megatron-2021", "selene")
-    if core:
-        division = _open(division, row)
+    software, where, division = _of_form(row, "megatron-2021", division)
     parallel, assumed = completed(division, model, software, published_cluster(where))
     # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh); the table of H100 does not.
-    work = model.step_flops(parallel.batch, "none" if core else "full")
+    work = model.step_flops(parallel.batch, "full" if where == "selene" else "none")
     seconds = work / (_whole(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
     label = f"{row['params_B']}B {_plan(parallel)}{assumed}"
     return Case(label, row["params_B"], seconds, model, parallel, software, where)
+
+
+def _of_form(row: Mapping[str, str], software: str, division: Division) -> tuple[str, str, Division]:
+    """Returns the stack, the cluster and the division of a row of the Megatron-LM tables' form.
+
+    Megatron-Core's table of H100 has that form as well, without fields that were not published.
+    """
+    if re.search("core|h100", row.get("set", ""), re.I) is None:
+        return software, "selene", division
+    return "megatron-core-bf16", "dgx-h100", _open(division, row)
 
 
 def _open(division: Division, row: Mapping[str, str]) -> Division:
@@ -121,19 +128,22 @@ def _open(division: Division, row: Mapping[str, str]) -> Division:
 
 def _korthikanti(row: Mapping[str, str]) -> Case:
     """Reads a row of Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table
-    5."""
+    5.
+    """
     model = _model(row)
-    parallel, assumed = completed(_megatron_row(row), model, "megatron-2022", published_cluster("selene"))
+    software, where, division = _of_form(row, "megatron-2022", _megatron_row(row))
+    parallel, assumed = completed(division, model, software, published_cluster(where))
     label = f"{row['model']} {_plan(parallel)}{assumed}"
-    return Case(label, row["model"], float(row["iter_s"]), model, parallel, "megatron-2022", "selene")
+    return Case(label, row["model"], float(row["iter_s"]), model, parallel, software, where)
 
 
 def _megatron_zero(row: Mapping[str, str]) -> Case:
     """Reads a row of table 2 of SC 2021: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
     model = _model(row)
-    parallel, assumed = completed(_megatron_row(row), model, "megatron-2021", published_cluster("selene"))
+    software, where, division = _of_form(row, "megatron-2021", _megatron_row(row))
+    parallel, assumed = completed(division, model, software, published_cluster(where))
     label = f"{row['params_B']}B {_plan(parallel)} ZeRO {parallel.zero}{assumed}"
-    return Case(label, row["params_B"], float(row["iter_s"]), model, parallel, "megatron-2021", "selene")
+    return Case(label, row["params_B"], float(row["iter_s"]), model, parallel, software, where)
 
 
 def _model(row: Mapping[str, str]) -> Transformer:
