@@ -147,7 +147,17 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.frontends.tf1": ("activation", "*", "install"),
     "whale.tools": ("models", "*", "profile"),
     "whale.launcher": ("*", "job", "scale_up", "run"),
-    "cost_model": ("hardware", "kernels", "simulator", "cluster", "analytic", "graph", "validation", "calibrate"),
+    "cost_model": (
+        "hardware",
+        "kernels",
+        "simulator",
+        "cluster",
+        "analytic",
+        "graph",
+        "validation",
+        "calibrate",
+        "fit_stack",
+    ),
 }
 SEARCH = "whale.planner.graph_search"  # the search over graphs
 COMPILED_BY = {"Program", "Plan", "PlanSettings", "Made", "FirstLayouts"}  # what functions of a compiler take and give

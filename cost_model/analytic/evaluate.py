@@ -12,12 +12,13 @@ from itertools import accumulate
 
 from cost_model.analytic import sharded
 from cost_model.analytic.layer_costs import Model, costs_of
-from cost_model.analytic.stacks import Stack
+from cost_model.analytic.stacks import Stack, curve_of
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
+from cost_model.hardware import Device
 from cost_model.kernels.collectives import all_reduce_s
-from cost_model.kernels.interval import ONE_HOST, SEVERAL_HOSTS, UNKNOWN, compute_interval_s
+from cost_model.kernels.interval import UNKNOWN, compute_interval_s
 from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule, make_schedule
@@ -137,9 +138,15 @@ def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machi
 
 def not_compared(stack: Stack, strategy: ParallelStrategy, machines: Machines) -> list[str]:
     """Returns the devices of a strategy on which no published step under the stack was compared with a prediction."""
-    pools = {part.pool for stage in strategy.stages for part in stage.parts}
-    used = [machines.pools[number].device for number in sorted(pools)]
+    used = _used(strategy, machines)
+    if curve_of(used) in stack.compared:
+        return []
     return sorted({device.name for device in used if device.efficiency not in stack.compared})
+
+
+def _used(strategy: ParallelStrategy, machines: Machines) -> list[Device]:
+    pools = {part.pool for stage in strategy.stages for part in stage.parts}
+    return [machines.pools[number].device for number in sorted(pools)]
 
 
 def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_s: float) -> tuple[float, float]:
@@ -149,10 +156,10 @@ def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_
     """
     if not_compared(stack, strategy, machines):
         return compute_interval_s(step_s, UNKNOWN)
-    used = {part.pool for stage in strategy.stages for part in stage.parts}
-    one_host = len({machines.pools[n].host.name for n in used}) == 1
-    one_host = one_host and strategy.ranks <= max(machines.pools[n].host_devices for n in used)
-    return compute_interval_s(step_s, ONE_HOST if one_host else SEVERAL_HOSTS)
+    used = _used(strategy, machines)
+    whole = stack.compared.get(curve_of(used))
+    each = [whole] if whole else [stack.compared[device.efficiency] for device in used]
+    return compute_interval_s(step_s, (min(one.low for one in each), max(one.high for one in each)))
 
 
 def _live(strategy: ParallelStrategy, index: int) -> int:

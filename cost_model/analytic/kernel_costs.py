@@ -40,19 +40,28 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The rates of one rank, and the group that it communicates in, under a software stack."""
+    """The rates of one rank, and the groups that it communicates in, under a software stack.
+
+    Attributes:
+        group: of the ranks that divide tensors; context: of those that divide a row's tokens (None: nobody does).
+    """
 
     rates: Rates
     weight_rates: Rates
     group: Group
     stack: Stack
+    context: Group | None = None
 
 
-def rank_on(device: Device, share: float, group: Group, stack: Stack, ranks: int = 1) -> Rank:
+def rank_on(
+    device: Device, share: float, group: Group, stack: Stack, ranks: int = 1, context: Group | None = None
+) -> Rank:
     """Returns the slowest of `ranks` with a share of a device each; ClusterError if it lacks the stack's dtypes."""
-    rates = find_rates(device, stack.dtype, share, ranks, stack.attention)
-    weight_rates = find_rates(device, stack.weights_dtype, share, ranks) if stack.weights_dtype else rates
-    return Rank(rates, weight_rates, group, stack)
+    slower = stack.kernel_time
+    rates = weight_rates = find_rates(device, stack.dtype, share, ranks, stack.attention, slower)
+    if stack.weights_dtype:
+        weight_rates = find_rates(device, stack.weights_dtype, share, ranks, slower=slower)
+    return Rank(rates, weight_rates, group, stack, context)
 
 
 def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
@@ -62,13 +71,13 @@ def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
     stack, rates = on.stack, on.rates
     host_us = stack.backward_host_us if backward else stack.host_us
     device_s = exposed_s = launch_us = 0.0
-    products: dict[str, float] = {}
+    beside: dict[str, float] = {}  # seconds of products and attention, by name
     hidden: list[tuple[Collective, float]] = []
     for op in ops:
         launch_us += host_us
         if isinstance(op, Matmul):
             seconds = matmul_s(on.weight_rates if op.weights else rates, op.m, op.n, op.k, op.batch)
-            products[op.name] = seconds
+            beside[op.name] = seconds
             device_s += seconds
             if op.weights and stack.quantise_bytes:
                 device_s += streaming_s(rates, stack.quantise_bytes * op.m * op.k)
@@ -76,16 +85,18 @@ def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
             device_s += streaming_s(rates, op.moved_bytes) + (op.kernels - 1) * rates.kernel_s
             launch_us += (op.kernels - 1) * host_us
         elif isinstance(op, Attention):
-            device_s += attention_s(rates, op.flops, op.sequence)
+            beside[op.name] = seconds = attention_s(rates, op.flops, op.sequence)
+            device_s += seconds
         else:
-            seconds = COLLECTIVES[op.kind](on.group, op.tensor_bytes)
+            group = on.context if op.along == "context" else on.group
+            seconds = 0.0 if group is None else COLLECTIVES[op.kind](group, op.tensor_bytes)
             launch_us += stack.collective_host_us - host_us
             if op.over:
                 hidden.append((op, seconds))
             else:
                 exposed_s += seconds
     for op, seconds in hidden:
-        beside_s = min(seconds * (1 - op.exposed), sum(products[name] for name in op.over))
+        beside_s = min(seconds * (1 - op.exposed), sum(beside[name] for name in op.over))
         device_s += beside_s * CHANNELS / rates.units
         exposed_s += seconds - beside_s
     return Cost(device_s, exposed_s, launch_us * 1e-6)

@@ -16,6 +16,7 @@ from cost_model.analytic.kernel_costs import Cost
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import OPTIMIZER_BYTES
 from cost_model.cluster.pools import Machines
+from cost_model.hardware import CONTEXT_GB
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute
 
 # Parameter tensors of a transformer's layer: weight and bias of two normalisations, of the products for queries, keys
@@ -60,6 +61,7 @@ class LayerCosts:
         routed_bytes: of the tokens that a layer sends to experts, once there and once back.
         state_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
         edges: what the arrays have in the first and in the last layer besides: embedding and head.
+        base_bytes: of the framework's own, on every rank.
     """
 
     forward_s: array[float]
@@ -83,6 +85,7 @@ class LayerCosts:
     state_bytes: float = OPTIMIZER_BYTES
     element_bytes: int = 2
     edges: tuple[Edge, Edge] = (Edge(), Edge())
+    base_bytes: float = 1e9 * CONTEXT_GB
 
     @property
     def count(self) -> int:
@@ -159,9 +162,22 @@ class Model(Protocol):
     tied_parameters: float  # that the first and the last stage each have a copy of, and sum the gradients of
 
     def layer_costs(
-        self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
+        self,
+        pool: int,
+        tensor: int,
+        rows: int,
+        recompute: str,
+        sequence_parallel: bool,
+        ranks: int,
+        replicas: int = 1,
+        context: int = 1,
+        experts: int = 0,
     ) -> LayerCosts:
-        """Returns the costs on a pool's ranks; `ranks`: of the plan; `replicas` of a stage matter to experts only."""
+        """Returns the costs on a pool's ranks.
+
+        `ranks`: of the plan; `replicas` of a stage matter to experts only, of which `experts` ranks divide a layer's
+        (0: as many as divide them evenly); `context`: ranks that divide the tokens of a row.
+        """
         ...
 
     def on(self, machines: Machines) -> Model:
@@ -180,7 +196,7 @@ class Model(Protocol):
         """Returns the pairs (recompute, sequence parallel) to choose from, the least recomputation first."""
         ...
 
-    def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
+    def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:
         """Returns the seconds to send a micro-batch to the stage that begins with layer `cut`; `path`: (bytes/s, step
         in us).
         """
@@ -197,7 +213,10 @@ def costs_of(
 ) -> LayerCosts:
     """Returns the costs of layers on a part; `replicas`, `recompute`: the stage's (None: as the strategy has it)."""
     how = recompute or strategy.recompute, strategy.sequence_parallel, ranks
-    return model.layer_costs(part.pool, part.tensor, part.rows, *how, replicas if model.experts else 1)
+    own: tuple[int, ...] = (replicas if model.experts else 1,)
+    if strategy.context > 1 or strategy.expert_ranks:
+        own += (strategy.context, strategy.expert_ranks)
+    return model.layer_costs(part.pool, part.tensor, part.rows, *how, *own)
 
 
 def slowest_passes_s(costs: Sequence[LayerCosts], low: int, high: int) -> float:

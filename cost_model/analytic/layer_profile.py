@@ -6,13 +6,14 @@
 
 Seconds are those of one layer and one micro-batch on one rank, with its tensor-parallel communication and, in the
 backward pass, what recompute repeats; `update_s` is the optimizer's part for one layer, `memory_gb` what the layer
-keeps of one micro-batch. What is not measured (embedding, logits, sends, reductions) comes from formulas.
+keeps of one micro-batch. `part: embedding` and `part: head` are measurements of what the first and the last layer have
+besides. What is not measured (sends, reductions, and these two where they are missing) comes from formulas.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,7 +27,9 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class MeasuredLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measurement of a layer; update_s and memory_gb may be left to the formulas."""
+    """One measurement of a layer, or of the embedding or the head; update_s and memory_gb may be left to the
+    formulas.
+    """
 
     device: str
     forward_s: Seconds
@@ -35,6 +38,7 @@ class MeasuredLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batch: Count = 1
     update_s: Annotated[float, Meta(ge=0)] | None = None
     memory_gb: Annotated[float, Meta(ge=0)] | None = None
+    part: Literal["layer", "embedding", "head"] = "layer"
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,15 +48,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def layer(self, device: str, tensor: int, micro_batch: int) -> MeasuredLayer:
         """Returns the measurement on a device (a name of the catalogue); ClusterError if there is none."""
-        for one in self.layers:
-            if (one.device, one.tensor, one.micro_batch) == (device, tensor, micro_batch):
-                return one
+        if (found := self.find("layer", device, tensor, micro_batch)) is not None:
+            return found
         raise ClusterError(
             "the profile has no measurement that the plan needs",
             given=f"{device}, {tensor} tensor-parallel ranks, micro-batch {micro_batch}",
             expected="; ".join(f"{one.device}, {one.tensor}, {one.micro_batch}" for one in self.layers),
             action="measure it, or choose a plan with what is measured",
         )
+
+    def find(self, part: str, device: str, tensor: int, micro_batch: int) -> MeasuredLayer | None:
+        """Returns the measurement of a layer, of the embedding or of the head on a device, if there is one."""
+        wanted = part, device, tensor, micro_batch
+        return next((o for o in self.layers if (o.part, o.device, o.tensor, o.micro_batch) == wanted), None)
 
 
 def read(path: str | Path) -> Profile:

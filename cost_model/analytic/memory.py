@@ -16,9 +16,6 @@ from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import expert_rows, shared_rows
 from whale.ir.strategy import DeviceGroup, Offload
 
-# The framework's own: CUDA context, library handles and workspaces (Gao et al., "Estimating GPU memory consumption of
-# deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are larger).
-BASE_BYTES = 1.0e9
 # A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.
 FRAGMENTATION = 0.03
 WORKSPACE_BYTES = 32e6  # of matrix products (cuBLAS documentation, recommended workspace on Hopper)
@@ -48,46 +45,72 @@ class Footprint:
         return held * (1 + FRAGMENTATION) + self.base_bytes
 
 
-def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes that one layer keeps of one micro-batch for its backward pass (formulas for half precision).
+def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float]:
+    """Returns the bytes that one layer keeps of one micro-batch without recompute, by what makes them again.
 
-    s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) without recompute, 4 f/h for two tensors of a feed-forward network's
-    inner width f (16 where f = 4 h; three tensors with a gate); all of it over t with sequence parallelism; without the
-    term in s with selective recompute or fused attention; 2 s b h with full recompute. With experts, f is what a rank's
-    experts get.
+    Together s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) in half precision with dropout: 4 f/h for two tensors of a
+    feed-forward network's inner width f (16 where f = 4 h; three tensors with a gate); all of it over t with sequence
+    parallelism; no term in s with fused attention. With experts, f is what a rank's experts get. Operands of products
+    with weights that are kept in a smaller dtype count as that (`Stack.kept_operand_bytes`).
     """
-    if p.recompute == "full":
-        return _input_bytes(t, p, stack)
-    e, w, sbh = stack.element_bytes, p.tensor, float(t.sequence * p.rows * t.hidden)
+    e, w, tokens = stack.element_bytes, p.tensor, float(p.tokens(t))
+    operand = e if stack.kept_operand_bytes is None else stack.kept_operand_bytes
+    along = w if p.sequence_parallel else 1  # what lies between products is divided by
     rows, own = expert_rows(t, p)
-    # Before and after the activation; with a gate that as well, and before the product of both.
-    inner = t.products_per_network * float(e) * (rows * own + shared_rows(t, p)) * t.inner / w
-    routed = 2.0 * e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent and came back
-    masks = (2 / w if p.sequence_parallel else 2) if stack.dropout else 0.0  # of one byte, on s b h
-    keys = 2.0 * t.key_width / t.hidden  # and values; beside them, queries and what the projection takes are divided
-    linear = e * ((6 + keys) / w if p.sequence_parallel else 4 + (2 + keys) / w) + masks
-    kept = sbh * linear + inner + routed
-    if p.recompute == "selective":
-        return kept - _repeated_bytes(t, p, stack, kept)
-    return kept + _score_bytes(t, p, stack)
+    routed = float(rows * own + shared_rows(t, p))
+    into = t.products_per_network - 1 - (1 if t.relu else 0)  # tensors that go into the activation and are kept
+    inner = e * into * routed * t.inner / w
+    heads = tokens * t.output_width / w
+    masks = (2 / along if stack.dropout else 0.0) * tokens * t.hidden  # of one byte
+    sent = e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent, or came back
+    return {
+        "input": e * tokens * t.hidden / along,
+        "norms": 2 * operand * tokens * t.hidden / along,
+        "queries": e * tokens * ((t.query_width + t.keys_width) / w + _latent_width(t)),
+        # The result of attention, which its backward pass reads, and the product after it, in its own dtype.
+        "attention": (e if operand == e else e + operand) * heads,
+        "residual": e * tokens * t.hidden / along + masks,
+        "network": inner + 2 * sent,
+        "activation": operand * routed * t.inner / w,
+        "core": _score_bytes(t, p, stack),
+    }
 
 
-def _repeated_bytes(t: Transformer, p: LayerShare, stack: Stack, kept: float) -> float:
-    """Returns, of `kept` bytes of a layer but its scores, those that selective recomputation makes again."""
-    return stack.selective_part * (kept - _input_bytes(t, p, stack))
+def _latent_width(t: Transformer) -> int:
+    """Returns the width of what latent attention projects down to, which every rank keeps whole."""
+    return t.query_latent + t.latent + t.rope_width if t.latent else 0
 
 
-def _input_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of a layer's input, which full recompute keeps."""
-    return stack.element_bytes * float(t.sequence * p.rows * t.hidden) / (p.tensor if p.sequence_parallel else 1)
+def kept_and_repeated(t: Transformer, p: LayerShare, stack: Stack) -> tuple[float, float]:
+    """Returns the bytes of a layer's tensors that are kept for its backward pass, and of those that are made again.
+
+    With full recompute the layer's input is kept; with selective, all but the tensors of the stack's modules and its
+    part of all others but the layer's input.
+    """
+    held = held_tensors(t, p, stack)
+    whole = sum(held.values())
+    if p.recompute == "full":
+        return held["input"], whole - held["input"]
+    if p.recompute != "selective":
+        return whole, 0.0
+    modules = {*stack.selective, *(("activation",) if "network" in stack.selective else ())}
+    named = sum(size for name, size in held.items() if name in modules)
+    others = sum(size for name, size in held.items() if name not in modules and name not in ("input", "core"))
+    dropped = named + stack.selective_part * others
+    return whole - dropped, dropped
+
+
+def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the bytes that one layer keeps of one micro-batch for its backward pass."""
+    return kept_and_repeated(t, p, stack)[0]
 
 
 def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of a layer's scores before and after the softmax, and of their dropout's mask."""
+    """Returns the bytes of a layer's scores after the softmax and, with dropout, after that, and of its mask."""
     if stack.fused_attention:
         return 0.0
-    each = 2 * stack.element_bytes + (1 if stack.dropout else 0)
-    return each * float(t.sequence * p.rows * t.sequence) * t.heads / p.tensor
+    each = 2 * stack.element_bytes + 1 if stack.dropout else stack.element_bytes
+    return each * float(p.tokens(t) * t.sequence) * t.heads / p.tensor
 
 
 def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
@@ -96,18 +119,17 @@ def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     These are two tensors of s b h: the gradient that came and the one that goes. Of a layer that is computed again all
     lies there that is not kept. So full recompute takes no more than selective, and that no more than none.
     """
-    again = 0.0
-    if p.recompute == "full":
-        plain = LayerShare(tensor=p.tensor, rows=p.rows, sequence_parallel=p.sequence_parallel, experts=p.experts)
-        again = layer_activation_bytes(t, plain, stack) - _input_bytes(t, p, stack)
-    elif p.recompute == "selective":
-        again = _score_bytes(t, p, stack)
-    return again + 2.0 * stack.element_bytes * t.sequence * p.rows * t.hidden
+    return kept_and_repeated(t, p, stack)[1] + gradient_bytes(t, p, stack)
+
+
+def gradient_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the bytes of the gradients that come into a layer's backward pass and go from it."""
+    return 2.0 * stack.element_bytes * p.tokens(t) * t.hidden
 
 
 def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
     """Returns the bytes of the logits, and of what the loss keeps or makes of them."""
-    return stack.logit_bytes * t.predicted * p.rows * t.vocabulary / p.tensor
+    return stack.logit_bytes * p.predicted(t) * t.vocabulary / p.tensor
 
 
 def state_bytes(
@@ -185,4 +207,4 @@ def part_memory(
         activations += layers.last_bytes
     groups = (part.tensor > 1) + (replicas > 1) + (stages > 1)
     buffers = groups * COMMUNICATOR_BYTES + whole
-    return Footprint(held, gradients, optimizer, activations, WORKSPACE_BYTES, buffers, BASE_BYTES)
+    return Footprint(held, gradients, optimizer, activations, WORKSPACE_BYTES, buffers, layers.base_bytes)

@@ -3,6 +3,8 @@
 A job's stages are equal; its strategy is evaluated like any other (`evaluate`). Ranks that do the same at the same time
 (tensor- and data-parallel ones) are simulated once, so the cost of a prediction depends on stages and micro-batches
 only.
+
+Decision: 0158.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
+import msgspec
+
 from cost_model.analytic import sharded
 from cost_model.analytic.evaluate import Evaluation, evaluate, kernels_s, played
 from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.memory import Footprint
-from cost_model.analytic.stacks import Stack
+from cost_model.analytic.stacks import Stack, find_modules
 from cost_model.analytic.stage_costs import fully_sharded
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
@@ -22,7 +26,7 @@ from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines, list_pool_runs
 from cost_model.simulator import Tasks, Timeline, memory_curve, simulate
 from whale.errors import PlanError
-from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, divide_chunks
+from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, divide_chunks, place_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +80,11 @@ def predict(
         ClusterError: the cluster has too few devices, or one without the stack's dtype.
     """
     _check(t, p, profile)
+    if p.selective:
+        stack = msgspec.structs.replace(stack, selective=find_modules(p.selective))
     machines = Machines(cluster)
-    strategy = even_strategy(t.layers, p, machines, stack.dtype)
-    model = TransformerModel(t, stack, machines, profile=profile, expert_ranks=p.experts)
+    strategy = even_strategy(t.layers, p, machines, stack.dtype, t.experts > 0)
+    model = TransformerModel(t, stack, machines, profile=profile)
     found = evaluate(model, machines, strategy)
     if fully_sharded(model, strategy):
         passes, again = sharded.passes(model, machines, strategy), strategy.zero >= 3
@@ -104,26 +110,32 @@ def _check(t: Transformer, p: Degrees, profile: Profile | None) -> None:
     """Raises PlanError if the plan does not fit the model, or no formula is known for it."""
     if t.heads % p.tensor or t.hidden % p.tensor:
         raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
-    if p.experts > 1 and (t.experts % p.experts or p.data % p.experts or not t.experts):
+    if p.experts > 1 and (t.experts % p.experts or p.replicas % p.experts or not t.experts):
         raise PlanError(
             "so many ranks do not divide the experts",
-            given=f"{p.experts} ranks, {t.experts} experts, {p.data} data-parallel ranks",
+            given=f"{p.experts} ranks, {t.experts} experts, {p.replicas} ranks with the same parameters",
             expected="a divisor of the experts of a layer and of the data-parallel ranks",
         )
-    if p.zero < 2:
-        return
-    if profile:
-        raise PlanError("fully sharded data parallelism is predicted by formulas only", given="a profile")
-    if p.tensor > 1 or p.stages > 1:
+    if t.sequence % p.context:
         raise PlanError(
-            "fully sharded data parallelism is not predicted together with other parallelism",
-            given=f"{p.tensor} tensor-parallel ranks, {p.stages} stages",
-            expected="tensor = stages = 1 with zero >= 2",
+            "context-parallel ranks do not divide the sequence", given=f"{p.context} ranks, {t.sequence} tokens"
+        )
+    if sum(p.stage_layers) not in (0, t.layers):
+        raise PlanError(
+            "the stages' layers are not the model's", given=f"{sum(p.stage_layers)}", expected=f"{t.layers}"
+        )
+    if profile and (p.zero >= 2 or p.context > 1):
+        raise PlanError(
+            "fully sharded data parallelism and context parallelism are predicted by formulas only", given="a profile"
         )
 
 
-def even_strategy(layers: int, p: Degrees, machines: Machines, dtype: str) -> ParallelStrategy:
-    """Lays a job's stages on a cluster's pools: neighbours are tensor-parallel, then data-parallel, then stages.
+def even_strategy(
+    layers: int, p: Degrees, machines: Machines, dtype: str, has_experts: bool = False
+) -> ParallelStrategy:
+    """Lays a job's stages on a cluster's pools.
+
+    Neighbours are tensor-parallel, then context-parallel, then data-parallel, then stages.
 
     A tensor-parallel group whose ranks are of several kinds counts as one of the slowest of them.
 
@@ -139,13 +151,16 @@ def even_strategy(layers: int, p: Degrees, machines: Machines, dtype: str) -> Pa
         return min(pools, key=lambda pool: pool.device.peak_flops_per_s(dtype) * pool.entry.share).number
 
     stages = []
-    for stage, chunks in enumerate(divide_chunks(layers, p.stages, p.chunks)):
+    ranges = place_chunks(p.stage_layers, p.stages) if p.stage_layers else divide_chunks(layers, p.stages, p.chunks)
+    for stage, chunks in enumerate(ranges):
         replicas: dict[int, int] = {}
-        for replica in range(stage * p.data, (stage + 1) * p.data):
+        for replica in range(stage * p.replicas, (stage + 1) * p.replicas):
             rank = replica * p.tensor
             own = range(bisect_right(firsts, rank) - 1, bisect_right(firsts, rank + p.tensor - 1))
             pool = slowest({runs[run][2] for run in own})
             replicas[pool] = replicas.get(pool, 0) + 1
         parts = tuple(DeviceGroup(pool, p.tensor, count, p.micro_batch) for pool, count in replicas.items())
         stages.append(Stage(chunks, parts))
-    return ParallelStrategy(tuple(stages), p.micro_batches, p.recompute, p.sequence_parallel, p.zero, p.schedule)
+    settings = p.micro_batches, p.recompute, p.sequence_parallel, p.zero, p.schedule
+    experts = p.experts if has_experts else 0
+    return ParallelStrategy(tuple(stages), *settings, context=p.context, shard_ranks=p.shard, expert_ranks=experts)

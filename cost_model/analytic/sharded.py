@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cost_model.analytic.kernel_costs import Cost
 from cost_model.analytic.layer_costs import LayerCosts, Model, costs_of
 from cost_model.analytic.memory import LAYERS_AHEAD
-from cost_model.analytic.stage_costs import ShardedLayer, members, rates_of_part
+from cost_model.analytic.stage_costs import ShardedLayer, members, rates_of_part, sharding_groups
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import Group
 from cost_model.kernels.compute import Rates
@@ -66,12 +66,13 @@ class ShardedPasses:
 def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> ShardedPasses:
     """Computes the passes of a single-stage strategy by simulating up to `PLAYED` micro-batches."""
     stage, count = strategy.stages[0], strategy.micro_batches
-    group = machines.data_group(members(stage.parts))
+    group, copies = sharding_groups(machines, stage.parts, strategy.count_sharding(stage))
+    group = group or machines.data_group(members(stage.parts))
     each: list[list[ShardedUnit]] = []
     for part in stage.parts:
         one = costs_of(model, strategy, part, strategy.ranks, stage.replicas, stage.recompute)
         rates = rates_of_part(model, machines, part)
-        each.append(_units(model, one, group, rates, strategy.zero, strategy.find_recompute(stage)))
+        each.append(_units(model, one, group, copies, rates, strategy.zero, strategy.find_recompute(stage)))
     root, *layers = (_slowest(units) for units in zip(*each))
     ends_s = played_ends_s(root, layers, min(PLAYED, count), strategy.zero >= 3)
     more_s = ends_s[-1] - ends_s[-2] if len(ends_s) > 1 else 0.0
@@ -83,16 +84,18 @@ def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> Shar
     return ShardedPasses(passes_s, forward_s, passes_s / count - forward_s, compute_s, root, tuple(layers))
 
 
-def _units(model: Model, one: LayerCosts, group: Group, rates: Rates, zero: int, how: Recompute) -> list[ShardedUnit]:
+def _units(
+    model: Model, one: LayerCosts, group: Group, copies: Group | None, rates: Rates, zero: int, how: Recompute
+) -> list[ShardedUnit]:
     """Returns a unit for everything outside the layers, then a unit for each layer, on one kind of rank."""
     first, last = one.edges
     outside = first.parameters + last.parameters - one.twice
-    found = [_unit(ShardedLayer.of(model, group, rates, outside, zero, how, True), first.plus(last))]
+    found = [_unit(ShardedLayer.of(model, group, rates, outside, zero, how, True, copies), first.plus(last))]
     moves: dict[float, ShardedLayer] = {}  # by parameters, which many layers have equally many of
     for index in range(one.count):
         own = one.layer_parameters_of(((index, index + 1),))
         if own not in moves:
-            moves[own] = ShardedLayer.of(model, group, rates, own, zero, how)
+            moves[own] = ShardedLayer.of(model, group, rates, own, zero, how, copies=copies)
         found.append(_unit(moves[own], one.layer(index)))
     return found
 

@@ -9,20 +9,35 @@ Decision: 0152.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
+import msgspec
 from msgspec import Meta
 
 from cost_model.cluster import yaml_files
 from cost_model.hardware import AttentionKernel, catalogue
 from cost_model.kernels.compute import SIZE_BYTES
-from whale.errors import ClusterError
+from whale.errors import ClusterError, PlanError
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Part = Annotated[float, Meta(ge=0, le=1)]
+Module = Literal["core", "norms", "activation", "queries", "network"]
+
+
+class Compared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far measured steps under a stack were from predictions, on devices of one efficiency curve.
+
+    Attributes:
+        rows: published steps that were compared.
+        low, high: of measured / predicted, between which nine of ten further steps are expected.
+    """
+
+    rows: Annotated[int, Meta(ge=1)]
+    low: Annotated[float, Meta(gt=0, le=1)]
+    high: Annotated[float, Meta(ge=1)]
 
 
 class Stack(catalogue.Entry, frozen=True):
@@ -49,8 +64,9 @@ class Stack(catalogue.Entry, frozen=True):
         gradient_copy_bytes: memory traffic per parameter around that reduction.
         hides_data_parallel: the reduction starts during the last backward pass; what ZeRO 2 and 3 gather and reduce
             runs beside kernels. Else kernels wait for it.
-        selective_part: part of a layer's products and pointwise kernels that selective recomputation repeats, besides
-            scores and softmax.
+        selective: what selective recomputation repeats: scores and softmax (`core`), `norms`, `activation`, `queries`
+            (with keys and values), the feed-forward `network` up to its activation.
+        selective_part: part of a layer's other products and pointwise kernels that it repeats besides.
         drops_unneeded: full recomputation leaves out a layer's last product, whose result no backward pass reads.
         shards_tensors: ZeRO 2 and 3 move each tensor by a collective of its own, whose pieces are copied one by one
             (else a layer's at once, in place), and gather weights once more for what is computed again.
@@ -62,8 +78,15 @@ class Stack(catalogue.Entry, frozen=True):
         collective_host_us: the same per collective.
         pass_host_us: once per forward or backward pass of a chunk: its batch, synchronising with neighbours.
         update_kernels: launches per parameter tensor after the last backward pass.
-        compared: efficiency curves of the devices on which published steps under it were compared with predictions.
+        compared: how far published steps under it were from predictions, by the efficiency curve of their devices
+            (`curve_of`).
         step_ms: once per step: data, loss to the host, logging.
+        kept_operand_bytes: of an element of a product's operand that is kept for the backward pass, where it is not
+            kept in `dtype`.
+        kernel_time: of what the devices' curves say that kernels take (as fitted: clocks, kernels that are others).
+        base_gb: memory of the framework's own on every rank, context, loaded kernels and libraries' buffers included;
+            at least the device's `context_gb`.
+        receives_block: a stage waits for what it receives as long as the sender for what it sends: nothing runs beside.
     """
 
     dtype: str
@@ -95,16 +118,40 @@ class Stack(catalogue.Entry, frozen=True):
     attention: AttentionKernel = "flash-1"
     hides_sequence_parallel: Part = 0.0
     overlaps_sends: bool = False
+    selective: tuple[Module, ...] = ("core",)
     selective_part: Part = 0.0
     drops_unneeded: bool = False
-    compared: tuple[str, ...] = ()
+    compared: dict[str, Compared] = msgspec.field(default_factory=dict)
     weights_dtype: str | None = None
     quantise_bytes: NotNegative = 0.0
+    kept_operand_bytes: NotNegative | None = None
+    base_gb: NotNegative = 0.0
+    receives_block: bool = False
+    kernel_time: Annotated[float, Meta(gt=0)] = 1.0
 
     @property
     def element_bytes(self) -> int:
         """Returns the bytes of an element of activations, weights and gradients."""
         return math.ceil(SIZE_BYTES[self.dtype])
+
+    @property
+    def repeats_selectively(self) -> bool:
+        """Tells whether selective recomputation has something to leave out: fused attention keeps no scores."""
+        modules = set(self.selective) - ({"core"} if self.fused_attention else set())
+        return bool(modules) or self.selective_part > 0
+
+
+def find_modules(names: Sequence[str]) -> tuple[Module, ...]:
+    """Returns the modules of these names that selective recomputation may repeat; raises PlanError for others."""
+    known: tuple[Module, ...] = get_args(Module)
+    if wrong := [name for name in names if name not in known]:
+        raise PlanError("selective recomputation cannot repeat this", given=", ".join(wrong), expected=", ".join(known))
+    return tuple(name for name in known if name in names)
+
+
+def curve_of(devices: Iterable[catalogue.Device]) -> str:
+    """Returns the efficiency curve of devices, or those of unlike ones in order, as `Stack.compared` has them."""
+    return "+".join(sorted({device.efficiency for device in devices}))
 
 
 FOLDER = catalogue.FOLDER / "stacks"
@@ -157,7 +204,7 @@ def _complete(data: Any, names: tuple[str, ...]) -> Any:
     text = yaml_files.read_text(path, KIND)
     fields = _complete(yaml_files.YamlFile(text, str(path), KIND).data, (*names, base))
     sources = own.get("sources") or {}
-    merged = {**fields, "compared": [], **own}  # what its base was compared with says nothing of another stack
+    merged = {**fields, "compared": {}, **own}  # what its base was compared with says nothing of another stack
     if isinstance(sources, dict):  # a field's own source comes before that of a base, whose key may name several
         merged["sources"] = {**sources, **{key: text for key, text in fields["sources"].items() if key not in sources}}
     return merged

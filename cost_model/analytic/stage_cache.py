@@ -26,7 +26,17 @@ class StageCosts:
         """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the strategy's settings."""
         stages, count = strategy.stages, len(strategy.stages)
         stage, beside = stages[index], (stages[index - 1].parts, stages[(index + 1) % count].parts)
-        own = stage, ranks, strategy.recompute, strategy.sequence_parallel, strategy.zero, strategy.offload
+        own: tuple[object, ...] = (
+            stage,
+            ranks,
+            strategy.recompute,
+            strategy.sequence_parallel,
+            strategy.zero,
+            strategy.offload,
+            strategy.context,
+            strategy.shard_ranks,
+            strategy.expert_ranks,
+        )
         key = (own, index, count, *beside, live, strategy.micro_batches)
         if (cost := self._known.get(key)) is None:
             if max(len(self._known), len(self._passes)) >= self.MOST:

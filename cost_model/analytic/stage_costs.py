@@ -103,9 +103,12 @@ def stage_cost(
     at = range(index, last + 1, count)
     sent_ahead_s = [to_next_s if i < last else 0.0 for i in at]
     sent_back_s = [to_previous_s if i > 0 else 0.0 for i in at]
+    if model.stack.receives_block:  # as much comes from each neighbour as goes there
+        sent_ahead_s = [s + (to_previous_s if i > 0 else 0.0) for i, s in zip(at, sent_ahead_s)]
+        sent_back_s = [s + (to_next_s if i < last else 0.0) for i, s in zip(at, sent_back_s)]
     # The gradients of experts are summed only where several replicas have these.
     summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
-    reduce_s = reduction_s(model, machines, stage.parts, summed, strategy.zero)
+    reduce_s = reduction_s(model, machines, stage.parts, summed, strategy.zero, strategy.count_sharding(stage))
     if model.stack.hides_data_parallel:
         counts = [high - low for low, high in stage.layers]
         reduce_s = not_hidden_s(reduce_s, counts, back, min(count, strategy.micro_batches))
@@ -138,7 +141,8 @@ def _sends_s(model: Model, machines: Machines, strategy: ParallelStrategy, index
         cut = min(model.count - 1, max(1, stage.layers[0][1 - way]))
         for part in stage.parts:
             path = min(machines.send_path(part.pool, peer.pool, ranks) for peer in neighbour)
-            sends[way] = max(sends[way], model.send_s(cut, part.tensor, part.rows, strategy.sequence_parallel, path))
+            rows = part.rows / strategy.context
+            sends[way] = max(sends[way], model.send_s(cut, part.tensor, rows, strategy.sequence_parallel, path))
     return sends[0], sends[1]
 
 
@@ -179,8 +183,9 @@ class _Moves:
     """The communication of a stage in every pass, beside its kernels or between them.
 
     Attributes:
-        data: the group of a part's replicas; None: there is one replica only.
+        data: the replicas over which ZeRO divides a part's states; None: there is one replica only.
         experts: the replicas that together have a layer's experts; None: each has all.
+        copies: the ranks with the same part of the states; None: there is one.
     """
 
     model: Model
@@ -189,15 +194,16 @@ class _Moves:
     stage: Stage
     data: Group | None
     experts: Group | None
+    copies: Group | None
 
     @staticmethod
     def of(
         model: Model, machines: Machines, strategy: ParallelStrategy, stage: Stage, costs: Sequence[LayerCosts]
     ) -> _Moves:
-        data = machines.data_group(members(stage.parts)) if stage.replicas > 1 else None
+        data, copies = sharding_groups(machines, stage.parts, strategy.count_sharding(stage))
         ways = stage.replicas // costs[0].expert_copies if model.experts else 1
-        experts = data if ways == stage.replicas else machines.data_group(_first(stage.parts, ways))
-        return _Moves(model, machines, strategy, stage, data, experts if ways > 1 else None)
+        experts = machines.data_group(_first(stage.parts, ways)) if ways > 1 else None
+        return _Moves(model, machines, strategy, stage, data, experts, copies)
 
     def passes_s(self, part: DeviceGroup, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
         """Returns the seconds of both passes of layers low..high-1, including communication.
@@ -214,7 +220,7 @@ class _Moves:
         if self.data is not None and strategy.zero >= 2:
             rates = rates_of_part(self.model, self.machines, part)
             how, own = strategy.find_recompute(self.stage), one.parameters_of(ranges) / count
-            each = ShardedLayer.of(self.model, self.data, rates, own, strategy.zero, how)
+            each = ShardedLayer.of(self.model, self.data, rates, own, strategy.zero, how, copies=self.copies)
             forward_s, backward_s = each.forward_s(forward_s), each.backward_s(backward_s)
             if not each.hidden:
                 forward_s, backward_s = forward_s + each.gather_s, backward_s + each.again_s + each.reduce_s
@@ -223,7 +229,7 @@ class _Moves:
                 if strategy.zero >= 3:  # the next layer is gathered once the gradients have gone: one stream does both
                     backward_s, back_s = backward_s + each.again_s + each.reduce_s, 0.0
         if strategy.offload == "parameters":
-            held, gradients, _ = states(one, ranges, self.stage.replicas, strategy.zero)
+            held, gradients, _ = states(one, ranges, strategy.count_sharding(self.stage), strategy.zero)
             rate = self.machines.pools[part.pool].host_bytes_per_s * count
             ahead_s, back_s = max(ahead_s, held / rate), max(back_s, (held + gradients) / rate)
         return _beside(forward_s, ahead_s, count), _beside(backward_s, back_s, count)
@@ -251,11 +257,20 @@ class ShardedLayer:
 
     @staticmethod
     def of(
-        model: Model, group: Group, rates: Rates, parameters: float, zero: int, how: Recompute, outside: bool = False
+        model: Model,
+        group: Group,
+        rates: Rates,
+        parameters: float,
+        zero: int,
+        how: Recompute,
+        outside: bool = False,
+        copies: Group | None = None,
     ) -> ShardedLayer:
         """Computes the communication of so many parameters of one rank, over a group of replicas.
 
-        `outside`: they are the parameters outside the layers.
+        `outside`: they are the parameters outside the layers. `copies`: the ranks that have the same part of them,
+        which sum its gradients once these are scattered (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section
+        3.2.2).
         """
         stack = model.stack
         tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
@@ -263,6 +278,8 @@ class ShardedLayer:
         gather_s = matrices * _sharded_s(stack, rates, group, stack.element_bytes * parameters / matrices)
         reduce_s = matrices * _sharded_s(stack, rates, group, stack.gradient_bytes * parameters / matrices)
         reduce_s += (all_tensors - matrices) * _sharded_s(stack, rates, group, 0.0)  # vectors: next to no bytes
+        if copies is not None:
+            reduce_s += all_reduce_s(copies, stack.gradient_bytes * parameters / group.size)
         times = 2 if stack.shards_tensors and how == "full" and not outside else 1
         return ShardedLayer(
             gather_s=gather_s,
@@ -299,11 +316,35 @@ def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) ->
 def rates_of_part(model: Model, machines: Machines, part: DeviceGroup) -> Rates:
     """Returns the rates of one device of a part."""
     entry = machines.pools[part.pool].entry
-    return find_rates(entry.device, model.stack.dtype, entry.share)
+    return find_rates(entry.device, model.stack.dtype, entry.share, slower=model.stack.kernel_time)
+
+
+def sharding_groups(machines: Machines, parts: Sequence[DeviceGroup], ways: int) -> tuple[Group | None, Group | None]:
+    """Returns the group of `ways` replicas over which ZeRO divides states, and that of ranks with equal parts of them.
+
+    None: such a group would have one rank.
+    """
+    data = machines.data_group(_first(parts, ways)) if ways > 1 else None
+    if ways == sum(part.replicas for part in parts):
+        return data, None
+    return data, machines.data_group(_apart(parts, ways))
+
+
+def _apart(parts: Sequence[DeviceGroup], ways: int) -> tuple[tuple[int, int, int], ...]:
+    """Returns every `ways`-th replica of the parts, as members of a group."""
+    found, passed = [], 0
+    for pool, tensor, count in members(parts):
+        taken = -(-(passed + count) // ways) - -(-passed // ways)
+        passed += count
+        if taken:
+            found.append((pool, tensor * ways, taken))
+    return tuple(found)
 
 
 def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int, int], ...]:
     """Returns the first ``replicas`` replicas of the parts, which are neighbours, as members of a group."""
+    if replicas == sum(part.replicas for part in parts):
+        return members(parts)
     found, left = [], replicas
     for pool, tensor, count in members(parts):
         if taken := min(left, count):
@@ -318,22 +359,31 @@ def _beside(compute_s: float, moved_s: float, count: int) -> float:
 
 
 def reduction_s(
-    model: Model, machines: Machines, parts: tuple[DeviceGroup, ...], parameters: list[float], zero: int
+    model: Model,
+    machines: Machines,
+    parts: tuple[DeviceGroup, ...],
+    parameters: list[float],
+    zero: int,
+    shard_ranks: int = 0,
 ) -> float:
     """Returns the seconds to sum a stage's gradients over its replicas after the last pass; of the slowest part.
 
     Args:
         parameters: of each part's ranks.
+        shard_ranks: replicas over which ZeRO divides states (0: all).
     """
-    if zero >= 2 or sum(part.replicas for part in parts) == 1:
+    replicas = sum(part.replicas for part in parts)
+    if zero >= 2 or replicas == 1:
         return 0.0  # ZeRO 2 and 3 gather and reduce in every pass
     stack = model.stack
     group = machines.data_group(members(parts))
+    data, copies = sharding_groups(machines, parts, shard_ranks or replicas) if zero else (group, None)
     found = 0.0
     for part, own in zip(parts, parameters):
         gradient_bytes = stack.gradient_bytes * own
-        if zero == 1:
-            seconds = reduce_scatter_s(group, gradient_bytes) + all_gather_s(group, stack.element_bytes * own)
+        if zero == 1 and data is not None:
+            seconds = reduce_scatter_s(data, gradient_bytes) + all_gather_s(data, stack.element_bytes * own)
+            seconds += 0.0 if copies is None else all_reduce_s(copies, gradient_bytes / data.size)
         else:
             seconds = all_reduce_s(group, gradient_bytes)
         per_byte_s = 1.0 / rates_of_part(model, machines, part).memory_bytes_per_s
@@ -356,7 +406,7 @@ def _update_s(
         dense, experts: parameters of each part's ranks.
     """
     stack, found = model.stack, 0.0
-    replicas = stage.replicas if strategy.zero >= 1 else 1
+    replicas = strategy.count_sharding(stage) if strategy.zero >= 1 else 1
     for part, one, own, of_experts in zip(stage.parts, costs, dense, experts):
         if one.update_s is not None:
             found = max(found, sum(one.update_s[high] - one.update_s[low] for low, high in stage.layers))
@@ -394,7 +444,7 @@ def stage_memory(
     Args:
         stages: of the strategy.
     """
-    zero, offload, replicas = settings.zero, settings.offload, stage.replicas
+    zero, offload, replicas = settings.zero, settings.offload, settings.count_sharding(stage)
     return tuple([
         part_memory(one, stage.layers, part, replicas, live, zero, stages, offload)
         for part, one in zip(stage.parts, costs)
@@ -412,6 +462,7 @@ def lacking_bytes(
     lacking = max([f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts)])
     if settings.offload != "none":
         for part, one in zip(stage.parts, costs):
-            used = offloaded_bytes(one, stage.layers, stage.replicas, settings.zero, settings.offload)
+            ways = settings.count_sharding(stage)
+            used = offloaded_bytes(one, stage.layers, ways, settings.zero, settings.offload)
             lacking = max(lacking, used - machines.pools[part.pool].host_bytes)
     return lacking

@@ -10,6 +10,7 @@ number of a `Streaming` counts the kernels that eager frameworks launch for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
@@ -47,13 +48,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Communication inside the tensor-parallel group; `over`: the products that hide all but a part `exposed` of it."""
+    """Communication inside the tensor-parallel or the context-parallel group.
+
+    `over`: the products or attention that hide all but a part `exposed` of it.
+    """
 
     name: str
     kind: str
     tensor_bytes: float
     over: tuple[str, ...] = ()
     exposed: float = 0.0
+    along: Literal["tensor", "context"] = "tensor"
 
 
 Op = Matmul | Streaming | Attention | Collective
@@ -62,62 +67,103 @@ FLOAT_BYTES = 4  # of single precision, in which the loss is computed
 # Products of the fused attention's backward pass for each of its forward pass: five instead of two, since the scores
 # are computed again (Dao et al., "FlashAttention", 2022, algorithm 4).
 ATTENTION_BACKWARD = 2.5
+# Bytes of keys and values, and of their gradients, that go round in context parallelism's backward pass, for those of
+# the forward pass.
+ROUND_BACKWARD = 2.0
 # Memory traffic of a normalisation's backward pass for that of its forward pass, which reads and writes x once: x and
 # dy are read twice, dx is written.
 NORM_BACKWARD = 2.5
 
 
-def _attention_flops(t: Transformer, p: LayerShare) -> float:
-    """Returns the FLOPs of one rank's heads: two products of 2 s s d each, of which a causal mask skips half."""
+def _pair_flops(t: Transformer, p: LayerShare) -> float:
+    """Returns the FLOPs of one rank's heads: two products, on the pairs of tokens that attend to each other."""
     heads = max(1, t.heads // p.tensor)
-    return 2 * 2.0 * p.rows * heads * t.sequence * t.sequence * (t.hidden // t.heads) / 2
+    return 2.0 * p.rows * heads * t.attended * (t.key_head + t.value_head) / p.context
+
+
+def _block(t: Transformer, p: LayerShare) -> int:
+    """Returns the tokens of a sequence that one fused attention kernel is about."""
+    return max(1, min(t.window or t.sequence, t.sequence) // p.context)
+
+
+def _round(t: Transformer, p: LayerShare, stack: Stack, times: float, over: tuple[str, ...]) -> list[Op]:
+    """Lists what context parallelism sends: each rank's keys and values go round, beside the attention to the last.
+
+    The blocks of all others pass each rank (Liu et al., "Ring attention", 2023, section 3); in the backward pass their
+    gradients as well, with `times` as many bytes.
+    """
+    if p.context == 1:
+        return []
+    width = max(t.keys_width // p.tensor, t.key_head + t.value_head)
+    sent = times * stack.element_bytes * float(p.rows) * t.sequence * width
+    return [Collective("keys and values round", "all_gather", sent, over, along="context")]
 
 
 def _core_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of scores, softmax, dropout and context, which selective recompute repeats."""
     e = stack.element_bytes
-    b, s, d = p.rows, t.sequence, t.hidden // t.heads
+    b, s, own, k, v = p.rows, t.sequence, -(-t.sequence // p.context), t.key_head, t.value_head
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
-        return [Attention("attention", _attention_flops(t, p), s)]
-    scores = float(b * heads * s * s)
-    ops: list[Op] = [Matmul("scores", s, s, d, b * heads), Streaming("softmax", stack.softmax_bytes * scores)]
+        round_ = _round(t, p, stack, 1.0, ("attention",))
+        return [Attention("attention", _pair_flops(t, p), _block(t, p)), *round_]
+    scores = float(b * heads * own * s)
+    ops: list[Op] = [Matmul("scores", own, s, k, b * heads), Streaming("softmax", stack.softmax_bytes * scores)]
     if stack.dropout:
         ops.append(Streaming("attention dropout", (2 * e + 1) * scores))
-    return [*ops, Matmul("context", s, d, s, b * heads)]
+    return [*ops, Matmul("context", own, v, s, b * heads), *_round(t, p, stack, 1.0, ("scores", "context"))]
 
 
 def _core_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     e = stack.element_bytes
-    b, s, d = p.rows, t.sequence, t.hidden // t.heads
+    b, s, own, k, v = p.rows, t.sequence, -(-t.sequence // p.context), t.key_head, t.value_head
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
-        return [Attention("attention gradient", ATTENTION_BACKWARD * _attention_flops(t, p), s)]
-    scores = float(b * heads * s * s)
-    ops: list[Op] = [Matmul("context: left", s, s, d, b * heads), Matmul("context: right", s, d, s, b * heads)]
+        back = Attention("attention gradient", ATTENTION_BACKWARD * _pair_flops(t, p), _block(t, p))
+        return [back, *_round(t, p, stack, ROUND_BACKWARD, ("attention gradient",))]
+    scores = float(b * heads * own * s)
+    ops: list[Op] = [Matmul("context: left", own, s, v, b * heads), Matmul("context: right", s, v, own, b * heads)]
     if stack.dropout:
         ops.append(Streaming("attention dropout gradient", (2 * e + 1) * scores))
     ops.append(Streaming("softmax gradient", (stack.softmax_bytes + e) * scores))
-    return [*ops, Matmul("scores: left", s, d, s, b * heads), Matmul("scores: right", s, d, s, b * heads)]
+    ops += [Matmul("scores: left", own, k, s, b * heads), Matmul("scores: right", s, k, own, b * heads)]
+    return [*ops, *_round(t, p, stack, ROUND_BACKWARD, ("context: left", "scores: left"))]
+
+
+def _widths(t: Transformer, p: LayerShare) -> list[tuple[str, int, int]]:
+    """Returns (name, width of a rank's result, width of its operand) of the products that make queries, keys, values.
+
+    Heads of keys that are fewer than ranks lie on several. What latent attention projects down, every rank does.
+    """
+    w = p.tensor
+    if not t.latent:
+        return [("qkv", t.query_width // w + max(t.keys_width // w, t.key_head + t.value_head), t.hidden)]
+    keys = t.heads * (t.key_head - t.rope_width + t.value_head)
+    return [
+        ("latents", t.query_latent + t.latent + t.rope_width, t.hidden),
+        ("queries", t.query_width // w, t.query_latent or t.hidden),
+        ("keys and values", keys // w, t.latent),
+    ]
 
 
 def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of one layer's forward pass on one rank, in order."""
     e = stack.element_bytes
-    T, h, f, w = p.rows * t.sequence, t.hidden, t.inner, p.tensor
+    T, h, f, w = p.tokens(t), t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole  # what normalisations, dropouts and residual sums work on
     drop = (3 * e + (1 if stack.dropout else 0)) * own
     rows, own_experts = expert_rows(t, p)
-    qkv, first = qkv_width(t, p), t.products_per_network - 1
+    first, heads = t.products_per_network - 1, t.output_width // w
+    products = _widths(t, p)
     return [
         Streaming("norm 1", stack.norm_bytes * own),
-        *_enter(p, whole, stack, "qkv"),
-        Matmul("qkv", T, qkv, h, weights=True),
-        *_bias(stack, float(T) * qkv),
+        *_enter(p, whole, stack, products[0][0]),
+        *[Matmul(name, T, wide, deep, weights=True) for name, wide, deep in products],
+        *_bias(stack, float(T) * sum(wide for _, wide, _ in products)),
         *_core_forward(t, p, stack),
-        Streaming("heads together", 2 * e * whole / w),
-        Matmul("projection", T, h, h // w, weights=True),
+        Streaming("heads together", 2.0 * e * T * heads),
+        Matmul("projection", T, h, heads, weights=True),
         *_leave(p, whole, stack, "projection"),
         *_pointwise("dropout 1", drop, stack),
         Streaming("norm 2", stack.norm_bytes * own),
@@ -135,7 +181,7 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of one layer's backward pass on one rank, including recomputed ones, in order."""
     e = stack.element_bytes
-    T, h, f, w = p.rows * t.sequence, t.hidden, t.inner, p.tensor
+    T, h, f, w = p.tokens(t), t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole
     # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
@@ -144,7 +190,8 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     norm = (NORM_BACKWARD * stack.norm_bytes + 3 * e) * own  # and the sum with the residual's gradient
     gradients = stack.accumulate_bytes
     rows, own_experts = expert_rows(t, p)
-    qkv, first = qkv_width(t, p), t.products_per_network - 1
+    first, heads = t.products_per_network - 1, t.output_width // w
+    products = _widths(t, p)
     again: list[Op] = []
     if p.recompute == "full":
         again = layer_forward(t, p, stack)
@@ -172,37 +219,43 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         Streaming("norm 2 gradient", norm, 3),
         *drop_1,
         *_regather(p, whole, stack, "projection: input"),
-        Matmul("projection: input", T, h // w, h, weights=True),
-        Matmul("projection: weight", h // w, h, T, weights=True),
-        *_accumulate(gradients, float(h) * h / w),
-        Streaming("heads apart", 2 * e * whole / w),
+        Matmul("projection: input", T, heads, h, weights=True),
+        Matmul("projection: weight", heads, h, T, weights=True),
+        *_accumulate(gradients, float(h) * heads),
+        Streaming("heads apart", 2.0 * e * T * heads),
         *_core_backward(t, p, stack),
-        Streaming("qkv together", 3.0 * e * T * qkv, 2),
-        *_regather(p, whole, stack, "qkv: input"),
-        Matmul("qkv: input", T, h, qkv, weights=True),
-        Matmul("qkv: weight", qkv, h, T, weights=True),
-        *_back(p, whole, stack, "qkv: weight"),
-        *_accumulate(gradients, float(qkv) * h),
+        Streaming("qkv together", 3.0 * e * T * sum(wide for _, wide, _ in products), 2),
+        *_regather(p, whole, stack, f"{products[0][0]}: input"),
+        *_products_backward(t, p, products, gradients),
+        *_back(p, whole, stack, f"{products[0][0]}: weight"),
         Streaming("norm 1 gradient", norm, 3),
     ]
 
 
-def qkv_width(t: Transformer, p: LayerShare) -> int:
-    """Returns a rank's width of queries, keys and values; heads of keys that are fewer than ranks lie on several."""
-    keys = max(t.key_width // p.tensor, t.hidden // t.heads)
-    return t.hidden // p.tensor + 2 * keys
+def _products_backward(
+    t: Transformer, p: LayerShare, products: list[tuple[str, int, int]], accumulate_bytes: float
+) -> list[Op]:
+    """Lists the gradients of both operands of the products that make queries, keys and values, the last one first."""
+    ops: list[Op] = []
+    for name, wide, deep in reversed(products):
+        ops += [
+            Matmul(f"{name}: input", p.tokens(t), deep, wide, weights=True),
+            Matmul(f"{name}: weight", wide, deep, p.tokens(t), weights=True),
+            *_accumulate(accumulate_bytes, float(wide) * deep),
+        ]
+    return ops
 
 
 def shared_rows(t: Transformer, p: LayerShare) -> int:
     """Returns the rows that the experts of all tokens get together."""
-    return p.rows * t.sequence * t.shared_experts
+    return p.tokens(t) * t.shared_experts
 
 
 def _shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the products of experts that all tokens go through, as one wide network; none without them."""
     if not t.shared_experts:
         return []
-    T, h, f, first = p.rows * t.sequence, t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
+    T, h, f, first = p.tokens(t), t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
     return [
         Matmul("shared 1", T, first * f, h, weights=True),
         *_pointwise("shared activation", (1.0 + first) * stack.element_bytes * T * f, stack),
@@ -213,7 +266,7 @@ def _shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 def _shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     if not t.shared_experts:
         return []
-    T, h, f, first = p.rows * t.sequence, t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
+    T, h, f, first = p.tokens(t), t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
     return [
         Matmul("shared 2: input", T, f, h, weights=True),
         Matmul("shared 2: weight", f, h, T, weights=True),
@@ -224,23 +277,38 @@ def _shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     ]
 
 
+# What selective recomputation may repeat, by the names of its kernels in the forward pass. `core` is scores and
+# softmax, which fused attention makes again in any case.
+MODULES: dict[str, tuple[str, ...]] = {
+    "norms": ("norm 1", "norm 2"),
+    "activation": ("activation", "shared activation"),
+    "queries": ("qkv", "bias", "latents", "queries", "keys and values"),
+    "network": ("router", "dispatch, combine", "feed forward 1", "activation", "shared 1", "shared activation"),
+}
+
+
 def _repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists what selective recomputation repeats: the scores and softmax, and the stack's part of the other kernels."""
-    core = [] if stack.fused_attention else _core_forward(t, p, stack)
-    if not stack.selective_part:
+    """Lists what selective recomputation repeats: the modules that the stack names, and its part of all other kernels
+    but scores and softmax.
+    """
+    core = [] if stack.fused_attention or "core" not in stack.selective else _core_forward(t, p, stack)
+    names = {name for module in stack.selective for name in MODULES.get(module, ())}
+    if not names and not stack.selective_part:
         return core
     again: list[Op] = []
     for op in layer_forward(t, p, stack):
-        if isinstance(op, Matmul) and op.weights:  # of so many rows: a part of the products
+        if op.name in names:
+            again.append(op)
+        elif isinstance(op, Matmul) and op.weights and stack.selective_part:  # of so many rows: a part of the products
             again.append(replace(op, m=max(1, round(op.m * stack.selective_part))))
-        elif isinstance(op, Streaming) and op.name not in ("softmax", "attention dropout"):
+        elif isinstance(op, Streaming) and op.name not in ("softmax", "attention dropout") and stack.selective_part:
             again.append(replace(op, moved_bytes=op.moved_bytes * stack.selective_part))
     return [*again, *core]
 
 
 def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
     """Returns (tokens of one expert, experts of a rank) if tokens are balanced; without experts (all tokens, 1)."""
-    tokens = p.rows * t.sequence
+    tokens = p.tokens(t)
     if not t.experts:
         return tokens, 1
     return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
@@ -253,7 +321,7 @@ def _routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     e = stack.element_bytes
     if not t.experts:
         return []
-    tokens = p.rows * t.sequence
+    tokens = p.tokens(t)
     copied = 2.0 * 2 * e * tokens * t.top * t.hidden
     return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
 
@@ -301,7 +369,7 @@ def _regather(p: LayerShare, elements: float, stack: Stack, product: str) -> lis
     e = stack.element_bytes
     if not p.sequence_parallel or p.tensor == 1:
         return []
-    column = product.startswith(("feed forward 1", "qkv"))
+    column = product.startswith(("feed forward 1", "qkv", "latents"))
     if not column:
         return [Collective("gather again", "all_gather", e * elements, *_in_pieces(stack, product))]
     over = (product,) if stack.hides_tensor_parallel else ()
@@ -326,7 +394,7 @@ def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
 def embedding_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of the embedding: rows of the (split) table, their sum over ranks, positions, dropout."""
     e = stack.element_bytes
-    elements = float(p.rows * t.sequence * t.hidden)
+    elements = float(p.tokens(t) * t.hidden)
     return [
         Streaming("rows", 2 * e * elements, 4),
         *_leave(p, elements, stack, ""),
@@ -337,7 +405,7 @@ def embedding_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 def embedding_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels that add gradients of rows into a dense gradient of the table, which is zeroed first."""
     e = stack.element_bytes
-    elements = float(p.rows * t.sequence * t.hidden)
+    elements = float(p.tokens(t) * t.hidden)
     table = float(t.vocabulary) * t.hidden / p.tensor
     return [
         *([Collective("gather", "all_gather", e * elements)] if p.sequence_parallel and p.tensor > 1 else []),
@@ -347,7 +415,7 @@ def embedding_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 def head_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the head's kernels: last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
-    T, v = p.rows * t.predicted, t.vocabulary // p.tensor
+    T, v = p.predicted(t), t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     ops: list[Op] = [
         Streaming("last norm", stack.norm_bytes * (whole / p.tensor if p.sequence_parallel else whole)),
@@ -365,7 +433,7 @@ def head_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 def head_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of the gradients of the loss, of both operands of the logits, and of the last normalisation."""
-    T, v = p.rows * t.predicted, t.vocabulary // p.tensor
+    T, v = p.predicted(t), t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     return [
         Streaming("loss gradient", stack.loss_backward_bytes * T * v, 4),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from cost_model.analytic import transformer_kernels as kernels
 from cost_model.analytic.kernel_costs import Cost, Rank, cost, rank_on
 from cost_model.analytic.layer_costs import Edge, LayerCosts, sums
 from cost_model.analytic.layer_profile import MeasuredLayer, Profile
-from cost_model.analytic.memory import head_bytes, layer_activation_bytes, working_bytes
+from cost_model.analytic.memory import gradient_bytes, head_bytes, kept_and_repeated, layer_activation_bytes
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
+from cost_model.cluster.cluster_file import DeviceEntry
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import all_gather_s, point_to_point_s
 from whale.ir.strategy import Recompute, count_expert_ranks
@@ -24,7 +28,6 @@ class TransformerModel:
 
     Args:
         profile: measurements of its layers, which take the place of formulas where the plan needs a layer's costs.
-        expert_ranks: replicas that divide a layer's experts; None: as many of a stage's as divide them evenly.
     """
 
     def __init__(
@@ -34,41 +37,52 @@ class TransformerModel:
         machines: Machines,
         name: str = "",
         profile: Profile | None = None,
-        expert_ranks: int | None = None,
     ) -> None:
         self.transformer, self.stack, self.machines = transformer, stack, machines
         self.name = name or f"transformer of {transformer.parameters / 1e9:.3g} billion parameters"
         self.count = transformer.layers
         self.experts = transformer.experts
         self.tied_parameters = 0.0 if transformer.untied else float(transformer.embedding_parameters)
-        self.profile, self.expert_ranks = profile, expert_ranks
+        self.profile = profile
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def on(self, machines: Machines) -> TransformerModel:
         """Returns the same model on other machines."""
-        return TransformerModel(self.transformer, self.stack, machines, self.name, self.profile, self.expert_ranks)
+        return TransformerModel(self.transformer, self.stack, machines, self.name, self.profile)
 
     def of(self, transformer: Transformer) -> TransformerModel:
         """Returns another model on the same machines, under the same software."""
-        return TransformerModel(transformer, self.stack, self.machines, expert_ranks=self.expert_ranks)
+        return TransformerModel(transformer, self.stack, self.machines)
 
     def _layer_costs(
-        self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
+        self,
+        pool: int,
+        tensor: int,
+        rows: int,
+        recompute: str,
+        sequence_parallel: bool,
+        ranks: int,
+        replicas: int = 1,
+        context: int = 1,
+        experts: int = 0,
     ) -> LayerCosts:
         t, stack, L = self.transformer, self.stack, self.count
-        ways = self.expert_ranks or count_expert_ranks(t.experts, replicas)
+        ways = experts or count_expert_ranks(t.experts, replicas)
         p = LayerShare(
             tensor=tensor,
             rows=rows,
             recompute=recompute,  # type: ignore[arg-type]
             sequence_parallel=sequence_parallel,
             experts=ways,
+            context=context,
         )
         entry = self.machines.pools[pool].entry
-        on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks)
+        along = self.machines.data_group(((pool, tensor, context),)) if context > 1 else None
+        on = rank_on(entry.device, entry.share, self.machines.tensor_group(pool, tensor), stack, ranks, along)
         begin_s = stack.pass_host_us * 1e-6
-        first, last = self._edges(p, on)
-        held_bytes, update_s = layer_activation_bytes(t, p, stack), None
+        first, last = self._edges(p, on, entry)
+        held_bytes, repeated_bytes = kept_and_repeated(t, p, stack)
+        update_s = None
         if self.profile is None:
             forward = cost(kernels.layer_forward(t, p, stack), on)
             backward = cost(kernels.layer_backward(t, p, stack), on, True)
@@ -77,49 +91,78 @@ class TransformerModel:
             forward, backward = (Cost(s / entry.share) for s in (measured.forward_s, measured.backward_s))
             held_bytes = _measured_bytes(measured, held_bytes)
             update_s = None if measured.update_s is None else sums([measured.update_s] * L)
-        edges_forward, edges_backward = (first.forward, last.forward), (first.backward, last.backward)
-        parameters = [t.dense_parameters / tensor] * L
-        parameters[0] += first.parameters
-        parameters[-1] += last.parameters
+        experts_each = t.expert_parameters / tensor / ways if t.experts else 0.0
+        layer = _Layer(forward, backward, held_bytes, t.dense_parameters / tensor, experts_each)
+        each = [(layer, L)]
+        if t.dense_layers:
+            each = [(self._dense_layer(p, on), t.dense_layers), (layer, L - t.dense_layers)]
+        ahead = [(one.forward, count) for one, count in each]
+        back = [(one.backward, count) for one, count in each]
+        routed = float(stack.element_bytes) * p.tokens(t) * t.hidden * t.top * (1 - t.dense_layers / L)
         return LayerCosts(
-            forward_s=sums(_each([c.device_s + c.exposed_s for c in (forward, *edges_forward)], L)),
-            backward_s=sums(_each([c.device_s + c.exposed_s for c in (backward, *edges_backward)], L)),
-            forward_exposed_s=sums(_each([c.exposed_s for c in (forward, *edges_forward)], L)),
-            backward_exposed_s=sums(_each([c.exposed_s for c in (backward, *edges_backward)], L)),
-            forward_host_s=sums(_each([c.host_s for c in (forward, *edges_forward)], L)),
-            backward_host_s=sums(_each([c.host_s for c in (backward, *edges_backward)], L)),
+            forward_s=_along(
+                [(c.device_s + c.exposed_s, n) for c, n in ahead], _whole(first.forward), _whole(last.forward)
+            ),
+            backward_s=_along(
+                [(c.device_s + c.exposed_s, n) for c, n in back], _whole(first.backward), _whole(last.backward)
+            ),
+            forward_exposed_s=_along(
+                [(c.exposed_s, n) for c, n in ahead], first.forward.exposed_s, last.forward.exposed_s
+            ),
+            backward_exposed_s=_along(
+                [(c.exposed_s, n) for c, n in back], first.backward.exposed_s, last.backward.exposed_s
+            ),
+            forward_host_s=_along([(c.host_s, n) for c, n in ahead], first.forward.host_s, last.forward.host_s),
+            backward_host_s=_along([(c.host_s, n) for c, n in back], first.backward.host_s, last.backward.host_s),
             # After a send that it waits for, a stage's device idles until the host has begun the next pass.
             begin_s=0.0 if stack.hides_point_to_point else begin_s,
             begin_host_s=begin_s,
-            held_bytes=array("d", (i * held_bytes for i in range(L + 1))),
-            parameters=sums(parameters),
+            held_bytes=_along([(one.held_bytes, n) for one, n in each]),
+            parameters=_along([(one.parameters, n) for one, n in each], first.parameters, last.parameters),
             twice=0.0 if t.untied else t.embedding_parameters / tensor,
             update_s=update_s,
-            working_bytes=working_bytes(t, p, stack),
+            working_bytes=repeated_bytes + gradient_bytes(t, p, stack),
             last_bytes=head_bytes(t, p, stack),
-            experts=sums([t.expert_parameters / tensor / ways] * L) if t.experts else array("d"),
+            experts=_along([(one.experts, n) for one, n in each]) if t.experts else array("d"),
             expert_copies=replicas // ways,
-            routed_bytes=float(stack.element_bytes) * rows * t.sequence * t.hidden * t.top if t.experts else 0.0,
+            routed_bytes=routed if t.experts else 0.0,
             state_bytes=t.state_bytes_of(stack.element_bytes),
             element_bytes=stack.element_bytes,
             edges=(first, last),
+            base_bytes=1e9 * max(entry.device.context_gb, stack.base_gb),
         )
 
-    def _edges(self, p: LayerShare, on: Rank) -> tuple[Edge, Edge]:
+    def _dense_layer(self, p: LayerShare, on: Rank) -> _Layer:
+        """Returns the costs of a layer that has one network instead of experts."""
+        t, stack = self.transformer.dense, self.stack
+        share = msgspec.structs.replace(p, experts=1)
+        return _Layer(
+            cost(kernels.layer_forward(t, share, stack), on),
+            cost(kernels.layer_backward(t, share, stack), on, True),
+            layer_activation_bytes(t, share, stack),
+            t.dense_parameters / p.tensor,
+            0.0,
+        )
+
+    def _edges(self, p: LayerShare, on: Rank, entry: DeviceEntry) -> tuple[Edge, Edge]:
         """Returns the costs of the embedding with positions, and of the head, which has a copy of the embedding's
         weights.
         """
         t, stack = self.transformer, self.stack
         table = t.embedding_parameters / p.tensor
-        first, last = (
-            Edge(
-                cost(kernels.edges_forward(t, p, stack, *edge), on),
-                cost(kernels.edges_backward(t, p, stack, *edge), on, True),
-                parameters,
-            )
-            for edge, parameters in (((True, False), table + t.sequence * t.hidden), ((False, True), table))
-        )
-        return first, last
+        found = []
+        for part, edge, parameters in (
+            ("embedding", (True, False), table + t.position_parameters),
+            ("head", (False, True), table),
+        ):
+            one = self.profile.find(part, entry.device.name, p.tensor, p.rows) if self.profile else None
+            if one is not None:
+                passes = Cost(one.forward_s / entry.share), Cost(one.backward_s / entry.share)
+            else:
+                ahead = cost(kernels.edges_forward(t, p, stack, *edge), on)
+                passes = ahead, cost(kernels.edges_backward(t, p, stack, *edge), on, True)
+            found.append(Edge(*passes, parameters))
+        return found[0], found[1]
 
     def tensor_degrees(self, pool: int) -> list[int]:
         """Returns the powers of two that a host of the pool has devices for and that divide the heads, at most 16."""
@@ -134,12 +177,12 @@ class TransformerModel:
     def recomputes(self) -> list[tuple[Recompute, bool]]:
         """Returns the choices of recompute, without the selective one where it would have nothing to leave out."""
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
-        if self.stack.fused_attention and not self.stack.selective_part:
+        if not self.stack.repeats_selectively:
             kinds = ("none", "full")
         # Along the sequence wherever tensors are divided: as many bytes in the forward pass, less computed and held.
         return [(kind, True) for kind in kinds]
 
-    def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
+    def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:
         """Returns the seconds to send the activations of `rows` rows, or their gradient; `path`: (bytes/s, step in
         us).
         """
@@ -159,12 +202,29 @@ def _measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> float:
     return formula_bytes if measured.memory_gb is None else measured.memory_gb * 1e9
 
 
-def _each(values: list[float], count: int) -> list[float]:
-    """Returns a value for each of `count` layers from (a layer's, the first one's addition, the last one's
-    addition).
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The costs of one layer on one rank: both passes, what it keeps, its parameters, and those of its experts."""
+
+    forward: Cost
+    backward: Cost
+    held_bytes: float
+    parameters: float
+    experts: float
+
+
+def _along(each: list[tuple[float, int]], first: float = 0.0, last: float = 0.0) -> array[float]:
+    """Returns the sums over the layers before each, of (a layer's value, number of such layers) in order.
+
+    `first`, `last`: what the first and the last layer have besides.
     """
-    layer, first, last = values
-    each = [layer] * count
-    each[0] += first
-    each[-1] += last
-    return each
+    values: list[float] = []
+    for value, count in each:
+        values += [value] * count
+    values[0] += first
+    values[-1] += last
+    return sums(values)
+
+
+def _whole(one: Cost) -> float:
+    return one.device_s + one.exposed_s

@@ -1,6 +1,7 @@
 """The hardware catalogue: devices, links, networks, efficiency curves; data files with the source of every figure."""
 
 from cost_model.hardware.catalogue import (
+    CONTEXT_GB,
     AttentionKernel,
     Device,
     Efficiency,
@@ -16,6 +17,7 @@ from cost_model.hardware.catalogue import (
 )
 
 __all__ = [
+    "CONTEXT_GB",
     "AttentionKernel",
     "Device",
     "Efficiency",

@@ -83,6 +83,12 @@ class Efficiency(Entry, frozen=True):
         )
 
 
+# The memory of a process's own on a device, in GB: CUDA context, library handles and workspaces (Gao et al.,
+# "Estimating GPU memory consumption of deep learning models", FSE 2020, give 0.5 to 1 GB on V100; newer contexts are
+# larger).
+CONTEXT_GB = 1.0
+
+
 class Device(Entry, frozen=True):
     """One accelerator or CPU socket.
 
@@ -97,6 +103,7 @@ class Device(Entry, frozen=True):
         link: how devices of one host reach each other, or None where only the host link does.
         host_link: how the device reaches the host's memory.
         efficiency: name of its efficiency curve.
+        context_gb: GB of that memory that a process takes for itself, before it has any tensor.
     """
 
     kind: Literal["gpu", "accelerator", "cpu"]
@@ -109,6 +116,7 @@ class Device(Entry, frozen=True):
     efficiency: str
     link: str | None = None
     aliases: list[str] = []
+    context_gb: Annotated[float, Meta(ge=0)] = CONTEXT_GB
 
     @property
     def memory_bytes(self) -> float:

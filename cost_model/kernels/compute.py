@@ -54,19 +54,25 @@ def compute_slowdown(ranks: int, variation: float) -> float:
 
 
 def find_rates(
-    device: Device, dtype: str, share: float = 1.0, ranks: int = 1, attention: AttentionKernel = "flash-1"
+    device: Device,
+    dtype: str,
+    share: float = 1.0,
+    ranks: int = 1,
+    attention: AttentionKernel = "flash-1",
+    slower: float = 1.0,
 ) -> Rates:
     """Returns the rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many.
 
-    `attention`: the kernel that computes fused attention.
+    `attention`: the kernel that computes fused attention; `slower`: by which kernels take longer than the device's
+    curve says.
     """
     curve: Efficiency = load_efficiencies()[device.efficiency]
-    peak = device.peak_flops_per_s(dtype) / compute_slowdown(ranks, curve.variation)
+    peak = device.peak_flops_per_s(dtype) / compute_slowdown(ranks, curve.variation) / slower
     return Rates(
         units=max(1, round(device.units * share)),
         matmul_flops_per_s=peak * curve.find_matmul_fraction(dtype) * share,
         fill_k=curve.matmul_fill_k,
-        memory_bytes_per_s=device.memory_bytes_per_s * curve.memory_fraction * share,
+        memory_bytes_per_s=device.memory_bytes_per_s * curve.memory_fraction * share / slower,
         kernel_s=curve.kernel_us * 1e-6,
         attention_flops_per_s=peak * curve.find_attention_fraction(attention) * share,
         attention_ramp=curve.attention_ramp,

@@ -8,19 +8,30 @@ import argparse
 import sys
 from pathlib import Path
 
-from cost_model.validation import report
+from cost_model.analytic import stacks
+from cost_model.validation import intervals, report
 from cost_model.validation.cases import DATA, read
 from whale.errors import WhaleError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints predicted and published seconds per row, then one line per table. Returns the exit status."""
+    """Prints predicted and published seconds per row, then one line per table.
+
+    Returns the exit status: 1 if some rows could not be predicted, 2 if a file cannot be read.
+    """
     parser = argparse.ArgumentParser(prog="python -m cost_model.validation", description=__doc__)
     parser.add_argument(
         "--rows", nargs="+", type=Path, help="CSV files of published rows (default: those in the package)"
     )
+    parser.add_argument(
+        "--intervals",
+        action="store_true",
+        help="calibrate the intervals of the package's stacks on its rows, and write them into the stacks' files",
+    )
     parser.add_argument("--out", type=Path, help="also write validation.md and validation.png there (needs matplotlib)")
     options = parser.parse_args(arguments)
+    if options.intervals and options.rows:
+        parser.error("the package's stacks are calibrated on the package's rows; whale simulate --fit is for others")
     try:
         found = []
         for path in options.rows or sorted(DATA.glob("*.csv")):
@@ -29,8 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"validation: {path} has no rows", file=sys.stderr)
                 return 2
             found.append((published, report.results(cases)))
+        if options.intervals:
+            groups = intervals.grouped([one for _, results in found for one in results])
+            intervals.write(stacks.FOLDER, intervals.calibrate(groups))
+            return 0
+        inside = [None] * len(found) if options.rows else intervals.each_left_out([own for _, own in found])
         rows = "\n\n".join(report.table(published.name, results) for published, results in found)
-        lines = "\n".join(report.summary(published, results) for published, results in found)
+        lines = "\n".join(report.summary(published, results, own) for (published, results), own in zip(found, inside))
         print(rows, lines, sep="\n\n")
         if options.out:
             from cost_model.validation.figure import draw
@@ -40,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (WhaleError, OSError) as error:
         print(f"validation: {error}", file=sys.stderr)
         return 2
-    return 0
+    return int(any(one.problem for _, results in found for one in results))
 
 
 if __name__ == "__main__":

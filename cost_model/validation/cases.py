@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import csv
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import msgspec
+
+from cost_model.analytic.layer_profile import MeasuredLayer, Profile
 from cost_model.analytic.predict import JobPrediction, predict
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
-from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster import yaml_files
+from cost_model.cluster.cluster_file import Attachment, Cluster, DeviceEntry, HostEntry, NetworkEntry
 from cost_model.validation.division import Division, completed
-from whale.errors import PlanError, ProgramError
+from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.strategy import Degrees, Recompute
 
 GPT2_VOCABULARY = 50257  # words of GPT-2's tokenizer, which vTrain's models have
@@ -28,7 +34,14 @@ COMMENT = "# source:"  # begins a line that says where a file's rows were publis
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measured run. `size` groups the rows among which plans are ranked."""
+    """One measured run.
+
+    Attributes:
+        size: groups the rows among which plans are ranked.
+        error: why the row's plan cannot be; None: it can.
+        profile: measured layers, instead of formulas.
+        peak_gb: the most that a rank held, measured; 0: not published.
+    """
 
     label: str
     size: str
@@ -36,11 +49,16 @@ class Case:
     model: Transformer
     parallel: Degrees
     stack: str
-    cluster: str
+    cluster: str | Cluster
+    error: WhaleError | None = None
+    profile: Profile | None = None
+    peak_gb: float = 0.0
 
     def predict(self) -> JobPrediction:
-        """Predicts the run by the cost model."""
-        return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster))
+        """Predicts the run by the cost model; raises WhaleError if it is impossible."""
+        if self.error is not None:
+            raise self.error
+        return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster), self.profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +71,13 @@ class Published:
     ranked: bool = False
 
 
-@cache
-def published_cluster(name: str) -> Cluster:
+def published_cluster(name: str | Cluster) -> Cluster:
     """Returns a cluster that rows were measured on, by the name of its file in clusters/, or by the path of another."""
+    return name if isinstance(name, Cluster) else _read_cluster(name)
+
+
+@cache
+def _read_cluster(name: str) -> Cluster:
     return cluster.read(name if name.endswith((".yaml", ".yml")) else FOLDER / "clusters" / f"{name}.yaml")
 
 
@@ -64,10 +86,10 @@ def _megatron_row(row: Mapping[str, str]) -> Division:
     return Division(
         sizes=tuple(_number(row[name]) for name in ("tp", "pp", "dp", "vpp", "mbs")),
         devices=_number(row["gpus"]),
-        batch=int(row["gbs"]),
+        batch=_whole(row["gbs"]),
         recompute=_recompute(row["recompute"]),
         sequence_parallel=row.get("seqpar", "").strip().lower() in ("1", "true", "yes"),
-        zero=int(row.get("zero") or 0),
+        zero=_whole(row.get("zero") or "0"),
     )
 
 
@@ -75,65 +97,95 @@ def _megatron(row: Mapping[str, str]) -> Case:
     """Reads a row of Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021, table
     1."""
     model, division = _model(row), _megatron_row(row)
-    parallel, assumed = completed(division, model, "megatron-2021", published_cluster("selene"))
-    # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh).
-    work = model.step_flops(parallel.batch, "full")
-    seconds = work / (int(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
-    return Case(
-        f"{row['params_B']}B {_plan(parallel)}{assumed}",
-        row["params_B"],
-        seconds,
-        model,
-        parallel,
-        "megatron-2021",
-        "selene",
+    software, where, division = _of_form(row, "megatron-2021", division)
+    parallel, assumed = completed(division, model, software, published_cluster(where))
+    # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh); the table of H100 does not.
+    work = model.step_flops(parallel.batch, "full" if where == "selene" else "none")
+    seconds = work / (_whole(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
+    label = f"{row['params_B']}B {_plan(parallel)}{assumed}"
+    return Case(label, row["params_B"], seconds, model, parallel, software, where)
+
+
+def _of_form(row: Mapping[str, str], software: str, division: Division) -> tuple[str, str, Division]:
+    """Returns the stack, the cluster and the division of a row of the Megatron-LM tables' form.
+
+    Megatron-Core's table of H100 has that form as well, without fields that were not published.
+    """
+    if re.search("core|h100", row.get("set", ""), re.I) is None:
+        return software, "selene", division
+    return "megatron-core-bf16", "dgx-h100", _open(division, row)
+
+
+def _open(division: Division, row: Mapping[str, str]) -> Division:
+    """Returns a division in which blank fields of how a step runs are open, and not off."""
+    return replace(
+        division,
+        recompute=division.recompute if row.get("recompute", "").strip() else None,
+        sequence_parallel=division.sequence_parallel if row.get("seqpar", "").strip() else None,
+        zero=division.zero if row.get("zero", "").strip() else None,
     )
 
 
 def _korthikanti(row: Mapping[str, str]) -> Case:
     """Reads a row of Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, table
-    5."""
+    5.
+    """
     model = _model(row)
-    parallel, assumed = completed(_megatron_row(row), model, "megatron-2022", published_cluster("selene"))
+    software, where, division = _of_form(row, "megatron-2022", _megatron_row(row))
+    parallel, assumed = completed(division, model, software, published_cluster(where))
     label = f"{row['model']} {_plan(parallel)}{assumed}"
-    return Case(label, row["model"], float(row["iter_s"]), model, parallel, "megatron-2022", "selene")
+    return Case(label, row["model"], float(row["iter_s"]), model, parallel, software, where)
 
 
 def _megatron_zero(row: Mapping[str, str]) -> Case:
     """Reads a row of table 2 of SC 2021: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
     model = _model(row)
-    parallel, assumed = completed(_megatron_row(row), model, "megatron-2021", published_cluster("selene"))
+    software, where, division = _of_form(row, "megatron-2021", _megatron_row(row))
+    parallel, assumed = completed(division, model, software, published_cluster(where))
     label = f"{row['params_B']}B {_plan(parallel)} ZeRO {parallel.zero}{assumed}"
-    return Case(label, row["params_B"], float(row["iter_s"]), model, parallel, "megatron-2021", "selene")
+    return Case(label, row["params_B"], float(row["iter_s"]), model, parallel, software, where)
 
 
 def _model(row: Mapping[str, str]) -> Transformer:
     names = ("layers", "hidden", "heads", "seq", "vocab")
-    return Transformer(*(int(row[name]) for name in names))
+    return Transformer(*(_whole(row[name]) for name in names))
 
 
 def _number(text: str) -> int | None:
     """Parses a number; None: the field is blank."""
-    return int(text) if text.strip() else None
+    return _whole(text) if text.strip() else None
+
+
+def _whole(text: str) -> int:
+    """Parses a whole number, which some programs write as 8.0; ValueError: it is none."""
+    value = float(text)
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is no whole number")
+    return int(value)
+
+
+# How tables say a kind of recompute otherwise.
+RECOMPUTE_WORDS = {"": "none", "0": "none", "no": "none", "false": "none", "1": "full", "yes": "full", "true": "full"}
 
 
 def _recompute(text: str) -> Recompute:
     """Parses a kind of recompute, "none" where blank; `Degrees` refuses invalid kinds."""
-    return cast(Recompute, text.strip().lower() or "none")
+    word = text.strip().lower()
+    return cast(Recompute, RECOMPUTE_WORDS.get(word, word))
 
 
 def _vtrain(row: Mapping[str, str], recompute: Recompute, software: str, where: str) -> Case:
     names = ("tensor parallelism", "pipeline parallelism", "data parallelism")
     tensor, pipeline, data = (_number(row[name]) for name in names)
     model = Transformer(
-        layers=int(row["# layers"]),
-        hidden=int(row["hidden size"]),
-        heads=int(row["attention heads"]),
-        sequence=int(row["sequence length"]),
+        layers=_whole(row["# layers"]),
+        hidden=_whole(row["hidden size"]),
+        heads=_whole(row["attention heads"]),
+        sequence=_whole(row["sequence length"]),
         vocabulary=padded_vocabulary(GPT2_VOCABULARY, tensor or 1),
     )
     sizes = (tensor, pipeline, data, 1, _number(row["micro batch"]))
-    division = Division(sizes, _number(row["# GPUs"]), int(row["global batch"]), recompute)
+    division = Division(sizes, _number(row["# GPUs"]), _whole(row["global batch"]), recompute)
     parallel, assumed = completed(division, model, software, published_cluster(where))
     size = row.get("Parameters (billion)") or f"h{model.hidden} L{model.layers}"
     label = f"{size} {_plan(parallel)}{assumed}"
@@ -176,15 +228,15 @@ def _mosaic(row: Mapping[str, str]) -> Case:
         raise ProgramError("the row's model is not one of MosaicML's", given=row["Model"], expected=", ".join(MPT))
     hidden, heads, layers = MPT[name]
     sharding = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row["Sharding Strategy"].strip().upper()]
-    devices, micro_batch = int(row["# GPUs"]), int(row["MicroBatchSize"])
+    devices, micro_batch = _whole(row["# GPUs"]), _whole(row["MicroBatchSize"])
     parallel = Degrees(
         data=devices,
         micro_batch=micro_batch,
-        batch=devices * micro_batch * int(row["GradAccum"]),
+        batch=devices * micro_batch * _whole(row["GradAccum"]),
         recompute="full" if row["Activation Checkpointing"].strip() == "True" else "none",
         zero=sharding,
     )
-    model = Transformer(layers, hidden, heads, int(row["SeqLen (T)"]), MPT_VOCABULARY)
+    model = Transformer(layers, hidden, heads, _whole(row["SeqLen (T)"]), MPT_VOCABULARY)
     tokens = parallel.batch * model.sequence
     software = "composer-fp8" if "fp8" in row["Precision"] else "composer-bf16"
     software += "-pure" if row["MP Mode"].strip() == "PURE" else ""
@@ -197,47 +249,169 @@ def _mosaic(row: Mapping[str, str]) -> Case:
 
 BERT = "TF BERT-large"
 BERT_PREDICTED = {128: 20, 512: 80}  # masked words of a sequence, as that table's source trains
-# The stack that stands for the software of a table, by its name and the `software` of its rows; else that is the stack.
-SOFTWARE = {
-    (BERT, "tensorflow-fp32"): "tensorflow-xla-fp32",
-    (BERT, "tensorflow-tf32"): "tensorflow-xla-tf32",
-    ("BLOOM", "megatron-2021"): "deepspeed-2022",
-    ("MT-NLG 530B", "megatron-2021"): "deepspeed-2022",
-    ("BigScience V100", "megatron-2021"): "deepspeed-2022",
-    ("NVIDIA DGXC H100", "composer-bf16"): "megatron-core-bf16",
-    ("NVIDIA DGXC H100", "composer-fp8"): "megatron-core-fp8",
-    ("NeMo 24.07 FP8 H100", "composer-fp8"): "megatron-core-fp8",
-    ("Megatron-Bridge 25.11 FP8", "composer-fp8"): "megatron-core-fp8",
-    ("MaxText H100", "composer-bf16"): "maxtext-bf16",
-    ("MaxText H100", "composer-fp8"): "maxtext-fp8",
-    ("TorchTitan 2024-12 H100-96GB 500W", "composer-bf16"): "torchtitan-bf16",
-    ("TorchTitan 2024-12 H100-96GB 500W", "composer-fp8"): "torchtitan-fp8",
-    ("TorchTitan H200", "composer-fp8"): "torchtitan-fp8",
+# The stack that stands for the software of a table, by what its name begins with and the `software` of its rows; else
+# that is the stack. TorchTitan's rows that are not compiled say so by leaving it out.
+SOFTWARE = (
+    (BERT, {"tensorflow-fp32": "tensorflow-xla-fp32", "tensorflow-tf32": "tensorflow-xla-tf32"}),
+    ("BLOOM", {"megatron-2021": "deepspeed-2022"}),
+    ("MT-NLG", {"megatron-2021": "deepspeed-2022"}),
+    ("BigScience", {"megatron-2021": "deepspeed-2022"}),
+    ("NVIDIA", {"composer-bf16": "megatron-core-bf16", "composer-fp8": "megatron-core-fp8"}),
+    ("NeMo", {"composer-bf16": "megatron-core-bf16", "composer-fp8": "megatron-core-fp8"}),
+    ("Megatron", {"composer-bf16": "megatron-core-bf16", "composer-fp8": "megatron-core-fp8"}),
+    ("MaxText", {"composer-bf16": "maxtext-bf16", "composer-fp8": "maxtext-fp8"}),
+    ("TorchTitan", {"composer-bf16": "torchtitan-bf16", "composer-fp8": "torchtitan-fp8"}),
+)
+EAGER = {"torchtitan-bf16": "torchtitan-eager-bf16", "torchtitan-fp8": "torchtitan-eager-fp8"}
+# Published models that tables describe by one plain feed-forward network with as many elements, which has the missing
+# keys and the gate folded into it: (hidden, heads, that width) -> heads of keys, gate, the networks' own width.
+FOLDED = {
+    (4096, 32, 18432): (8, 1, 14336),  # Llama 3 8B
+    (8192, 64, 35840): (8, 1, 28672),  # Llama 2 and 3 70B
+    (16384, 128, 64512): (8, 1, 53248),  # Llama 3.1 405B
+    (4096, 32, 16512): (0, 1, 11008),  # Llama 2 7B
+    (5120, 40, 20736): (0, 1, 13824),  # Llama 2 13B
+    (6144, 48, 19456): (8, 0, 24576),  # Nemotron 4 15B and 22B
+    (18432, 96, 56832): (8, 0, 73728),  # Nemotron 4 340B
 }
+FSDP_RANKS, FSDP_FROM = 128, 512  # MaxText's rows from so many ranks on shard over so many, as their notes say
 
 
 def _shared(row: Mapping[str, str]) -> Case:
-    """Reads a row of the form that has a column for each field of a model, a plan and where they ran."""
-    of_model = ("layers", "hidden", "heads", "sequence", "vocabulary", "feed_forward", "experts", "top")
-    model = Transformer(
-        **{name: int(row[name]) for name in of_model if row[name].strip()},
-        predicted_tokens=BERT_PREDICTED.get(int(row["sequence"]), 0) if row["set"] == BERT else 0,
+    """Reads a row of the form that has a column for each field of a model, a plan and where they ran.
+
+    A row may leave out columns and fields of the division of work. Context parallelism is a column, or `cp2` in the
+    row's label, where tables count its ranks among the data-parallel ones.
+    """
+    model, label, where = _described(row), row.get("row", "").strip(), row["cluster"]
+    software = _software(row.get("set", ""), row["software"], label)
+    division = _division(row, model, label)
+    parallel, assumed = completed(division, model, software, published_cluster(where))
+    text = f"{label or _plan(parallel)}{assumed}"
+    return Case(text, row.get("group", ""), float(row["measured_s"]), model, parallel, software, where)
+
+
+def _described(row: Mapping[str, str]) -> Transformer:
+    given = {name: _whole(row[name]) for name in Transformer.__struct_fields__ if row.get(name, "").strip()}
+    if row.get("set", "").startswith(BERT):
+        given.setdefault("predicted_tokens", BERT_PREDICTED.get(given["sequence"], 0))
+    known = FOLDED.get((given["hidden"], given["heads"], given.get("feed_forward", 0)))
+    if known is not None and not {"kv_heads", "gated", "experts"} & given.keys():
+        given |= dict(zip(("kv_heads", "gated", "feed_forward"), known), untied=1, rotary=1)
+    return Transformer(**given)
+
+
+def _software(table: str, software: str, label: str) -> str:
+    found = next((known for name, known in SOFTWARE if table.startswith(name)), {}).get(software, software)
+    return found if "compile" in label else EAGER.get(found, found)
+
+
+def _division(row: Mapping[str, str], model: Transformer, label: str) -> Division:
+    def number(*names: str) -> int | None:
+        return next((_whole(row[name]) for name in names if row.get(name, "").strip()), None)
+
+    names = (("tensor",), ("pipeline",), ("data",), ("chunks",), ("micro_batch",))
+    tensor, stages, data, chunks, rows = (number(*name) for name in names)
+    context = number("context", "cp") or 1
+    folded = re.search(r"\bcp(\d+)\b", label)
+    if context == 1 and folded and data and data % int(folded[1]) == 0:
+        context = int(folded[1])
+        data //= context
+    devices = number("devices", "gpus")
+    if devices is None and data is None and (found := re.search(r"\bx(\d+)\b", label)):
+        devices = int(found[1])
+    zero = number("zero")
+    given = row.get("recompute", "").strip().lower()
+    parallel = row.get("sequence_parallel", "").strip()
+    open_ = None in (tensor, stages, rows) or (data is None and devices is None) or not given
+    return Division(
+        sizes=(tensor, stages, data, chunks, rows),
+        devices=devices,
+        batch=_whole(row["global_batch"]),
+        recompute=_recompute(given) if given else None,
+        sequence_parallel=None if open_ and not parallel else parallel.lower() in ("1", "1.0", "true", "yes"),
+        zero=None if open_ and zero is None else zero or 0,
+        context=context,
+        shard=number("shard") or (FSDP_RANKS if _is_hybrid(row, data) else 0),
+        stage_layers=_stage_layers(row, model.layers, (stages or 1) * (chunks or 1)),
+        experts=number("expert_ranks") or 1,
     )
+
+
+def _is_hybrid(row: Mapping[str, str], data: int | None) -> bool:
+    told = f"FSDP {FSDP_RANKS} x DP" in row.get("note", "")
+    return told and data is not None and data >= FSDP_FROM and data % FSDP_RANKS == 0
+
+
+def _stage_layers(row: Mapping[str, str], layers: int, chunks: int) -> tuple[int, ...]:
+    """Returns the layers of each chunk where a row says so: embedding and head may count as a layer each."""
+    if given := row.get("stage_layers", "").strip():
+        return tuple(int(number) for number in given.split())
+    note = row.get("note", "")
+    uneven = "first and last stage one fewer" in note or "counted as a layer of first and last stage" in note
+    if not uneven or chunks < 2 or (layers + 2) % chunks or layers + 2 == chunks:
+        return ()
+    each = (layers + 2) // chunks
+    return (each - 1, *[each] * (chunks - 2), each - 1)
+
+
+class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan of Sailor's.
+
+    Attributes:
+        layers: of each stage.
+        hosts: the type of the devices of each replica's host, stage by stage; one: of all.
+    """
+
+    tensor: int
+    layers: tuple[int, ...]
+    data: int
+    micro_batch: int
+    batch: int
+    hosts: tuple[str, ...]
+
+
+class _Sailor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    models: dict[str, Transformer]
+    plans: dict[str, _Plan]
+    layers: dict[str, list[MeasuredLayer]]
+
+
+@cache
+def _sailor_plans() -> _Sailor:
+    path = FOLDER / "measured" / "sailor.yaml"
+    return yaml_files.YamlFile(yaml_files.read_text(path, "plans"), str(path), "plans").decode(_Sailor)
+
+
+def _sailor(row: Mapping[str, str]) -> Case:
+    """Reads a row of Strati et al., "Sailor", SOSP 2025, artifact: measured steps and peaks, with measured layers.
+
+    The table's name says the model, the devices and, of the mixed ones, the network.
+    """
+    known, table, name = _sailor_plans(), row["table"].strip(), row["plan"].strip()
+    mixed, _, network = table.partition("mixed ")
+    plan = known.plans[f"{mixed}mixed/{name}" if network else f"{table}/{name}"]
+    model = "GPT-Neo-2.7" if "GPT-Neo" in table else "OPT-350"
     parallel = Degrees(
-        tensor=int(row["tensor"]),
-        stages=int(row["pipeline"]),
-        data=int(row["data"]),
-        chunks=int(row["chunks"]),
-        micro_batch=int(row["micro_batch"]),
-        batch=int(row["global_batch"]),
-        recompute=_recompute(row["recompute"]),
-        sequence_parallel=row["sequence_parallel"].strip() == "1",
-        zero=int(row["zero"] or 0),  # type: ignore[arg-type]
-        experts=int(row["expert_ranks"] or 1),
+        tensor=plan.tensor,
+        stages=len(plan.layers),
+        data=plan.data,
+        micro_batch=plan.micro_batch,
+        batch=plan.batch,
+        stage_layers=plan.layers,
     )
-    software = SOFTWARE.get((row["set"], row["software"]), row["software"])
-    label = row["row"].strip()
-    return Case(label, row["group"], float(row["measured_s"]), model, parallel, software, row["cluster"])
+    replicas = parallel.stages * parallel.data
+    each = [(host, 1) for host in plan.hosts] if len(plan.hosts) == replicas else [(plan.hosts[0], replicas)]
+    hosts = [
+        HostEntry(f"host-{i}", [DeviceEntry(kind, plan.tensor)], count, {"fabric": Attachment(1 if network else 4)})
+        for i, (kind, count) in enumerate(each)
+    ]
+    where = Cluster(table, hosts, {"fabric": NetworkEntry(network or "slingshot-11")})
+    label = f"{table} {name}"
+    peak_gb = float(row.get("measured_peak_gb") or 0)
+    more: dict[str, Any] = {"profile": Profile(known.layers[model]), "peak_gb": peak_gb}
+    measured_s = float(row["measured_s"])
+    return Case(label, table, measured_s, known.models[model], parallel, "deepspeed-fp32", where, **more)
 
 
 def _plan(p: Degrees) -> str:
@@ -255,13 +429,29 @@ SETS = (
     Published("Megatron SC'21, ZeRO 3", frozenset({"iter_s", "tp", "pp", "vpp", "zero"}), _megatron_zero),
     Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
     Published("vTrain single node", _VTRAIN, _vtrain_single),
-    Published(SHARED_FORM, frozenset({"set", "row", "group", "measured_s", "software", "cluster"}), _shared),
+    Published(SHARED_FORM, frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"}), _shared),
+    Published("Sailor SOSP'25", frozenset({"table", "plan", "measured_s"}), _sailor),
     Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),
 )
 
 
-def read(path: Path) -> tuple[Published, list[Case]]:
-    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row."""
+def _with(row: Mapping[str, str], folder: Path, software: str, cluster: str) -> Mapping[str, str]:
+    """Returns a row with the software and the cluster that it lacks, and with files' paths from its folder."""
+    given = {"software": row.get("software") or software, "cluster": row.get("cluster") or cluster}
+    for name, value in given.items():
+        if value.endswith((".yaml", ".yml")) and row.get(name) and (folder / value).is_file():
+            given[name] = str(folder / value)
+    return {**row, **given}
+
+
+def read(path: Path, software: str = "", cluster: str | None = None) -> tuple[Published, list[Case]]:
+    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row.
+
+    A row that can be read, and whose plan cannot be, is a case whose prediction says why.
+
+    Args:
+        software, cluster: of rows of the shared form that name none; a file is found from the folder of the rows'.
+    """
     with path.open(newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith(COMMENT))
         columns = set(rows.fieldnames or ())
@@ -275,8 +465,11 @@ def read(path: Path) -> tuple[Published, list[Case]]:
         cases = []
         for row in rows:
             try:
-                cases.append(table.case(row))
-            except (KeyError, ValueError, TypeError, PlanError) as error:
+                cases.append(table.case(_with(row, path.parent, software, cluster or "")))
+            except (PlanError, ClusterError) as error:
+                nothing = Transformer(1, 1, 1, 1, 1), Degrees(), "", ""
+                cases.append(Case(f"line {rows.line_num}", "", math.nan, *nothing, error))
+            except (KeyError, ValueError, TypeError, WhaleError) as error:
                 raise ProgramError(
                     f"line {rows.line_num} of {path} is no row of {table.name}",
                     given=f"{type(error).__name__}: {error}",

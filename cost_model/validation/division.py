@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_model.analytic.job import too_large
 from cost_model.analytic.predict import predict
@@ -16,7 +16,7 @@ from whale.ir.strategy import Degrees, Recompute
 
 NAMES = ("t", "p", "d", "v", "b")  # as labels have them
 TENSORS = (1, 2, 4, 8)  # that are assumed where a row names none: no more than a host has devices
-MOST_CHUNKS, MOST_ROWS = 8, 64
+MOST_CHUNKS, MOST_ROWS = 24, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,45 +26,83 @@ class Division:
     Attributes:
         sizes: tensor, pipeline, data, chunks of a stage, rows of a micro-batch.
         devices: of the job.
+        context: ranks that divide a row's tokens; shard: over which ZeRO divides states (0: all).
+        stage_layers: of each chunk (empty: as equal as they can be).
+        experts: ranks that divide a layer's experts.
     """
 
     sizes: tuple[int | None, ...]
     devices: int | None
     batch: int
-    recompute: Recompute
-    sequence_parallel: bool = False
-    zero: int = 0
+    recompute: Recompute | None
+    sequence_parallel: bool | None = False
+    zero: int | None = 0
+    context: int = 1
+    shard: int = 0
+    stage_layers: tuple[int, ...] = ()
+    experts: int = 1
+
+    @property
+    def ways(self) -> tuple[Recompute | None, bool | None, int | None]:
+        """Returns how the step runs besides: recompute, sequence parallelism, ZeRO."""
+        return self.recompute, self.sequence_parallel, self.zero
 
 
 def completed(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, str]:
     """Returns the completed division, and a text with the assumptions made (empty: none).
 
+    Sequence parallelism that is blank is used where tensors are divided, ZeRO 1 where there are replicas: both take
+    less memory and no more time.
+
     Raises:
-        PlanError: no division that fits into memory completes the row.
+        PlanError: no division completes the row.
     """
     tensor, pipeline, data, chunks, rows = row.sizes
     if None not in (tensor, pipeline, rows) and row.devices is not None and data is None:
-        data = row.devices // (tensor * pipeline)  # type: ignore[operator]
-    if None not in (tensor, pipeline, data, rows) and (chunks is not None or pipeline == 1):
+        data = row.devices // (tensor * pipeline * row.context)  # type: ignore[operator]
+    if None not in (tensor, pipeline, data, rows, *row.ways) and (chunks is not None or pipeline == 1):
         return _parallel(row, (tensor, pipeline, data, chunks or 1, rows)), ""
-    best: tuple[float, Degrees] | None = None
-    for sizes in _legal(row, model):
-        try:
-            parallel = _parallel(row, sizes)
-            found = predict(model, parallel, stack(software), where)
-        except WhaleError:
-            continue
-        if (best is None or found.step_s < best[0]) and not too_large(where, found):
-            best = found.step_s, parallel
-    if best is None:
+    p, fits = _fastest(row, model, software, where)
+    chosen = zip(NAMES, row.sizes, (p.tensor, p.stages, p.data, p.chunks, p.micro_batch))
+    text = [f"{name}{value}" for name, known, value in chosen if known is None]
+    text += [f"{p.recompute} recompute"] * (row.recompute is None)
+    text += ["sequence parallel" if p.sequence_parallel else "not sequence parallel"] * (row.sequence_parallel is None)
+    text += [f"ZeRO {p.zero}"] * (row.zero is None)
+    text += ["which does not fit"] * (not fits)
+    return p, f" (assumed: {' '.join(text)})"
+
+
+def _fastest(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, bool]:
+    """Returns the fastest division that fits into memory and completes a row, and that it does; else the smallest one.
+
+    Of recompute that is blank, the least with which any fits.
+    """
+    smallest: tuple[float, Degrees] | None = None
+    refused = "no size of a micro-batch, and no number of stages and chunks, divides them"
+    recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
+    for how in recomputes if row.recompute is None else (row.recompute,):
+        best: tuple[float, Degrees] | None = None
+        for sizes in _legal(row, model):
+            try:
+                parallel = _parallel(replace(row, recompute=how), sizes)
+                found = predict(model, parallel, stack(software), where)
+            except WhaleError as error:
+                refused = str(error)
+                continue
+            if smallest is None or found.peak_bytes < smallest[0]:
+                smallest = found.peak_bytes, parallel
+            if (best is None or found.step_s < best[0]) and not too_large(where, found):
+                best = found.step_s, parallel
+        if best is not None:
+            return best[1], True
+    if smallest is None:
         raise PlanError(
             "no division of work completes the row",
             given=", ".join(f"{name} {value or '(blank)'}" for name, value in zip(NAMES, row.sizes)),
-            expected="sizes that divide the devices, the layers and the batch, and fit into memory",
+            expected="sizes that divide the devices, the layers and the batch",
+            reason=" ".join(refused.split()),
         )
-    p = best[1]
-    chosen = zip(NAMES, row.sizes, (p.tensor, p.stages, p.data, p.chunks, p.micro_batch))
-    return p, " (assumed: " + " ".join(f"{name}{value}" for name, known, value in chosen if known is None) + ")"
+    return smallest[1], False
 
 
 def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Degrees:
@@ -76,9 +114,13 @@ def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Degrees:
         chunks=chunks,
         micro_batch=rows,
         batch=row.batch,
-        recompute=row.recompute,
-        sequence_parallel=row.sequence_parallel,
-        zero=row.zero,
+        recompute=row.recompute or "none",
+        sequence_parallel=tensor > 1 if row.sequence_parallel is None else row.sequence_parallel,
+        zero=int(data * row.context > 1) if row.zero is None else row.zero,
+        context=row.context,
+        shard=row.shard,
+        stage_layers=row.stage_layers,
+        experts=row.experts,
     )
 
 
@@ -95,7 +137,7 @@ def _legal(row: Division, model: Transformer) -> Iterator[tuple[int, ...]]:
         if model.heads % tensor or model.layers % pipeline:
             continue
         if row.devices is not None:
-            data, left = divmod(row.devices, tensor * pipeline)
+            data, left = divmod(row.devices, tensor * pipeline * row.context)
             if left or datas not in (None, data):
                 continue
         elif datas is None:

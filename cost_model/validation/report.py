@@ -5,16 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.validation.cases import Case, Published
-from whale.errors import ProgramError, WhaleError
+from cost_model.analytic.evaluate import likely_s
+from cost_model.analytic.stacks import stack
+from cost_model.cluster.pools import Machines
+from cost_model.validation.cases import Case, Published, published_cluster
+from whale.errors import WhaleError
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case with its prediction."""
+    """A case with its prediction.
+
+    Attributes:
+        likely_s: between which nine of ten steps lie that are predicted so.
+        problem: why there is no prediction; empty: there is one.
+        fits: whether all ranks have room, by the prediction; peak_gb: what the fullest one holds.
+    """
 
     case: Case
     predicted_s: float
+    likely_s: tuple[float, float] = (0.0, 0.0)
+    problem: str = ""
+    fits: bool = True
+    peak_gb: float = 0.0
+
+    @property
+    def inside(self) -> bool:
+        """Tells whether the measured step lies in the printed interval."""
+        return self.likely_s[0] <= self.case.measured_s <= self.likely_s[1]
 
     @property
     def error(self) -> float:
@@ -23,13 +41,15 @@ class Result:
 
 
 def results(cases: Sequence[Case]) -> list[Result]:
-    """Predicts all cases; raises an error that names a case that cannot be predicted."""
+    """Predicts all cases; of one that cannot be predicted the result says why."""
     found = []
     for case in cases:
         try:
-            found.append(Result(case, case.predict().step_s))
+            one = case.predict()
+            likely = likely_s(stack(case.stack), one.strategy, Machines(published_cluster(case.cluster)), one.step_s)
+            found.append(Result(case, one.step_s, likely, fits=one.evaluation.fits, peak_gb=one.peak_bytes / 1e9))
         except WhaleError as error:
-            raise ProgramError(f"the row {case.label} cannot be predicted", given=str(error)) from error
+            found.append(Result(case, 0.0, problem=" ".join(str(error).split())))
     return found
 
 
@@ -81,20 +101,40 @@ def choice_loss(found: Sequence[Result]) -> float:
 def table(title: str, found: Sequence[Result]) -> str:
     """Formats one line per row: the run, seconds measured and predicted, error in percent."""
     width = max(len(one.case.label) for one in found)
-    lines = [title, f"  {'row':{width}}  measured s  predicted s  error %"]
+    lines = [title, f"  {'row':{width}}  measured s  predicted s  error %  nine of ten s"]
     for one in found:
         case = one.case
-        lines.append(
-            f"  {case.label:{width}}  {case.measured_s:10.3f}  {one.predicted_s:11.3f}  {100 * one.error:+7.1f}"
-        )
+        text = f"  {case.label:{width}}  {case.measured_s:10.3f}  "
+        if one.problem:
+            lines.append(f"{text}not predicted: {one.problem}")
+            continue
+        low_s, high_s = one.likely_s
+        text += f"{one.predicted_s:11.3f}  {100 * one.error:+7.1f}  {low_s:.3f} to {high_s:.3f}"
+        text += "" if one.inside else " *"
+        if case.peak_gb:
+            more = 100 * (one.peak_gb / case.peak_gb - 1)
+            text += f", peak {case.peak_gb:.2f} GB, predicted {one.peak_gb:.2f} ({more:+.1f} %)"
+        lines.append(text if one.fits else f"{text} does not fit into memory")
     return "\n".join(lines)
 
 
-def summary(table: Published, found: Sequence[Result]) -> str:
+def summary(table: Published, found: Sequence[Result], left_out: Sequence[bool] | None = None) -> str:
     """Formats one line: MAPE and maximum error in percent; for plans also Kendall's tau and the choice's loss, by
     size.
+
+    `left_out`: whether each row lies in the interval that all other rows give; None: the stacks' intervals count.
     """
+    lacking, found = [one for one in found if one.problem], [one for one in found if not one.problem]
+    if not found:
+        return f"{table.name}: none of {len(lacking)} rows could be predicted"
     text = f"{table.name}: {len(found)} rows, MAPE {100 * mape(found):.2f} %, maximum {100 * maximum(found):.2f} %"
+    inside = sum(one.inside for one in found) if left_out is None else sum(left_out)
+    text += f", {inside} in {'their intervals' if left_out is None else 'the interval of the other rows'}"
+    if peaks := [abs(one.peak_gb / one.case.peak_gb - 1) for one in found if one.case.peak_gb]:
+        text += f"; peak memory of {len(peaks)} rows: MAPE {100 * sum(peaks) / len(peaks):.2f} %"
+    if misfits := sum(not one.fits for one in found):
+        text += f"; {misfits} ran and do not fit into memory, by the prediction"
+    text += f"; {len(lacking)} could not be predicted" if lacking else ""
     if table.ranked:
         groups = {size: group for size, group in by_size(found).items() if len(group) > 2}
         taus = ", ".join(f"{size}B {kendall_tau(group):.2f}" for size, group in groups.items())
@@ -109,6 +149,8 @@ def page(rows: str, lines: str) -> str:
         "# Predicted and published step times\n\n"
         "Written by `python -m cost_model.validation --out docs`; [the cost model](guides/cost_model.md) explains. A\n"
         "row's label: tensor-parallel ranks t, pipeline stages p, data-parallel ranks d, chunks per stage v, size of\n"
-        "a micro-batch x micro-batches b, recompute. A negative error is a prediction that is too short.\n\n"
+        "a micro-batch x micro-batches b, recompute. A negative error is a prediction that is too short. Nine of ten\n"
+        "steps are expected in the interval of the last column; `*`: the measured one is not there. The lines of\n"
+        "tables count how many rows lie in the interval that is calibrated without them.\n\n"
         f"```\n{lines}\n\n{rows}\n```\n\n![Predicted against measured step time, one dot per row](validation.png)\n"
     )

@@ -20,7 +20,7 @@ def add_parser(verbs: Any) -> None:
         description="Predicts step time and memory of a transformer, given by its hyper-parameters, on a cluster; or "
         "of a model of any family, spread over ranks of the machine that `whale profile` measured.",
     )
-    verb.add_argument("job", help="YAML file with model, plan and software; with --measured a model file")
+    verb.add_argument("job", nargs="?", help="YAML file with model, plan and software; with --measured a model file")
     verb.add_argument("--cluster", help="cluster file (YAML), or local for this machine")
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, instead of a cluster")
     verb.add_argument(
@@ -29,12 +29,25 @@ def add_parser(verbs: Any) -> None:
     verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--stack", help="software stack (a name, or a YAML file of yours), instead of the job's")
+    verb.add_argument(
+        "--fit",
+        type=Path,
+        metavar="ROWS.csv",
+        help="fit a software stack to measured steps, and write its file (--out)",
+    )
+    verb.add_argument("--out", type=Path, metavar="STACK.yaml", help="with --fit: where the stack is written")
     verb.add_argument("--trace", type=Path, help="write the predicted timeline as a Chrome trace")
     verb.set_defaults(call=run_command, wrong=verb.error)
 
 
 def run_command(given: argparse.Namespace) -> int:
     """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
+    if given.fit:
+        return _fit(given)
+    if given.out:
+        given.wrong("--out is for --fit")
+    if given.job is None:
+        given.wrong("a job file is needed, or --fit with measured rows")
     if (given.cluster is None) == (given.measured is None):
         given.wrong("either --cluster or --measured says on what the job runs")
     if given.measured:
@@ -62,3 +75,19 @@ def run_command(given: argparse.Namespace) -> int:
         if given.trace:
             given.trace.write_text(job.trace(found))
         return 1 if job.too_large(cluster, found) else 0
+
+
+def _fit(given: argparse.Namespace) -> int:
+    """Fits a stack to a file of measured steps; prints how well."""
+    if given.job or given.measured or given.profile or given.trace:
+        given.wrong("--fit is for measured rows, without a job file, --measured, --profile or --trace")
+    if given.out is None:
+        given.wrong("--out says where the fitted stack is written")
+    require_readable(given.fit, given.cluster)
+    require_writable(given.out, "--out")
+    from cost_model.fit_stack import fit_file
+
+    with refuse_inconsistent(given.fit, given.cluster):
+        print(fit_file(given.fit, given.stack or "megatron-core-bf16", given.cluster, given.out))
+        print(f"written to {given.out}: whale simulate JOB --cluster FILE --stack {given.out}")
+    return 0

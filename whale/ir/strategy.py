@@ -115,6 +115,10 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         replicated: every rank computes everything, without communication.
         shares: rows of a step for each rank, if the ranks of a program have unequal ones.
         name: what a search calls it in its report.
+        context: ranks that divide the tokens of each row; the replicas of a stage are `context` times those that have
+            rows of their own, since all hold the same parameters.
+        shard_ranks: replicas over which ZeRO divides what it divides, each such group having a copy (0: all of them).
+        expert_ranks: replicas that divide a layer's experts (0: as many as divide them evenly).
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
@@ -128,6 +132,9 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     replicated: bool = False
     shares: tuple[int, ...] = ()
     name: str = ""
+    context: int = 1
+    shard_ranks: int = 0
+    expert_ranks: int = 0
 
     def find_recompute(self, stage: Stage) -> Recompute:
         """Returns a stage's kind of recompute."""
@@ -174,7 +181,11 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     @property
     def batch(self) -> int:
         """Returns the rows of a step."""
-        return self.micro_batches * self.stages[0].rows
+        return self.micro_batches * self.stages[0].rows // self.context
+
+    def count_sharding(self, stage: Stage) -> int:
+        """Returns the replicas of a stage over which ZeRO divides what it divides."""
+        return min(self.shard_ranks, stage.replicas) if self.shard_ranks else stage.replicas
 
     def find_problem(self) -> str:
         """Describes an error that makes the strategy invalid for any model, as in an edited file; empty: none."""
@@ -187,6 +198,9 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
             return f"{self.micro_batches} micro-batches, of which there are {MOST_MICRO_BATCHES} at most"
         if any(len(stage.layers) != len(self.stages[0].layers) for stage in self.stages):
             return "some stages have more chunks than others"
+        for name, ranks in (("tokens", self.context), ("states", self.shard_ranks), ("experts", self.expert_ranks)):
+            if ranks < 0 or (name == "tokens" and not ranks) or any(s.replicas % (ranks or 1) for s in self.stages):
+                return f"{ranks} ranks that divide {name} do not divide the replicas of each stage"
         return ""
 
     def format_summary(self) -> str:
@@ -213,6 +227,9 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
         if self.sequence_parallel and tensors != [1]:
             text += ", sequence parallel"
         text += f", ZeRO {self.zero}" if self.zero else ""
+        text += f" over {self.shard_ranks} each" if self.zero and self.shard_ranks else ""
+        text += f", {self.context} context" if self.context > 1 else ""
+        text += f", experts over {self.expert_ranks}" if self.expert_ranks else ""
         return text + _OFFLOADED[self.offload]
 
     def _list_recompute(self) -> list[tuple[str, str]]:
@@ -239,6 +256,10 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         batch: rows of a step.
         experts: ranks that divide a layer's experts.
+        context: ranks that divide the tokens of each row, beside those of `data` that have rows of their own.
+        shard: ranks over which ZeRO divides states, of all with the same parameters (0: over all; hybrid sharding).
+        stage_layers: of each stage, or of each chunk in the order of the model; (): as equal as they can be.
+        selective: what selective recomputation repeats, where it is not what the software does.
     """
 
     tensor: Count = 1
@@ -252,9 +273,13 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zero: Zero = 0
     schedule: str = "1f1b"
     experts: Count = 1
+    context: Count = 1
+    shard: Annotated[int, Meta(ge=0)] = 0
+    stage_layers: tuple[Count, ...] = ()
+    selective: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "stages", "data", "chunks", "micro_batch", "batch", "experts"):
+        for name in ("tensor", "stages", "data", "chunks", "micro_batch", "batch", "experts", "context"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be positive", given=getattr(self, name))
         if self.recompute not in ("none", "selective", "full"):
@@ -264,6 +289,18 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "the global batch is not a multiple of data-parallel ranks x micro-batch",
                 given=f"{self.batch}, {self.data} x {self.micro_batch}",
                 action="change the micro-batch size",
+            )
+        if self.stage_layers and len(self.stage_layers) != self.stages * self.chunks:
+            raise PlanError(
+                "layers are given for other stages",
+                given=f"{len(self.stage_layers)} numbers of layers",
+                expected=f"{self.stages * self.chunks}: one for each stage, or for each chunk of a stage",
+            )
+        if self.shard and self.data * self.context % self.shard:
+            raise PlanError(
+                "ZeRO's groups do not divide the ranks with the same parameters",
+                given=f"shard={self.shard}, {self.data * self.context} ranks",
+                expected=f"a divisor of {self.data * self.context}",
             )
         if self.micro_batches > MOST_MICRO_BATCHES:
             raise PlanError(
@@ -276,7 +313,12 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def ranks(self) -> int:
         """Returns the number of the job's devices."""
-        return self.tensor * self.stages * self.data
+        return self.tensor * self.stages * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Returns the ranks with the same parameters."""
+        return self.data * self.context
 
     @property
     def micro_batches(self) -> int:
@@ -315,8 +357,14 @@ def divide_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int
     if layers < count:
         raise PlanError("there are more stages than layers", given=f"{count} chunks, {layers} layers")
     each, more = divmod(layers, count)
-    ends = list(accumulate((each + (i < more) for i in range(count)), initial=0))
-    return [tuple((ends[c * stages + s], ends[c * stages + s + 1]) for c in range(chunks)) for s in range(stages)]
+    return place_chunks([each + (i < more) for i in range(count)], stages)
+
+
+def place_chunks(sizes: Sequence[int], stages: int) -> list[tuple[tuple[int, int], ...]]:
+    """Returns each stage's ranges of layers, [low, high) by chunk, of chunks of these sizes in the model's order."""
+    ends = list(accumulate(sizes, initial=0))
+    of_stage = range(0, len(sizes), stages)
+    return [tuple((ends[c + s], ends[c + s + 1]) for c in of_stage) for s in range(stages)]
 
 
 def count_live_chunks(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:

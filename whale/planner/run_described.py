@@ -98,6 +98,13 @@ def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str
                 f"replicas of stage {number} that divide tensors over {' and '.join(map(str, tensors))} ranks",
                 "plan with --set tensor=N",
             )
+    if strategy.context > 1:
+        what = f"{strategy.context} ranks that divide the tokens of a row"
+        yield what, "divide the sequence in the script, by wh.split"
+    if strategy.shard_ranks:
+        yield f"ZeRO over {strategy.shard_ranks} of the replicas", "plan without shard_ranks: ZeRO is over all of them"
+    if strategy.expert_ranks:
+        yield f"experts over {strategy.expert_ranks} of the replicas", "plan without expert_ranks"
     if strategy.offload != "none" and not beside_host:
         yield f"offload of {strategy.offload}, where the host's memory is all there is", "plan with --set offload=none"
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from cost_model.analytic.layer_costs import LayerCosts, Model
-from cost_model.analytic.memory import BASE_BYTES, states
+from cost_model.analytic.memory import states
 from cost_model.analytic.stage_costs import reduction_s
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import not_hidden_s
@@ -181,7 +181,8 @@ class Estimates:
                     s.offload
                 ]
                 state = on_device / self.model.count
-                free = self.machines.pools[p.pool].memory_bytes - BASE_BYTES
+                pool = self.machines.pools[p.pool]
+                free = pool.memory_bytes - 1e9 * max(pool.device.context_gb, self.model.stack.base_gb)
                 worst.append((free, state, layers.held_bytes[-1] / self.model.count))
             for index in range(at, at + count):
                 live = min(s.micro_batches, stages - index)

@@ -215,7 +215,7 @@ class TableModel:
         measured = {recompute for _, _, recompute in self.of}
         return [(kind, False) for kind in kinds if kind in measured]
 
-    def send_s(self, cut: int, tensor: int, rows: int, sequence_parallel: bool, path: tuple[float, float]) -> float:
+    def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:
         """Returns the seconds to hand a micro-batch of ``rows`` rows to layer `cut`; `path`: (bytes/s, step in us)."""
         return point_to_point_s(self.kinds[cut - 1].output_bytes * rows, *path)
 

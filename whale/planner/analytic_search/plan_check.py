@@ -29,7 +29,7 @@ def check(model: Model, machines: Machines, strategy: ParallelStrategy, batch: i
     if any(high <= low for low, high in ranges):
         wrong.append("a stage has no layer")
     for index, stage in enumerate(strategy.stages):
-        if stage.rows * strategy.micro_batches != batch:
+        if stage.rows * strategy.micro_batches != batch * strategy.context:
             wrong.append(f"stage {index} has {stage.rows} x {strategy.micro_batches} rows of a batch of {batch}")
         if any(part.rows < 1 or part.replicas < 1 for part in stage.parts):
             wrong.append(f"stage {index} has an empty part")
