@@ -103,7 +103,7 @@ def test_a_run_is_shown_in_80_columns() -> None:
         "   3  node3                                               stopped",
     ]
     wide = top.format_status(RunStatus(42, "train.py", 59.0, 0, ranks), 120, height=8)
-    assert wide[-1] == "and 2 more ranks: make the window higher" and len(wide) == 7
+    assert wide[-1] == "and 4 more ranks: make the window higher" and len(wide) == 7
     assert top.describe_now(ranks[2]) == "waits 12 s for rank 1 in AllReduce 'dense/kernel'"
 
 
