@@ -1,4 +1,4 @@
-"""README is true: each figure stands on the page that it links to, the picture's caption is what its commands print, and
+"""README is true: each figure stands on the page that it links to, the caption is what its commands print, and
 the lines of its ten minutes do what they say in a fresh clone.
 """
 
