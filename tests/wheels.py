@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,12 @@ if wh.rank() == 0:
 _LOSSES = [16.0, 5.76, 2.0736]
 
 
+def _processor_s() -> float:
+    """The processor time of all commands that have ended, and of what they started."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 class Failed(Exception):
     """A stage that did not do what it should, with what it said."""
 
@@ -57,12 +64,12 @@ class Newcomer:
     Attributes:
         folder: theirs; the home, an empty one, is in it.
         user: their number; None: this process's.
-        said_s: seconds of each stage, in order.
+        taken_s: seconds, and processor time, of each stage, in order.
     """
 
     folder: Path
     user: int | None
-    said_s: dict[str, float] = field(default_factory=dict)
+    taken_s: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def run(self, stage: str, *command: str) -> str:
         """Runs a command as a stage of its own and returns what it printed.
@@ -76,7 +83,7 @@ class Newcomer:
             "PATH": str(self.folder / "bin"),
         }
         kept = {name: text for name, text in os.environ.items() if name.startswith(("PIP_", "LANG", "SSL_", "http"))}
-        start_s = time.monotonic()
+        start_s, used_s = time.monotonic(), _processor_s()
         done = subprocess.run(
             command,
             cwd=self.folder / "home",
@@ -84,9 +91,12 @@ class Newcomer:
             capture_output=True,
             text=True,
             check=False,
-            **({} if self.user is None else {"user": self.user, "group": self.user, "extra_groups": []}),
+            user=self.user,
+            group=self.user,
+            extra_groups=None if self.user is None else [],
         )
-        self.said_s[stage] = time.monotonic() - start_s
+        used_s = _processor_s() - used_s
+        self.taken_s[stage] = time.monotonic() - start_s, used_s
         if done.returncode:
             raise Failed(f"{stage}: {' '.join(command)}\n{done.stdout}{done.stderr}")
         return done.stdout
@@ -111,11 +121,16 @@ def meet(folder: Path, user: int | None) -> Newcomer:
 def find_python(wanted: str | None, user: int | None) -> str:
     """Returns a Python that the newcomer may run and make environments with."""
     places = [wanted] if wanted else [getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3"]
-    rights = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     for place in places:
         try:
             done = subprocess.run(
-                [place, "-c", "import ensurepip, venv"], cwd="/", capture_output=True, check=False, **rights
+                [place, "-c", "import ensurepip, venv"],
+                cwd="/",
+                capture_output=True,
+                check=False,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
             )
         except OSError:
             continue
@@ -124,8 +139,8 @@ def find_python(wanted: str | None, user: int | None) -> str:
     sys.exit(f"no Python that another user may run and that has venv: {', '.join(places)}; name one by --python")
 
 
-def try_wheel(wheel: Path, version: str, python: str, user: int | None) -> dict[str, float]:
-    """Installs, runs and uninstalls the wheel beside one TensorFlow; returns the seconds of each stage.
+def try_wheel(wheel: Path, version: str, python: str, user: int | None) -> dict[str, tuple[float, float]]:
+    """Installs, runs and uninstalls the wheel beside one TensorFlow; returns what each stage took.
 
     Raises:
         Failed: says at what.
@@ -143,7 +158,6 @@ def try_wheel(wheel: Path, version: str, python: str, user: int | None) -> dict[
         bin_folder = new / "bin"
         newcomer.run("environment", python, "-m", "venv", str(new))
         pip = (str(bin_folder / "python"), "-m", "pip", "--disable-pip-version-check", "-q")
-        before = _list_files(new)
         packages = (str(one), f"tensorflow-cpu=={version}")
         newcomer.run("download", *pip, "download", "-d", str(newcomer.folder / "down"), *packages)
         offline = ("--no-index", "--find-links", str(newcomer.folder / "down"))
@@ -160,8 +174,7 @@ def try_wheel(wheel: Path, version: str, python: str, user: int | None) -> dict[
         left = {path for path in _list_files(new) - with_tensorflow if path.parts[:1] and _is_ours(path)}
         if left:
             raise Failed(f"uninstalled, and still there: {sorted(map(str, left))[:10]}")
-        assert before  # the environment had files of its own
-        return newcomer.said_s
+        return newcomer.taken_s
 
 
 def _require_losses(said: str, version: str) -> None:
@@ -195,19 +208,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     for version in given.tensorflow:
         try:
-            said_s = try_wheel(given.wheel.resolve(), version, python, user)
+            taken_s = try_wheel(given.wheel.resolve(), version, python, user)
         except Failed as wrong:
             print(f"TensorFlow {version}: {wrong}", flush=True)
             code = 1
             continue
-        offline_s = sum(
-            seconds
-            for stage, seconds in said_s.items()
-            if stage in ("environment", "install", "install the wheel", "first run")
-        )
-        print(f"TensorFlow {version}: {', '.join(f'{stage} {s:.1f} s' for stage, s in said_s.items())}")
+        print(f"TensorFlow {version}: seconds, and of processor time")
+        for stage, (seconds, used_s) in taken_s.items():
+            print(f"    {stage:<20} {seconds:6.1f} {used_s:6.1f}")
+        to_step = [taken_s[stage] for stage in ("environment", "install", "install the wheel", "first run")]
         print(
-            f"TensorFlow {version}: from the wheel to the end of the first run {offline_s:.0f} s, beside the download",
+            f"    {'beside the download':<20} {sum(s for s, _ in to_step):6.1f} {sum(s for _, s in to_step):6.1f}",
             flush=True,
         )
     return code

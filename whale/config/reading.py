@@ -291,7 +291,7 @@ def _parse(key: Key, text: str) -> Any:
 # Variables that launchers and tools set for processes, and those that Kubernetes makes for a service of that name.
 _NO_KEYS = re.compile(
     "WHALE_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|RESTART|JOINS|PEERS|GROWS|APART|CONTROL|TRACE_PIPE|RUN_FILES|COUNTERS|PLANS"
-    "|TTY|LOOPBACK|EMULATE_LINK|VERIFY_PASSES|(LAUNCHER|TEST|SERVICE|PORT)_.*)"
+    "|TTY|LOOPBACK|EMULATE_LINK|VERIFY_PASSES|LIBRARIES|(LAUNCHER|TEST|SERVICE|PORT)_.*)"
 )
 
 
