@@ -115,6 +115,20 @@ def test_figures_are_of_the_steps_between_two_messages() -> None:
     assert again is not None and (again.steps, again.step_s) == (4, 0.25)
 
 
+def test_others_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = StatusSocket()
+    try:
+        (run,) = [run for run in top.list_runs() if run.process == os.getpid()]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect("\0" + run.name[1:])
+            monkeypatch.setattr("whale.launcher.job.status.find_peer", lambda connection: (1, os.getuid() + 1))
+            status.answer(lambda: pytest.fail("it is made for nobody"))
+            assert connection.recv(1) == b""
+        status.answer(lambda: pytest.fail("nobody has connected"))
+    finally:
+        status.close()
+
+
 def test_a_name_that_another_user_has_taken_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     status = StatusSocket()
     try:

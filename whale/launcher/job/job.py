@@ -278,7 +278,7 @@ class Job:
                 self._ending.stop(number)
 
     def _answer(self) -> None:
-        self._status.answer(make_status(self._options, self._links, self._progress))
+        self._status.answer(lambda: make_status(self._options, self._links, self._progress))
 
     def _welcome(self, connection: socket.socket, _: bytes) -> None:
         try:

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -68,7 +68,7 @@ class StatusSocket:
         self.listener.listen(_BACKLOG)
         self.listener.setblocking(False)
 
-    def answer(self, status: RunStatus) -> None:
+    def answer(self, read: Callable[[], RunStatus]) -> None:
         """Sends the run's status to who has connected, in a thread: who does not read it holds nothing up."""
         try:
             connection, _ = self.listener.accept()
@@ -77,7 +77,7 @@ class StatusSocket:
         if find_peer(connection)[1] not in (0, os.getuid()):
             connection.close()
             return
-        data = msgspec.json.encode(status)
+        data = msgspec.json.encode(read())
         threading.Thread(target=_send, args=(connection, data), name="whale-status", daemon=True).start()
 
     def close(self) -> None:
