@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from whale.errors import PlanError
 from whale.ir.plan_text import fit, format_bytes, format_seconds
 from whale.planner.report.measured_step import FIRST, Event
 
@@ -131,8 +132,18 @@ def format_costs(events: Sequence[Event], path: str, width: int) -> str:
         events: of the trace, as `measured_step.read` returns them.
         path: of the trace.
         width: columns of the terminal.
+
+    Raises:
+        PlanError: no rank had come to `wh.init` when the trace ended.
     """
     ranks = divide_time(events)
+    if not ranks:
+        raise PlanError(
+            "nothing of the run's ranks is in the trace",
+            given=path,
+            expected="a trace of ranks that have called wh.init()",
+            action="see how the run ended, and trace one that takes some steps",
+        )
     whole_s = max(time.end_s for time in ranks.values())
     lines = [f"{path}: {_count(len(ranks), 'rank')}, {format_seconds(whole_s)}", *_describe_steps(ranks)]
     costs = list_costs(ranks)
