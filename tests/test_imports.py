@@ -146,7 +146,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     + ("on_ray",),
     "whale.frontends.tf1": ("activation", "*", "install"),
     "whale.tools": ("models", "*", "profile"),
-    "whale.launcher": ("*", "job", "scale_up", "run"),
+    "whale.launcher": ("*", "job", "scale_up", "run", "top"),
     "cost_model": (
         "hardware",
         "kernels",

@@ -32,8 +32,8 @@ TRACE_PIPE_VARIABLE = "WHALE_TRACE_PIPE"
 FILES_VARIABLE = "WHALE_RUN_FILES"
 # Set when `whale run -v` wants to know what each rank has communicated.
 COUNTERS_VARIABLE = "WHALE_COUNTERS"
-# Set when it wants to know, now and then, how many steps each rank has done, and what they took.
-PROGRESS_VARIABLE = "WHALE_PROGRESS"
+# Set when `whale run --logdir` wants the plans of programs as texts.
+PLANS_VARIABLE = "WHALE_PLANS"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ What was built stands in build_info.json; it is built again if it changed.
 Sources are compiled in units: one run of the compiler for several files, since reading headers takes longer than
 compiling what includes them. Each file stands for itself all the same: the sanitizers compile it alone.
 
-Decisions: 0009, 0131.
+A portable build (`build_wheel.py`) is for machines with an older glibc and libstdc++ than this one has.
+
+Decisions: 0009, 0131, 0165.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,8 +61,28 @@ _KERNELS_WITH_LOOPS = ("compute/*.cc", "communication/embedding_kernels.cc")
 _GLUE_FLAGS = ("-O1",)
 _MOST_COMPILERS = 8  # at once; each takes up to 1.3 GB
 _LOG_INTERVAL_S = 10.0
-OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = "2.15", "2.21"
+# No two of them have one C++ interface for what the ops use (decision 0165).
+SUPPORTED_TENSORFLOWS = ("2.15", "2.16", "2.17", "2.18", "2.19", "2.20", "2.21")
+OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = SUPPORTED_TENSORFLOWS[0], SUPPORTED_TENSORFLOWS[-1]
+FRAMEWORK_LIBRARY = "libtensorflow_framework.so.2"
+_PORTABLE_HEADER = "whale_ops/portable/older_symbols.h"
+# Where newer systems have these in libc; those that a portable library is for do not.
+_PORTABLE_LINK_FLAGS = (
+    "-Wl,--push-state,--no-as-needed",
+    "-l:libdl.so.2",
+    "-l:libpthread.so.0",
+    "-Wl,--pop-state",
+    "-Wl,--strip-all",
+)
 TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm", "tensorflow-macos")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFlow:
+    """A TensorFlow to compile against: its version, and the folder with `include` and its framework library."""
+
+    version: str
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +136,8 @@ def build(
     output_dir: str | os.PathLike[str] = IN_PLACE,
     *,
     objects: str | os.PathLike[str] | None = None,
+    tensorflows: Sequence[TensorFlow] | None = None,
+    portable: bool = False,
     verbose: bool = True,
 ) -> None:
     """Builds what is missing or out of date in `output_dir`.
@@ -122,6 +146,8 @@ def build(
       output_dir: folder of the libraries.
       objects: where objects stay, so that a build that was interrupted goes on where it was. None: in `output_dir`, if
         that is a checkout's; nowhere for an installed package, which gets no leftovers.
+      tensorflows: an op library is built for each of them; None: for the installed one.
+      portable: the libraries ask for nothing newer than glibc 2.28 and the libstdc++ of GCC 8.
       verbose: prints how far it is.
 
     Raises:
@@ -138,7 +164,9 @@ def build(
             kept = folder / "objects"
         else:
             kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whale_ops_")))
-        _build_locked(folder, kept, verbose)
+        # All, so that nothing is compiled before all is found.
+        targets = list(_list_targets(tensorflows, portable))
+        _build_locked(folder, kept, targets, verbose)
 
 
 @contextmanager
@@ -151,11 +179,10 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build_locked(folder: Path, objects: Path, verbose: bool) -> None:
+def _build_locked(folder: Path, objects: Path, targets: Sequence[Target], verbose: bool) -> None:
     info_path = folder / INFO_NAME
     info: dict[str, Any] = json.loads(info_path.read_text()) if info_path.exists() else {}
     compiler = find_compiler_command()
-    targets = list(_list_targets())  # all, so that nothing is compiled before all is found
     wanted = {target.name: _compute_digest(target, compiler) for target in targets}
     stale = [
         target
@@ -215,23 +242,37 @@ def _format_folder(folder: Path) -> str:
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def _list_targets() -> Iterable[Target]:
+def _list_targets(tensorflows: Sequence[TensorFlow] | None = None, portable: bool = False) -> Iterable[Target]:
+    for target in _list_plain_targets([find_tensorflow()] if tensorflows is None else tensorflows):
+        if not portable:
+            yield target
+            continue
+        # The library for mpirun has no C++ library, and so nothing of the runtime.
+        runtime = () if target.name == LOOPBACK_NAME else (Unit("portable", list_sources("portable")),)
+        yield replace(
+            target,
+            units=(*target.units, *runtime),
+            compile_flags=(*target.compile_flags, "-include", _PORTABLE_HEADER),
+            link_flags=(*target.link_flags, *_PORTABLE_LINK_FLAGS),
+        )
+
+
+def _list_plain_targets(tensorflows: Sequence[TensorFlow]) -> Iterable[Target]:
     yield Target(CORE_NAME, list_units("core"), ("-ldl",), "", {})
-    version = find_tensorflow_version()
-    folder, library = _find_tensorflow()
-    yield Target(
-        make_ops_name(version),
-        list_units("tf_kernels"),
-        # Found by its name when the library is loaded, since TensorFlow has been imported by then.
-        (f"-L{folder}", f"-l:{library}"),
-        f"TensorFlow {version}",
-        {"tensorflow": version},
-        # All pip wheels use the new string ABI; another build fails at load time with a missing symbol.
-        # With EIGEN_USE_THREADS Eigen declares the device that work is divided on, whichever file includes it first.
-        compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64", "-DEIGEN_USE_THREADS"),
-        include_folders=(str(folder / "include"),),
-        uses_core=True,
-    )
+    for tensorflow in tensorflows:
+        yield Target(
+            make_ops_name(tensorflow.version),
+            list_units("tf_kernels"),
+            # Found by its name when the library is loaded, since TensorFlow has been imported by then.
+            (f"-L{tensorflow.folder}", f"-l:{FRAMEWORK_LIBRARY}"),
+            f"TensorFlow {tensorflow.version}",
+            {"tensorflow": tensorflow.version},
+            # All pip wheels use the new string ABI; another build fails at load time with a missing symbol.
+            # With EIGEN_USE_THREADS Eigen declares the device that work is divided on, whoever includes it first.
+            compile_flags=("-D_GLIBCXX_USE_CXX11_ABI=1", "-DEIGEN_MAX_ALIGN_BYTES=64", "-DEIGEN_USE_THREADS"),
+            include_folders=(str(tensorflow.folder / "include"),),
+            uses_core=True,
+        )
     # Programs that it is loaded into may have no C++ library, so it takes none.
     yield Target(LOOPBACK_NAME, list_units("loopback"), ("-Wl,--as-needed", "-ldl"), "", {}, ("-fno-exceptions",))
     yield Target(CUDA_NAME, list_units("gpu"), ("-ldl",), "", {}, (f"-DWHALE_CORE_DIGEST={compute_core_digest()}",))
@@ -253,7 +294,7 @@ def _list_targets() -> Iterable[Target]:
 
 
 def list_sources(part: str) -> tuple[Path, ...]:
-    """Returns what the library of a part (core, tf_kernels, loopback, gpu, mpi) is compiled from."""
+    """Returns the sources of a part (core, tf_kernels, loopback, gpu, mpi, portable)."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
@@ -309,6 +350,8 @@ def _compute_object_digest(unit: Unit, target: Target, compiler: Sequence[str]) 
     names = [str(source.relative_to(PACKAGE)) for source in unit.sources]
     part = unit.sources[0].relative_to(PACKAGE).parts[0]
     headers = [*list_core_headers(), *(() if part == "core" else sorted((PACKAGE / part).rglob("*.h")))]
+    if _PORTABLE_HEADER in target.compile_flags:
+        headers.append(PACKAGE.parent / _PORTABLE_HEADER)
     flags = (_FLAGS, _PREFIX_MAP, target.compile_flags, unit.flags)
     texts = [repr((compiler, flags, target.identity, unit.name, names)).encode()]
     texts += [path.read_bytes() for path in [*unit.sources, *headers]]
@@ -483,8 +526,13 @@ def find_tensorflow_version() -> str:
     )
 
 
-def _find_tensorflow() -> tuple[Path, str]:
-    """Returns TensorFlow's folder and the name of its library there, without importing it (seconds)."""
+def find_tensorflow() -> TensorFlow:
+    """Returns the installed TensorFlow, without importing it (seconds).
+
+    Raises:
+        CommError: none is installed, one that is not supported, or one without what is compiled against.
+    """
+    version = find_tensorflow_version()
     spec = importlib.util.find_spec("tensorflow")
     if spec is None or spec.origin is None:
         raise CommError(
@@ -493,15 +541,14 @@ def _find_tensorflow() -> tuple[Path, str]:
             action="reinstall TensorFlow",
         )
     folder = Path(spec.origin).parent
-    library = folder / "libtensorflow_framework.so.2"
-    if not library.exists() or not (folder / "include").is_dir():
+    if not (folder / FRAMEWORK_LIBRARY).exists() or not (folder / "include").is_dir():
         raise CommError(
             "this TensorFlow has no headers or no framework library",
             given=str(folder),
-            expected="include/ and libtensorflow_framework.so.2",
+            expected=f"include/ and {FRAMEWORK_LIBRARY}",
             action="install the pip wheel of TensorFlow",
         )
-    return folder, library.name
+    return TensorFlow(version, folder)
 
 
 def find_mpi_wrapper() -> str | None:

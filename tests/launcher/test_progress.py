@@ -62,6 +62,8 @@ def told(calls: int, seconds: float, sent: int = 0, begun_ns: int = 1) -> Progre
         waiting_s=seconds / 2,
         memory_bytes=3 << 20,
         peak_bytes=4 << 20,
+        doing=None,
+        wait=None,
     )
 
 

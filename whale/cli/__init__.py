@@ -21,6 +21,8 @@ from whale.cli import (
     run,
     show,
     simulate,
+    top,
+    why,
 )
 from whale.cli.given import Parser
 from whale.errors import WhaleError, no_tensorflow
@@ -35,6 +37,8 @@ VERBS = (
     cluster,
     config,
     doctor,
+    top,
+    why,
     completion,
 )
 

@@ -12,11 +12,12 @@ Between the script and the worker of `whale run` beside it goes a socket with li
                        {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
                        {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
                        {"counters": [...]}                                          what this rank has communicated
-                       {"progress": {...}}, {"plan": {"name": ..., "text": ...}}    steps so far, plans, where asked
+                       {"progress": {...}}                                          steps so far, and what goes on
+                       {"plan": {"name": ..., "text": ...}}                         plans, where asked
 
 Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
 
-Decision: 0052.
+Decisions: 0052, 0166.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from whale.distributed.trace import Trace
 from whale.errors import ClusterError
 from whale.log import log
 from whale.replicas import Said
-from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, PROGRESS_VARIABLE, own_descriptor
+from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, PLANS_VARIABLE, own_descriptor
 from whale_ops import Communicator, Wait
 from whale_ops.communicator import COPIED
 
@@ -49,6 +50,7 @@ _PAGE_BYTES = resource.getpagesize()
 _START_S = 60.0
 _LOOK_EVERY_S = 0.5
 _TELL_EVERY_S = 1.0
+_WAITS_FROM_S = 1.0  # waits in an exchange that are told with the progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ class LauncherWatch:
       trace: shows what is heard and reported here, if there is one.
 
     Attributes:
-      progress: counts the steps that `whale run` wants to hear of; None when it does not.
+      progress: counts the steps, for `whale run`; None under other launchers.
     """
 
     def __init__(self, config: Config, trace: Trace | None = None):
@@ -88,8 +90,7 @@ class LauncherWatch:
         self._launcher = _open_launcher_socket()
         self._wake, self._wake_writer = os.pipe()
         self._report_after_s = config["fault.stall_s"]
-        asked = self._launcher is not None and PROGRESS_VARIABLE in os.environ
-        self.progress = StepProgress() if asked else None
+        self.progress = StepProgress() if self._launcher is not None else None
         self._tell_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name="whale-watch", daemon=True)
         self._tell({"joining": True})
@@ -164,8 +165,8 @@ class LauncherWatch:
             self._tell({"progress": news})
 
     def tell_plan(self, name: str, text: Callable[[], str]) -> None:
-        """Tells `whale run`, where it asks for progress, the plan under which a program runs."""
-        if self.progress is not None:
+        """Tells `whale run`, where it asks for plans, the one under which a program runs."""
+        if self._launcher is not None and PLANS_VARIABLE in os.environ:
             self._tell({"plan": {"name": name, "text": text()}})
 
     def tell_end(self, alone: str, held: Callable[[], Said]) -> bool:
@@ -289,7 +290,9 @@ class StepProgress:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._programs: dict[str, tuple[int, float]] = {}
+        self._doing: tuple[str, float] | None = None  # the program that runs, and since when
         self._told: dict[str, Any] = {}
+        self._told_more = False  # the latest message was about something under way
         self._begun_ns = time.monotonic_ns()
 
     def count_steps(self, call: Callable[..., _T], name: str) -> Callable[..., _T]:
@@ -298,7 +301,11 @@ class StepProgress:
 
         def run_counted(*args: Any) -> _T:
             start_s = time.perf_counter()
-            result = call(*args)
+            self._doing = name, start_s
+            try:
+                result = call(*args)
+            finally:
+                self._doing = None
             taken_s = time.perf_counter() - start_s
             with self._lock:
                 calls, seconds = self._programs.get(name, (0, 0.0))
@@ -308,14 +315,18 @@ class StepProgress:
         return run_counted
 
     def take_news(self, comm: Communicator | None) -> dict[str, Any] | None:
-        """Returns all sums in the form of `whale.launcher.protocol.Progress`; None if no step ran since they were last
-        asked for.
+        """Returns all of it in the form of `whale.launcher.protocol.Progress`; None where there is nothing new: no step
+        ran since it was last asked for, none runs, and no exchange waits.
         """
         with self._lock:
             programs = dict(self._programs)
-        if programs == self._told:
+        doing = self._doing
+        waits = comm.waits()[:1] if comm is not None else []
+        wait = next((one for one in waits if one.seconds >= _WAITS_FROM_S), None)
+        more = doing is not None or wait is not None
+        if programs == self._told and not more and not self._told_more:
             return None
-        self._told = programs
+        self._told, self._told_more = programs, more
         counters = comm.counters() if comm is not None else []
         exchanged = [c for c in counters if not c.key.startswith(COPIED)]
         return {
@@ -326,4 +337,6 @@ class StepProgress:
             "waiting_s": sum(c.waiting_seconds for c in counters),
             "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "doing": (doing[0], time.perf_counter() - doing[1]) if doing is not None else None,
+            "wait": wait and {"what": wait.what, "seconds": wait.seconds, "missing": list(wait.missing)},
         }

@@ -36,7 +36,7 @@ from whale.launcher.protocol import (
 )
 from whale.launcher.worker import THREADS_VARIABLE, make_thread_variables
 from whale.log import LEVEL_VARIABLE
-from whale.started import APART_VARIABLE, COUNTERS_VARIABLE, GROWS_VARIABLE, PROGRESS_VARIABLE, RESTART_VARIABLE
+from whale.started import APART_VARIABLE, COUNTERS_VARIABLE, GROWS_VARIABLE, PLANS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
 
 PLAN_VARIABLE = "WHALE_MESH_PLAN"  # the plan under which the script's step runs
@@ -369,11 +369,10 @@ def make_environment(
     result[ADDRESS_VARIABLE], result[TOKEN_VARIABLE] = address, token
     result[RESTART_VARIABLE] = str(restarts)
     result[SEGMENTS_VARIABLE] = shm_cleanup.find_folder(token)
-    progress = options.logdir is not None or options.metrics is not None
     asked = (
         (TRACE_VARIABLE, options.trace is not None),
         (COUNTERS_VARIABLE, options.verbose),
-        (PROGRESS_VARIABLE, progress),
+        (PLANS_VARIABLE, options.logdir is not None),
         (GROWS_VARIABLE, options.hosts_from is not None),
         (APART_VARIABLE, options.is_one_mpirun_per_host),
     )

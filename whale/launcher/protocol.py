@@ -143,7 +143,8 @@ class Counter(TypedDict):
 class Progress(TypedDict):
     """The work of a rank's process since its ``wh.init``: calls and seconds by program, and sums over exchanges.
 
-    ``begun_ns`` tells one ``wh.init`` from another.
+    ``begun_ns`` tells one ``wh.init`` from another; ``doing`` is the program that runs and its seconds so far, ``wait``
+    the longest wait of an exchange, from a second on.
     """
 
     begun_ns: int
@@ -153,6 +154,8 @@ class Progress(TypedDict):
     waiting_s: float
     memory_bytes: int
     peak_bytes: int
+    doing: tuple[str, float] | None
+    wait: Stall | None
 
 
 class PlanText(TypedDict):

@@ -1,6 +1,6 @@
 """Implements `whale run`: starts the ranks, and starts them again after a failure as often as was asked.
 
-Decision: 0008.
+Decisions: 0008, 0166.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from whale.launcher.job.job import Job
 from whale.launcher.job.metrics import serve_metrics
 from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
+from whale.launcher.job.status import StatusSocket
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import PLAN_VARIABLE, Options
 from whale.launcher.scale_up.joining_ranks import JoiningRanks
@@ -49,20 +50,20 @@ def run(options: mpirun.Options) -> int:
         sys.stderr.write(f"whale run: {options.ranks} ranks share {cores} core{'s' * (cores != 1)}\n")
     program, config = mpirun.find_mpirun(), Config()
     with contextlib.ExitStack() as stack:
-        trace = files = progress = None
+        trace = files = None
         if options.trace is not None and options.logdir is not None:
             stack.callback(_write_profile, options.trace, options.logdir)  # once the trace is closed
         if options.trace is not None:
             trace = stack.enter_context(contextlib.closing(TraceFile(options.trace)))
         if options.logdir is not None:
             files = stack.enter_context(contextlib.closing(EventFiles(options.logdir)))
-        if options.logdir is not None or options.metrics is not None:
-            progress = RunProgress(files)
-        if options.metrics is not None and progress is not None:
+        progress = RunProgress(files)
+        status = stack.enter_context(contextlib.closing(StatusSocket()))
+        if options.metrics is not None:
             address = stack.enter_context(serve_metrics(options.metrics, progress))
             sys.stderr.write(f"whale run: metrics for Prometheus are at {address}\n")
             sys.stderr.flush()
-        return _run_attempts(options, program, config, trace, progress)
+        return _run_attempts(options, program, config, trace, progress, status)
 
 
 def _write_profile(trace: str, folder: str) -> None:
@@ -75,7 +76,8 @@ def _run_attempts(
     program: str,
     config: Config,
     trace: TraceFile | None,
-    progress: RunProgress | None,
+    progress: RunProgress,
+    status: StatusSocket,
 ) -> int:
     restarts, hash_seed = 0, mpirun.draw_hash_seed()
     while True:
@@ -92,9 +94,8 @@ def _run_attempts(
                 if options.hosts_from is not None
                 else None
             )
-            job = Job(options, listener, token, config["fault.freeze_s"], trace, progress, grows)
-            if progress is not None:
-                progress.begin(options.ranks, restarts)
+            job = Job(options, listener, token, config["fault.freeze_s"], trace, progress, status, grows)
+            progress.begin(options.ranks, restarts)
             code = job.run(starts)
         if not job.has_failed or restarts == options.max_restarts:
             return code

@@ -43,7 +43,7 @@ from whale.runtime.tf_config import check_alone
 from whale.runtime.unsynchronized_training import find_unsynchronized_training, watch_in_process_training
 from whale.runtime.variables import deferred
 from whale.runtime.variables.external_updates import ExternalUpdates
-from whale.started import FILES_VARIABLE, PROGRESS_VARIABLE, ProcessPlace, joins, process_place
+from whale.started import CONTROL_VARIABLE, FILES_VARIABLE, ProcessPlace, joins, own_descriptor, process_place
 
 _FOLDER = "python"
 _FREE_BYTES = 1 << 24  # a folder in memory that is all but full stays as it is
@@ -289,7 +289,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         watch.look_after(None)
     else:
         size, ranks, comms = 1, (0,), ()
-        if PROGRESS_VARIABLE in os.environ or config["fault.notice_s"]:  # what `whale run` hears of a lone rank
+        if own_descriptor(CONTROL_VARIABLE) is not None or config["fault.notice_s"]:  # `whale run` hears of a lone rank
             watch = LauncherWatch(config, trace)
             watch.look_after(None)
     process.context = Context(

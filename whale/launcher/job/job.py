@@ -37,6 +37,7 @@ from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.start_probe import AFTER_S, StartProbe
+from whale.launcher.job.status import StatusSocket, make_status
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import MpirunStart, Options, list_asked
 from whale.launcher.protocol import (
@@ -114,7 +115,8 @@ class Job:
         token: what they show that they are of this run.
         freeze_s: for how long a rank may be stopped or silent; 0 for as long as it likes.
         trace: takes the ranks' events, or None.
-        progress: takes what they tell of their steps, or None.
+        progress: takes what they tell of their steps.
+        status: answers who asks how the run is.
         grows: makes what starts ranks while the run goes on, as of `Growth`; None: none come.
     """
 
@@ -125,12 +127,14 @@ class Job:
         token: str,
         freeze_s: float,
         trace: TraceFile | None,
-        progress: RunProgress | None,
+        progress: RunProgress,
+        status: StatusSocket,
         grows: Callable[..., Growth] | None = None,
     ) -> None:
         self._options = options
         self._trace = trace
         self._progress = progress
+        self._status = status
         self._grows, self._freeze_s = grows, freeze_s
         self._listener = listener
         self._token = token
@@ -162,6 +166,7 @@ class Job:
             self._mpiruns = Mpiruns(starts, self._freeze_s)
             try:
                 self._register(self._wake, self._read_signals)
+                self._register(self._status.listener, self._answer)
                 self._door = TokenListener(self._listener, self._token, self._selector, self._welcome)
                 for process in self._mpiruns.processes:
                     self._register(process.output, functools.partial(self._read_mpirun, process))
@@ -272,6 +277,9 @@ class Job:
             elif number in _SIGNALS:
                 self._ending.stop(number)
 
+    def _answer(self) -> None:
+        self._status.answer(lambda: make_status(self._options, self._links, self._progress))
+
     def _welcome(self, connection: socket.socket, _: bytes) -> None:
         try:
             connection.sendall(WELCOME)
@@ -324,8 +332,7 @@ class Job:
         self._links[rank] = link
         if self._trace is not None:
             self._trace.greet(link)
-        if self._progress is not None:
-            self._progress.note_up(rank)
+        self._progress.note_up(rank)
         if self._ending.has_begun:
             link.send_signal(signal.SIGKILL)
         return True
@@ -342,7 +349,11 @@ class Job:
     def _end_processes(self) -> None:
         """Closes the connections, upon which workers and mpirun end, and kills what does not."""
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket) and key.fileobj not in (self._wake, self._listener):
+            if isinstance(key.fileobj, socket.socket) and key.fileobj not in (
+                self._wake,
+                self._listener,
+                self._status.listener,
+            ):
                 key.fileobj.close()
         # Workers that never connected have nothing to see closed.
         processes, links = list(self._mpiruns.processes), list(self._links.values())
@@ -377,7 +388,7 @@ class Job:
         if self._trace is not None:
             self._trace.end(self._links.values())
             self.say(self._trace.format_summary())
-        if self._progress is not None and (summary := self._progress.format_summary()):
+        if summary := self._progress.format_summary():
             self.say(summary)
         if self._ending.stopped_by is not None and not (self._ending.notice_s and self._ending.failures):
             if self._ending.notice_s and all(link.code == 0 for link in self._links.values()):
@@ -450,7 +461,7 @@ class ReportHandler:
         ending: is told how they end.
         lookout: is told when they wait.
         trace: takes their events, or None.
-        progress: takes what they tell of their steps, or None.
+        progress: takes what they tell of their steps.
         verbose: whether what they write to stderr is shown while the run is being ended too.
     """
 
@@ -460,7 +471,7 @@ class ReportHandler:
         ending: Ending,
         lookout: FailureDetector,
         trace: TraceFile | None,
-        progress: RunProgress | None,
+        progress: RunProgress,
         verbose: bool,
     ) -> None:
         self._printer = printer
@@ -511,11 +522,10 @@ class ReportHandler:
 
     def _take_message(self, link: ranks.RankLink, rank: int, message: ScriptMessage) -> None:
         link.take(message)
-        if self._progress is not None:
-            if message.progress is not None:
-                self._progress.take(rank, message.progress)
-            if message.plan is not None:
-                self._progress.take_plan(rank, message.plan["name"], message.plan["text"])
+        if message.progress is not None:
+            self._progress.take(rank, message.progress)
+        if message.plan is not None:
+            self._progress.take_plan(rank, message.plan["name"], message.plan["text"])
         if message.stall is not None and not self._ending.has_begun:
             link.stall = message.stall
             self._lookout.expect_stalls()

@@ -1,14 +1,26 @@
-"""Collects what the ranks tell of their steps: for TensorBoard's files as it comes, and for Prometheus."""
+"""Collects what the ranks tell of their steps: for TensorBoard's files as it comes, for Prometheus, and `whale top`."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from whale.launcher.job.event_files import EventFiles
 from whale.launcher.protocol import Progress
 
-_NONE = Progress(begun_ns=0, programs={}, logical_bytes=0, sent_bytes=0, waiting_s=0.0, memory_bytes=0, peak_bytes=0)
+_NONE = Progress(
+    begun_ns=0,
+    programs={},
+    logical_bytes=0,
+    sent_bytes=0,
+    waiting_s=0.0,
+    memory_bytes=0,
+    peak_bytes=0,
+    doing=None,
+    wait=None,
+)
 # Name, type, help, and what of a rank's progress.
 _PER_RANK = (
     ("logical_bytes_total", "counter", "Bytes that a rank's exchanges had to move", "logical_bytes"),
@@ -19,27 +31,41 @@ _PER_RANK = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The latest message of a rank, when it came (monotonic), and the one before in which steps had ended since."""
+
+    latest: Progress
+    told_s: float
+    before: Progress | None
+
+
 class RunProgress:
     """The latest progress of each rank, across restarts. Thread-safe, since the threads of the metrics port read it.
 
     Args:
         files: where scalars and plans go, or None.
+
+    Attributes:
+        begun_s: when the run was started first; monotonic.
+        restarts: how often it was started again.
     """
 
     def __init__(self, files: EventFiles | None) -> None:
         self._files = files
         self._lock = threading.Lock()
-        self._size = self._restarts = 0
-        self._latest: dict[int, Progress] = {}
+        self.begun_s = time.monotonic()
+        self._size = self.restarts = 0
+        self._told: dict[int, Told] = {}
         self._before: dict[int, int] = {}  # steps of a rank's earlier processes, and of earlier runs in one
         self._up: set[int] = set()
 
     def begin(self, size: int, restarts: int) -> None:
         """Resets what is known, before the ranks are started."""
         with self._lock:
-            self._size, self._restarts = size, restarts
+            self._size, self.restarts = size, restarts
             self._up.clear()
-            self._latest = {rank: told for rank, told in self._latest.items() if rank < size}
+            self._told = {rank: told for rank, told in self._told.items() if rank < size}
 
     def note_up(self, rank: int) -> None:
         """Notes that a rank has come up."""
@@ -55,15 +81,24 @@ class RunProgress:
     def take(self, rank: int, told: Progress) -> None:
         """Takes a rank's sums, which begin at 0 again in a new process, and with another ``wh.init``."""
         with self._lock:
-            before = self._latest.get(rank, _NONE)
-            if told["begun_ns"] != before["begun_ns"]:
+            known = self._told.get(rank)
+            before = known.latest if known is not None else _NONE
+            begins = told["begun_ns"] != before["begun_ns"]
+            if begins:
                 self._before[rank] = self._before.get(rank, 0) + _count_steps(before)
-                before = _NONE
-            self._latest[rank] = told
-        if self._files is not None:
+                before, known = _NONE, None
+            has_stepped = told["programs"] != before["programs"]
+            earlier = None if known is None else known.latest if has_stepped else known.before
+            self._told[rank] = Told(told, time.monotonic(), earlier)
+        if self._files is not None and (has_stepped or begins):
             self._files.write_scalars(
                 rank, self._before.get(rank, 0) + _count_steps(told), _compute_changes(before, told)
             )
+
+    def read_ranks(self) -> dict[int, Told]:
+        """Returns what each rank has told last."""
+        with self._lock:
+            return dict(self._told)
 
     def take_plan(self, rank: int, name: str, text: str) -> None:
         """Writes a program's plan, as `whale plan` prints it."""
@@ -77,7 +112,8 @@ class RunProgress:
     def format_metrics(self) -> str:
         """Returns all of it in Prometheus' text format."""
         with self._lock:
-            size, restarts, latest = self._size, self._restarts, dict(sorted(self._latest.items()))
+            size, restarts = self._size, self.restarts
+            latest = {rank: told.latest for rank, told in sorted(self._told.items())}
         lines = _format_metric("ranks", "gauge", "Ranks of the run", [("", size)])
         lines += _format_metric("restarts_total", "counter", "Starts of the run after the first", [("", restarts)])
         each = [

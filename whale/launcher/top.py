@@ -1,0 +1,218 @@
+"""Shows a running job in the terminal (`whale top`): its ranks, their steps, waits and memory, and what they wait for.
+
+The launcher of each run answers on a socket of its host (job/status.py); two answers tell how fast the steps are now.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from whale.errors import ClusterError
+from whale.ir.plan_text import fit, format_bytes
+from whale.launcher.job.status import NAME, RankStatus, RunStatus, find_peer
+from whale.launcher.protocol import Progress
+
+_NAME = re.compile(re.escape("@" + NAME).replace(r"\{user\}", r"(\d+)").replace(r"\{process\}", r"(\d+)") + r"\w+")
+_ANSWER_S = 10.0  # a launcher that starts its ranks again answers when they are up
+_LONG_S = 2.0  # what a rank is in for longer is said with its seconds
+_STRAGGLER = 0.5  # of the others' waits: a rank that waits less is the one that they wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run on this host: its launcher's process, the user's number, the socket's name."""
+
+    process: int
+    user: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a rank does per step of the program it spends its time in, between two of its messages.
+
+    Attributes:
+        steps: of all programs since its start.
+        step_s, waits_s, sent_bytes: of a step; waits add up over exchanges, which may overlap.
+    """
+
+    program: str
+    steps: int
+    step_s: float
+    waits_s: float
+    sent_bytes: float
+
+
+def list_runs() -> list[Run]:
+    """Returns the runs of this host that would answer this user, the oldest first."""
+    found = {}
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        match = _NAME.fullmatch(line.rpartition(" ")[2])
+        if match is not None and os.getuid() in (0, int(match[1])):
+            found[match[0]] = Run(int(match[2]), int(match[1]), match[0])
+    return sorted(found.values(), key=lambda run: run.process)
+
+
+def choose_run(process: int | None) -> Run:
+    """Returns the run with that launcher, or the only one.
+
+    Raises:
+        ClusterError: there is no such run, or there are several.
+    """
+    runs = list_runs()
+    chosen = [run for run in runs if process in (None, run.process)]
+    if len(chosen) == 1:
+        return chosen[0]
+    lines = "".join(f"\n    {run.process}  {_describe(run)}" for run in runs)
+    if not chosen:
+        raise ClusterError(
+            "no run of `whale run` is there" if process is None else "there is no such run",
+            given=f"whale top{f' {process}' if process is not None else ''} on {socket.gethostname()}",
+            running=lines or "none",
+            expected="a run that this user has started on this host; under mpirun and srun nobody tells",
+            action="look on the host on which `whale run` was started",
+        )
+    raise ClusterError(
+        "several runs are there",
+        running=lines,
+        expected="the process number of one",
+        action=f"whale top {chosen[0].process}",
+    )
+
+
+def _describe(run: Run) -> str:
+    status = ask_status(run)
+    return "" if status is None else f"{len(status.ranks)} ranks  {status.command}"
+
+
+def ask_status(run: Run) -> RunStatus | None:
+    """Returns the status of a run; None once it has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_ANSWER_S)
+        try:
+            connection.connect("\0" + run.name[1:])
+            if find_peer(connection)[1] != run.user:  # anybody may take a name
+                return None
+            data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        except OSError:
+            return None
+    return msgspec.json.decode(data, type=RunStatus) if data else None
+
+
+def show_run(run: Run, every_s: float, once: bool) -> int:
+    """Prints the status of a run until it ends, in place on a terminal. Returns the exit code."""
+    in_place = sys.stdout.isatty() and not once
+    status = ask_status(run)
+    while status is not None:
+        width, height = shutil.get_terminal_size((100, 40))
+        lines = format_status(status, width, height if in_place else None)
+        text = "\n".join(lines) + "\n"
+        sys.stdout.write("\x1b[H\x1b[2J" + text if in_place else text)
+        sys.stdout.flush()
+        if once:
+            return 0
+        time.sleep(every_s)
+        status = ask_status(run)
+    print(f"whale top: the run of process {run.process} has ended")
+    return 0
+
+
+def format_status(status: RunStatus, width: int, height: int | None = None) -> list[str]:
+    """Formats a run as lines: what it is, its steps, who waits for whom, and a row for each rank.
+
+    Args:
+        width: columns of the terminal.
+        height: lines that there is room for; None: any number.
+    """
+    rates = [compute_rates(rank.latest, rank.before) for rank in status.ranks]
+    head = [
+        f"whale run {status.process}: {status.command}",
+        f"{len(status.ranks)} rank{'s' * (len(status.ranks) != 1)}, up {_format_time(status.up_s)}"
+        + (f", started again {'once' if status.restarts == 1 else f'{status.restarts} times'}" * bool(status.restarts)),
+        *_summarise(status.ranks, rates),
+        "",
+        f"{'rank':>4}  {'host':<12} {'steps':>9} {'ms/step':>9} {'waits ms':>9} {'MiB':>7}  now",
+    ]
+    rows = [_format_rank(rank, rate) for rank, rate in zip(status.ranks, rates)]
+    lines = [one for line in head for one in fit([line], width)] + [row[:width] for row in rows]
+    if height is not None and len(lines) > height - 1:
+        hidden = len(lines) - (height - 2)
+        lines = [*lines[: height - 2], f"and {hidden} more ranks: make the window higher"]
+    return lines
+
+
+def compute_rates(latest: Progress | None, before: Progress | None) -> Rates | None:
+    """Returns what a rank did between two messages, or since its start where none of its steps ended between them."""
+    if latest is None or not latest["programs"]:
+        return None
+    steps = sum(calls for calls, _ in latest["programs"].values())
+    same = before is not None and before["begun_ns"] == latest["begun_ns"]
+    earlier = before if before is not None and same and before["programs"] != latest["programs"] else None
+    programs = {
+        name: (calls - past[0], seconds - past[1])
+        for name, (calls, seconds) in latest["programs"].items()
+        if calls > (past := earlier["programs"].get(name, (0, 0.0)) if earlier is not None else (0, 0.0))[0]
+    }
+    name = max(programs, key=lambda name: programs[name][1])
+    calls = sum(count for count, _ in programs.values())
+    waits_s = latest["waiting_s"] - (earlier["waiting_s"] if earlier is not None else 0.0)
+    sent_bytes = latest["sent_bytes"] - (earlier["sent_bytes"] if earlier is not None else 0)
+    return Rates(name, steps, programs[name][1] / programs[name][0], waits_s / calls, sent_bytes / calls)
+
+
+def _summarise(ranks: Sequence[RankStatus], rates: Sequence[Rates | None]) -> list[str]:
+    """Returns lines about all ranks: the step, and the rank that the others wait for."""
+    known = {rank.rank: rate for rank, rate in zip(ranks, rates) if rate is not None}
+    if not known:
+        return ["no step has ended yet"]
+    step_s = max(rate.step_s for rate in known.values())
+    first = next(iter(known.values()))
+    lines = [
+        f"{first.program}: {1e3 * step_s:,.1f} ms a step, {first.steps:,} steps, "
+        f"{format_bytes(max(rate.sent_bytes for rate in known.values()))} sent in each"
+    ]
+    if len(known) > 1:
+        least = min(known, key=lambda rank: known[rank].waits_s)
+        others_s = statistics.fmean(rate.waits_s for rank, rate in known.items() if rank != least)
+        if others_s > 0.05 * step_s and known[least].waits_s < _STRAGGLER * others_s:
+            lines.append(f"the others wait {1e3 * others_s:,.1f} ms a step, most of it for rank {least}")
+    return lines
+
+
+def _format_rank(rank: RankStatus, rate: Rates | None) -> str:
+    figures = f"{'':>9} {'':>9} {'':>9}"
+    if rate is not None:
+        figures = f"{rate.steps:>9,} {1e3 * rate.step_s:>9,.1f} {1e3 * rate.waits_s:>9,.1f}"
+    memory = f"{rank.latest['memory_bytes'] / 2**20:,.0f}" if rank.latest is not None else ""
+    return f"{rank.rank:>4}  {rank.host[:12]:<12} {figures} {memory:>7}  {describe_now(rank)}".rstrip()
+
+
+def describe_now(rank: RankStatus) -> str:
+    """Says what a rank does now: waits, is in a step, or is outside of steps."""
+    if rank.state != "running" or rank.latest is None or rank.told_s is None:
+        return rank.state
+    wait, doing = rank.latest["wait"], rank.latest["doing"]
+    if wait is not None:
+        whom = f" for rank {', '.join(map(str, wait['missing']))}" if wait["missing"] else ""
+        return f"waits {wait['seconds']:.0f} s{whom} in {wait['what']}"
+    if doing is not None:
+        name, seconds = doing
+        return f"in {name}" + (f" for {seconds + rank.told_s:.0f} s" if seconds + rank.told_s > _LONG_S else "")
+    return f"between steps for {rank.told_s:.0f} s" if rank.told_s > _LONG_S else "between steps"
+
+
+def _format_time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

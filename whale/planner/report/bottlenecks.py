@@ -1,0 +1,415 @@
+"""Finds what a traced run spent its time on, and what to do about the three things that cost most (`whale why`).
+
+The time of each rank, from the start of the run to its last event, is divided among kinds that add up to it: what the
+script's thread is inside of (`wh.init`, a compilation, the wait for a batch, a checkpoint, a step), what comes before
+the first of these, and what lies between them. The time of a step is divided again: exchanges are under way and all
+of them wait for other ranks, or bytes move, or no exchange is under way. The trace does not tell whether a rank
+computed beside an exchange, so an exchange costs at most what is said of it.
+
+Decision: 0166.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from whale.errors import PlanError
+from whale.ir.plan_text import fit, format_bytes, format_seconds
+from whale.planner.report.measured_step import FIRST, Event
+
+TOP = 3
+_ONE_CAUSE = 0.6  # of all waits: the rank that others wait for so much is the one to look at
+_SAME = 0.05  # of a step: parts that differ by less on two ranks are taken for equal
+_EXCHANGE_TRACK = 100  # the op library's first track
+_BESIDE_STEPS = "host/"  # keys of what ranks tell each other beside steps
+
+_OF_A_STEP = {"computes": "computing", "waits": "waiting", "moves": "moving", "input": "input", "script": "the script"}
+_WORDS = {
+    "before": "before wh.init: the processes start, the script imports and reads what it needs",
+    "init": "in wh.init, where the ranks connect",
+    "end": "in wh.shutdown",
+    "input": "the steps wait for batches",
+    "checkpoint": "checkpoints are saved and restored",
+    "script": "the script itself, between the steps",
+    "computes": "the steps compute",
+}
+_ACTIONS = {
+    "before": "a longer run pays for it once; import less, and read data inside of the input pipeline",
+    "init": "`whale doctor` looks for what slows the start; hosts should find each other's names at once",
+    "end": "ranks wait here for the last one: give all ranks the same number of steps",
+    "input": "prefetch behind the last map, num_parallel_calls inside it, and `wh.shard`, by which each rank decodes "
+    "its own rows only (docs/guides/data.md)",
+    "checkpoint": "save less often (docs/guides/checkpoints.md)",
+    "script": "what stands beside the step in the loop: values read after each step, logs, callbacks; do it every "
+    "tenth step, or inside of the step",
+    "computes": "`whale plan -o plan.json`, then `whale show plan.json --analyze`, sets each layer's time beside what "
+    "is predicted; precision.compute_dtype=bfloat16 where the device has it; more ranks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A span of the script's thread; times in seconds since the start of the run, ``own_s`` without spans inside."""
+
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+    own_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An exchange as one rank saw it; it waits until ``come_s``, when something of another rank has come."""
+
+    rank: int
+    kind: str
+    key: str
+    call: int
+    start_s: float
+    come_s: float
+    end_s: float
+    sent_bytes: float
+
+    @property
+    def meeting(self) -> tuple[str, str, int]:
+        """Returns what is equal on the ranks that met in it."""
+        return ("Send" if self.kind == "Recv" else self.kind), self.key, self.call
+
+
+@dataclass(slots=True)
+class RankTime:
+    """The time of one rank.
+
+    Attributes:
+        end_s: its last event.
+        kinds_s: seconds by kind, which add up to that.
+        calls_s: the seconds of each call of a program, by its name.
+        compiled: how often a program was compiled, by its name.
+        blamed_s: seconds that its steps waited, by the rank that came last.
+        staged_s: how much of that was for a tensor that another stage sends.
+        moved: seconds and bytes that moved inside of its steps, by key.
+    """
+
+    end_s: float
+    kinds_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    compiled: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    blamed_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    staged_s: float = 0.0
+    moved: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def main_program(self) -> str:
+        """Returns the program that took most of the time; "" without any."""
+        return max(self.calls_s, key=lambda name: sum(self.calls_s[name]), default="")
+
+    @property
+    def later_calls(self) -> int:
+        """Returns the number of calls of all programs but their first ones."""
+        return sum(max(0, len(taken) - FIRST) for taken in self.calls_s.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A thing that takes time: seconds of a rank in the mean of all, what it is, and what to do about it."""
+
+    seconds: float
+    what: str
+    action: str
+
+
+def format_costs(events: Sequence[Event], path: str, width: int) -> str:
+    """Formats where the time of a traced run went, and its largest costs with what to do about each.
+
+    Args:
+        events: of the trace, as `measured_step.read` returns them.
+        path: of the trace.
+        width: columns of the terminal.
+
+    Raises:
+        PlanError: no rank had come to `wh.init` when the trace ended.
+    """
+    ranks = divide_time(events)
+    if not ranks:
+        raise PlanError(
+            "nothing of the run's ranks is in the trace",
+            given=path,
+            expected="a trace of ranks that have called wh.init()",
+            action="see how the run ended, and trace one that takes some steps",
+        )
+    whole_s = max(time.end_s for time in ranks.values())
+    lines = [f"{path}: {_count(len(ranks), 'rank')}, {format_seconds(whole_s)}", *_describe_steps(ranks)]
+    costs = list_costs(ranks)
+    for number, cost in enumerate(costs[:TOP], 1):
+        lines += ["", f"{number}. {format_seconds(cost.seconds)} ({cost.seconds / whole_s:.0%}): {cost.what}"]
+        lines += [f"   next: {cost.action}"]
+    if (rest_s := sum(cost.seconds for cost in costs[TOP:])) > 0:
+        lines += ["", f"All else takes {format_seconds(rest_s)} ({rest_s / whole_s:.0%})."]
+    return "\n".join(fit(lines, width))
+
+
+def divide_time(events: Sequence[Event]) -> dict[int, RankTime]:
+    """Returns the time of each rank, divided among kinds."""
+    exchanges: dict[int, list[Exchange]] = defaultdict(list)
+    arrived: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
+    for exchange in _read_exchanges(events):
+        exchanges[exchange.rank].append(exchange)
+        arrived[exchange.meeting][exchange.rank] = exchange.start_s
+    last = {meeting: max(ranks, key=lambda rank: ranks[rank]) for meeting, ranks in arrived.items() if len(ranks) > 1}
+    found = {}
+    for rank, spans in sorted(_read_spans(events).items()):
+        time = found[rank] = RankTime(max(span.end_s for span in spans))
+        time.kinds_s["before"] = min(span.start_s for span in spans)
+        for span in spans:
+            if span.kind == "compile" and span.name.startswith("compile "):
+                time.compiled[span.name.removeprefix("compile ")] += 1
+            if span.kind == "step":
+                time.calls_s[span.name.rpartition(" ")[0]].append(span.own_s)
+            else:
+                time.kinds_s[span.kind] += span.own_s
+        _divide_steps(time, [span for span in spans if span.kind == "step"], exchanges[rank], last)
+        time.kinds_s["script"] = max(0.0, time.end_s - sum(time.kinds_s.values()))
+    return found
+
+
+def _divide_steps(
+    time: RankTime, steps: Sequence[Span], exchanges: Sequence[Exchange], last: Mapping[tuple[str, str, int], int]
+) -> None:
+    """Adds the time of a rank's steps: first calls, computation, waits and moves."""
+    seen: dict[str, int] = defaultdict(int)
+    ordered = sorted(exchanges, key=lambda exchange: exchange.start_s)
+    starts = [exchange.start_s for exchange in ordered]
+    for step in steps:
+        program = step.name.rpartition(" ")[0]
+        seen[program] += 1
+        if seen[program] <= FIRST:
+            time.kinds_s["first"] += step.own_s
+            continue
+        computes_s = step.own_s
+        inside = ordered[bisect.bisect_left(starts, step.start_s) : bisect.bisect_right(starts, step.end_s)]
+        for start_s, end_s, exchange, moves in _sweep(inside, step.end_s):
+            seconds = end_s - start_s
+            computes_s -= seconds
+            came_last = last.get(exchange.meeting, exchange.rank)
+            if moves or came_last == exchange.rank:
+                time.kinds_s["moves"] += seconds
+                moved_s, sent_bytes = time.moved.get(exchange.key, (0.0, 0.0))
+                time.moved[exchange.key] = moved_s + seconds, sent_bytes
+            else:
+                time.kinds_s["waits"] += seconds
+                time.blamed_s[came_last] += seconds
+                time.staged_s += seconds * (exchange.kind in ("Send", "Recv"))
+        for exchange in inside:
+            moved_s, sent_bytes = time.moved.get(exchange.key, (0.0, 0.0))
+            time.moved[exchange.key] = moved_s, sent_bytes + exchange.sent_bytes
+        time.kinds_s["computes"] += max(0.0, computes_s)
+
+
+def _sweep(exchanges: Sequence[Exchange], until_s: float) -> Iterator[tuple[float, float, Exchange, bool]]:
+    """Yields stretches of time with exchanges under way: from, to, one of them, and whether bytes move in it.
+
+    It is one in which bytes move, where there is one, else the one that began first.
+    """
+    times = sorted({min(t, until_s) for e in exchanges for t in (e.start_s, e.come_s, e.end_s)})
+    coming = sorted(exchanges, key=lambda exchange: exchange.start_s)
+    under_way: list[Exchange] = []
+    for start_s, end_s in itertools.pairwise(times):
+        while coming and coming[0].start_s <= start_s:
+            under_way.append(coming.pop(0))
+        under_way = [exchange for exchange in under_way if exchange.end_s > start_s]
+        if under_way:
+            moving = next((exchange for exchange in under_way if exchange.come_s <= start_s), None)
+            yield start_s, end_s, moving or under_way[0], moving is not None
+
+
+def list_costs(ranks: Mapping[int, RankTime]) -> list[Cost]:
+    """Returns what takes time, the largest cost first."""
+
+    def mean(kind: str) -> float:
+        return statistics.fmean(time.kinds_s.get(kind, 0.0) for time in ranks.values())
+
+    found = [Cost(mean(kind), what, _ACTIONS[kind]) for kind, what in _WORDS.items()]
+    found += [_describe_compilation(ranks, mean("compile")), _describe_first_calls(ranks, mean("first"))]
+    found += [_describe_moves(ranks, mean("moves")), _describe_waits(ranks, mean("waits"))]
+    return sorted((cost for cost in found if cost.seconds > 0), key=lambda cost: -cost.seconds)
+
+
+def _describe_compilation(ranks: Mapping[int, RankTime], seconds: float) -> Cost:
+    time = max(ranks.values(), key=lambda time: time.kinds_s.get("compile", 0.0))
+    name, times = max(time.compiled.items(), key=lambda item: item[1], default=("", 0))
+    if times > 2:
+        return Cost(
+            seconds,
+            f"steps are compiled, {name} {times} times",
+            "a step is compiled for each shape, type and Python value that it is called with: give it batches of one "
+            "size (drop_remainder=True), and tensors in the place of numbers",
+        )
+    return Cost(
+        seconds,
+        f"steps are compiled ({_count(sum(time.compiled.values()), 'program')})",
+        "plans and lowered steps are kept for later runs, unless the key mesh.plan_cache says otherwise; once a run, "
+        "so that it counts for less in a longer one",
+    )
+
+
+def _describe_first_calls(ranks: Mapping[int, RankTime], seconds: float) -> Cost:
+    programs = {name for time in ranks.values() for name in time.calls_s}
+    return Cost(
+        seconds,
+        f"the first {FIRST} calls of {_count(len(programs), 'program')}",
+        "TensorFlow optimises a function when it is first called; it counts for less in a longer run",
+    )
+
+
+def _describe_moves(ranks: Mapping[int, RankTime], seconds: float) -> Cost:
+    moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for time in ranks.values():
+        for key, (moved_s, sent_bytes) in time.moved.items():
+            moved[key][0] += moved_s
+            moved[key][1] += sent_bytes
+    calls = max(1, sum(time.later_calls for time in ranks.values()))
+    most = max(moved, key=lambda key: moved[key][0], default="")
+    sent_bytes = sum(one[1] for one in moved.values())
+    return Cost(
+        seconds,
+        f"bytes move between the ranks: {format_bytes(sent_bytes / calls)} a call from each, "
+        f"most of the time in {most!r}",
+        "communication.wire_dtype=bfloat16 sends half of it, `wh.split` leaves large weights where they are, more rows "
+        "a step make it rarer; `whale plan` lists what moves, largest first",
+    )
+
+
+def _describe_waits(ranks: Mapping[int, RankTime], seconds: float) -> Cost:
+    blamed: dict[int, float] = defaultdict(float)
+    for time in ranks.values():
+        for rank, waited_s in time.blamed_s.items():
+            blamed[rank] += waited_s
+    whole_s = sum(blamed.values())
+    staged = sum(time.staged_s for time in ranks.values()) > whole_s / 2
+    if staged:
+        return Cost(
+            seconds,
+            "stages wait for each other's tensors: the bubble of the pipeline",
+            "more micro-batches (pipeline.micro_batches), another schedule, or other cuts (docs/guides/pipeline.md)",
+        )
+    slow = max(blamed, key=lambda rank: blamed[rank], default=None)
+    if slow is None or blamed[slow] < _ONE_CAUSE * whole_s:
+        return Cost(
+            seconds,
+            "ranks wait for each other in turn, now for one and then for another",
+            "other programs on the machine do that, and more ranks than cores: `whale doctor` says whether it is busy",
+        )
+    return Cost(seconds, *_explain_slow_rank(ranks, slow, blamed[slow] / whole_s))
+
+
+def _explain_slow_rank(ranks: Mapping[int, RankTime], slow: int, part: float) -> tuple[str, str]:
+    """Returns why ranks wait for one, and what to do: the part of a step in which it takes longer than they do."""
+    others = [time for rank, time in ranks.items() if rank != slow]
+
+    def each(time: RankTime, kind: str) -> float:
+        return time.kinds_s.get(kind, 0.0) / max(1, time.later_calls)
+
+    more = {
+        kind: each(ranks[slow], kind) - statistics.fmean(each(time, kind) for time in others)
+        for kind in ("computes", "input", "script", "checkpoint")
+    }
+    kind = max(more, key=lambda kind: more[kind])
+    what = f"the ranks wait for rank {slow} ({part:.0%} of all waits)"
+    step_s = sum(each(ranks[slow], kind) for kind in _OF_A_STEP)
+    if more[kind] < _SAME * step_s:
+        return what, f"rank {slow} takes no longer in any part of a step: look at how it is connected to the others"
+    figures = (
+        f"{format_seconds(each(ranks[slow], kind))} a call, the others "
+        f"{format_seconds(statistics.fmean(each(time, kind) for time in others))}"
+    )
+    if kind == "computes":
+        return (
+            f"{what}, which computes {figures}",
+            f"what runs where rank {slow} is (`whale doctor`, `top`)? if its device is slower, give it fewer rows: "
+            "batch.shares, or mesh.auto_parallel, which measures the ranks (docs/tutorials/unequal_devices.md)",
+        )
+    if kind == "input":
+        return f"{what}, whose batches take {figures}", f"look at where rank {slow} reads from; {_ACTIONS['input']}"
+    return (
+        f"{what}, whose script takes {figures} beside its steps",
+        f"what rank {slow} alone does between steps (logs, files, `if wh.rank() == {slow}`) holds all ranks up: do it "
+        "less often, or in a thread",
+    )
+
+
+def _describe_steps(ranks: Mapping[int, RankTime]) -> list[str]:
+    """Returns lines about the calls of programs: how many, how long, and what a call is made of."""
+    first = next(iter(ranks.values()))
+    if not first.calls_s:
+        return ["No step was called."]
+    name = first.main_program
+    taken = [seconds for time in ranks.values() for seconds in (time.calls_s[name][FIRST:] or time.calls_s[name])]
+    lines = [
+        f"{name}: {_count(len(first.calls_s[name]), 'call')}, {format_seconds(statistics.median(taken))} each (median)"
+    ]
+    calls = sum(time.later_calls for time in ranks.values())
+    if calls:
+        parts = {
+            words: sum(time.kinds_s.get(kind, 0.0) for time in ranks.values()) / calls
+            for kind, words in _OF_A_STEP.items()
+        }
+        lines += [
+            "A call and what comes before it, in the mean of calls and ranks: "
+            + ", ".join(f"{words} {format_seconds(seconds)}" for words, seconds in parts.items() if seconds > 0)
+        ]
+    return lines
+
+
+def _read_spans(events: Sequence[Event]) -> dict[int, list[Span]]:
+    """Returns the spans of each rank's thread that takes its steps; a span that never ended ends with the trace."""
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    begun: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # [event, seconds of spans inside of it]
+    end_s: dict[int, float] = defaultdict(float)
+
+    def end(track: tuple[int, int], when_s: float) -> None:
+        event, inside_s = begun[track].pop()
+        start_s = event["ts"] / 1e6
+        span = Span(event.get("cat", ""), event["name"], start_s, when_s, max(0.0, when_s - start_s - inside_s))
+        spans[track].append(span)
+        if begun[track]:
+            begun[track][-1][1] += when_s - start_s
+
+    for event in events:
+        if "ts" not in event or event.get("tid", 0) >= _EXCHANGE_TRACK:
+            continue
+        track = event["pid"], event.get("tid", 0)
+        end_s[event["pid"]] = max(end_s[event["pid"]], event["ts"] / 1e6)
+        if event["ph"] == "B":
+            begun[track].append([event, 0.0])
+        elif event["ph"] == "E" and begun[track]:
+            end(track, event["ts"] / 1e6)
+    for track in list(begun):
+        while begun[track]:
+            end(track, end_s[track[0]])
+    found: dict[int, list[Span]] = {}
+    for (rank, _), track_spans in spans.items():
+        if len(track_spans) > len(found.get(rank, ())):
+            found[rank] = sorted(track_spans, key=lambda span: span.start_s)
+    return found
+
+
+def _read_exchanges(events: Sequence[Event]) -> Iterator[Exchange]:
+    for event in events:
+        args = event.get("args")
+        if event.get("ph") == "X" and args and "call" in args and not str(args["key"]).startswith(_BESIDE_STEPS):
+            start_s, waits_s = event["ts"] / 1e6, args.get("waiting_us", 0.0) / 1e6
+            end_s = start_s + event["dur"] / 1e6
+            come_s = min(end_s, start_s + waits_s)
+            kind, sent_bytes = event.get("cat", ""), float(args.get("wire_bytes", 0.0))
+            yield Exchange(event["pid"], kind, str(args["key"]), args["call"], start_s, come_s, end_s, sent_bytes)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
