@@ -145,7 +145,17 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.frontends.tf1": ("activation", "*", "install"),
     "whale.tools": ("models", "*", "profile"),
     "whale.launcher": ("*", "job", "scale_up", "run"),
-    "cost_model": ("hardware", "kernels", "simulator", "cluster", "analytic", "graph", "validation", "calibrate"),
+    "cost_model": (
+        "figures",
+        "hardware",
+        "kernels",
+        "simulator",
+        "cluster",
+        "analytic",
+        "graph",
+        "validation",
+        "calibrate",
+    ),
 }
 SEARCH = "whale.planner.graph_search"  # the search over graphs
 COMPILED_BY = {"Program", "Plan", "PlanSettings", "Made", "FirstLayouts"}  # what functions of a compiler take and give

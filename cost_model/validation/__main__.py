@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rows", nargs="+", type=Path, help="CSV files of published rows (default: those in the package)"
     )
-    parser.add_argument("--out", type=Path, help="also write validation.md and validation.png there (needs matplotlib)")
+    parser.add_argument("--out", type=Path, help="also write validation.md and validation.svg there (needs matplotlib)")
     options = parser.parse_args(arguments)
     try:
         found = []
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out:
             from cost_model.validation.figure import draw
 
-            draw([(published.name, results) for published, results in found], options.out / "validation.png")
+            draw([(published.name, results) for published, results in found], options.out / "validation.svg")
             (options.out / "validation.md").write_text(report.page(rows, lines))
     except (WhaleError, OSError) as error:
         print(f"validation: {error}", file=sys.stderr)

@@ -110,5 +110,5 @@ def page(rows: str, lines: str) -> str:
         "Written by `python -m cost_model.validation --out docs`; [the cost model](guides/cost_model.md) explains. A\n"
         "row's label: tensor-parallel ranks t, pipeline stages p, data-parallel ranks d, chunks per stage v, size of\n"
         "a micro-batch x micro-batches b, recompute. A negative error is a prediction that is too short.\n\n"
-        f"```\n{lines}\n\n{rows}\n```\n\n![Predicted against measured step time, one dot per row](validation.png)\n"
+        f"```\n{lines}\n\n{rows}\n```\n\n![Predicted against measured step time, one dot per row](validation.svg)\n"
     )
