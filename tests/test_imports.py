@@ -148,6 +148,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.tools": ("models", "*", "profile"),
     "whale.launcher": ("*", "job", "scale_up", "run", "top"),
     "cost_model": (
+        "figures",
         "hardware",
         "kernels",
         "simulator",

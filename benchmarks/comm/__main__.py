@@ -194,7 +194,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--mpich", type=Path, help="folder with MPICH's bin/mpirun and lib/libmpi.so")
     parser.add_argument("--out", type=Path, help="folder that receives communication.md, .svg and .json")
+    parser.add_argument("--redraw", type=Path, metavar="FOLDER", help="only draw the figure of the results there anew")
     options = parser.parse_args()
+    order = [size.title for size in SIZES], [library.title for library in LIBRARIES]
+    if options.redraw:
+        found = report.read(options.redraw / "communication.json")
+        report.plot(found, *order, options.redraw / "communication.svg")
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     known = [size.title.replace(" ", "") for size in SIZES if options.what == ALL_REDUCE or size.tensors == 1]
@@ -205,7 +211,6 @@ def main() -> None:
     if options.what == ALL_TO_ALL and options.out:
         parser.error("--out keeps all-reduces")
     libraries = present([part for part in options.only.split(";") if part], options.mpich, options.what)
-    order = [size.title for size in SIZES], [library.title for library in LIBRARIES]
     where, results = machine(), []
     with tempfile.TemporaryDirectory(prefix="whale-probe-") as folder:
         probe = build_probe(Path(folder))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cost_model.figures import INK, LINE, find_colour, open_figure, save_figure
+
 LIMIT = "Memory traffic alone"
 EXCHANGE_LIMIT = "The same through slots of shared memory"
 
@@ -49,35 +51,42 @@ def _cell(seconds: float | None) -> str:
 
 
 def plot(results: Sequence[Result], sizes: Sequence[str], libraries: Sequence[str], path: Path) -> None:
-    """Median time over size, one panel for each number of processes, as SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "whale", "svg.fonttype": "none", "font.size": 10})
-    from matplotlib import pyplot
-
+    """Median time over size, one panel for each number of processes, as SVG; what comes in several tensors stands
+    apart.
+    """
     numbers = sorted({r.ranks for r in results})
-    figure, panels = pyplot.subplots(1, len(numbers), figsize=(6 * len(numbers), 5), sharey=True, squeeze=False)
-    columns = [size for size in sizes if any(r.size == size for r in results)]
+    widths = [len({r.size for r in results if r.ranks == ranks}) for ranks in numbers]
+    figure, panels = open_figure(1, len(numbers), (12.5, 5), sharey=True, width_ratios=widths)
     for panel, ranks in zip(panels[0], numbers):
-        for index, library in enumerate(libraries):
+        columns = [size for size in sizes if any((r.ranks, r.size) == (ranks, size) for r in results)]
+        turns: dict[str, int] = {}
+        for library in libraries:
             found = {r.size: 1e3 * r.median_s for r in results if (r.ranks, r.library) == (ranks, library)}
             places = [place for place, size in enumerate(columns) if size in found]
-            style = {"color": f"C{index}"}
-            if library in (LIMIT, EXCHANGE_LIMIT):
-                style = {"color": "black" if library == LIMIT else "gray", "linestyle": ":"}
-            if library == "Whale":
-                style["linewidth"] = 2.5
-            panel.plot(places, [found[columns[place]] for place in places], marker=".", label=library, **style)
+            colour = INK if library in (LIMIT, EXCHANGE_LIMIT) else find_colour(library)
+            turn = turns[colour] = turns.get(colour, -1) + 1
+            style = {"color": colour, "marker": "osD^"[turn % 4], "markersize": 4, "label": library}
+            lines = {"linewidth": 2.4 if library == "Whale" else 1.3, "linestyle": ("-", "--", ":", "-.")[turn % 4]}
+            joined = [place for place in places if " x " not in columns[place]]
+            panel.plot(joined, [found[columns[place]] for place in joined], **style, **lines)
+            apart = [place for place in places if place not in joined]
+            style["label"] = "_"
+            panel.plot(apart, [found[columns[place]] for place in apart], linestyle="none", **style)
         panel.set_yscale("log")
-        panel.set_xticks(range(len(columns)), columns, rotation=60)
+        ticks = [10.0**exponent for exponent in range(-3, 3)]
+        panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.minorticks_off()
+        panel.set_xticks(range(len(columns)), columns, rotation=45)
         panel.set_title(f"{ranks} processes", loc="left", fontsize=11, fontweight="bold")
-        panel.grid(axis="y", linewidth=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color=LINE, linewidth=0.6)
     panels[0, 0].set_ylabel("ms for one all-reduce (median)")
-    panels[0, 0].legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
+    save_figure(figure, path)
+
+
+def read(data: Path) -> list[Result]:
+    """Returns what communication.json has."""
+    return [Result(*row[:3], tuple(row[3])) for row in json.loads(data.read_text())]
 
 
 def write(
@@ -95,7 +104,7 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, page = folder / "communication.json", folder / "communication.md"
-    older = [Result(*row[:3], tuple(row[3])) for row in json.loads(data.read_text())] if data.exists() else []
+    older = read(data) if data.exists() else []
     found = {(r.ranks, r.size, r.library): r for r in [*older, *results]}
     merged = sorted(found.values(), key=lambda r: (r.ranks, sizes.index(r.size), libraries.index(r.library)))
     rows = [json.dumps([r.ranks, r.size, r.library, [round(s, 8) for s in r.samples_s]]) for r in merged]
@@ -115,7 +124,7 @@ each round while the others are stopped. All-reduces are inside one graph (a tf.
 before gave, and the time of a step is divided by their number (32, fewer from 16 MB on). Whale, Horovod and MPI reduce
 100 tensors as one group. MPI's own all-reduce is in place and without TensorFlow. "Memory traffic alone" are threads
 of one process that read and write what no all-reduce can do without (`benchmarks/comm/probe.cc`). Nothing is pinned to
-a core.
+a core. `python -m benchmarks.comm --redraw docs` draws the figure from communication.json.
 
 Measured on {where}.
 

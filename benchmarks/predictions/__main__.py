@@ -180,8 +180,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="steps of a round")
     parser.add_argument("--rows", type=Path, help="JSON file that keeps rows of several calls together")
-    parser.add_argument("--out", type=Path, help="folder that receives predictions.md and predictions.png")
+    parser.add_argument("--out", type=Path, help="folder that receives predictions.md and predictions.svg")
+    parser.add_argument("--redraw", type=Path, metavar="FOLDER", help="only draw the figure of the page there anew")
     options = parser.parse_args()
+    if options.redraw:
+        page.draw(page.read_table((options.redraw / "predictions.md").read_text()), options.redraw / "predictions.svg")
+        return
     if options.profile is None and options.rows is None:
         parser.error("there is nothing to report: --profile measures, --rows has what was measured before")
     rows: list[Row] = []
@@ -210,7 +214,7 @@ def main() -> None:
             options.rows.write_text(json.dumps([asdict(row) for row in rows]))
     print(report(rows))
     if options.out:
-        page.write(rows, report(rows), options.out)
+        page.write(report(rows), options.out)
 
 
 if __name__ == "__main__":

@@ -2,59 +2,68 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from benchmarks.predictions.__main__ import Row
+from cost_model.figures import STYLES, find_ticks, mark_diagonal, open_figure, save_figure
 
-# Colour-blind safe (Okabe and Ito), one per program.
-STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
+SIXTH = ("#56B4E9", "P")
+_ROW = re.compile(r"^(\w+) +(\S.*?) {2,}([\d.]+) +([\d.]+) +[+-][\d.]+ +([\d.]+) +([\d.]+) +[+-][\d.]+$", re.MULTILINE)
 
 
-def write(rows: Sequence[Row], report: str, folder: Path) -> None:
-    """Writes predictions.md and predictions.png; needs matplotlib."""
-    folder.joinpath("predictions.md").write_text(
+@dataclass(frozen=True)
+class Dot:
+    """A run of the table: milliseconds of a step, and MB of tensors at its peak."""
+
+    program: str
+    plan: str
+    predicted_ms: float
+    measured_ms: float
+    predicted_mb: float
+    measured_mb: float
+
+
+def write(report: str, folder: Path) -> None:
+    """Writes predictions.md and predictions.svg; needs matplotlib."""
+    page = folder / "predictions.md"
+    page.write_text(
         "# Predicted and measured: this project's own runs\n\n"
         "Written by `python -m benchmarks.predictions --rows FILE --out docs`; its docstring says how runs are "
-        "measured, [the cost model](guides/cost_model.md) how they are predicted, and when. A negative error is a "
-        "prediction that is too small.\n\n![Predicted against measured, one dot per run](predictions.png)\n\n```\n"
-        + report
-        + "\n```\n"
+        "measured, [the cost model](guides/cost_model.md) how they are predicted, and when. The figure is drawn from "
+        "the table by `python -m benchmarks.predictions --redraw docs`. A negative error is a prediction that is too "
+        "small.\n\n![Predicted against measured, one dot per run](predictions.svg)\n\n```\n" + report + "\n```\n"
     )
-    _draw(rows, folder / "predictions.png")
+    draw(read_table(page.read_text()), folder / "predictions.svg")
 
 
-def _draw(rows: Sequence[Row], path: Path) -> None:
-    import matplotlib
+def read_table(page: str) -> list[Dot]:
+    """Returns the runs that the page lists."""
+    return [Dot(found[1], found[2], *map(float, found.groups()[2:])) for found in _ROW.finditer(page)]
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
-    figure, both = pyplot.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
-    panels = (("step time (ms)", 1e3, "_s", 0.1), ("peak of tensors (MB)", 1e-6, "_bytes", 0.05))
-    for axes, (title, unit, what, band) in zip(both, panels):
-        values = [unit * getattr(r, side + what) for r in rows for side in ("predicted", "measured")]
-        low, high = 0.8 * min(values), 1.25 * max(values)
-        axes.fill_between(
-            [low, high], [(1 - band) * low, (1 - band) * high], [(1 + band) * low, (1 + band) * high],
-            color="0.9", label=f"within {100 * band:.0f} %",
-        )  # fmt: skip
-        axes.plot([low, high], [low, high], color="0.5", linewidth=1)
-        for program, (colour, marker) in zip(dict.fromkeys(r.program for r in rows), STYLES):
-            mine = [r for r in rows if r.program == program]
+def draw(dots: Sequence[Dot], path: Path) -> None:
+    """Writes the figure."""
+    figure, (both,) = open_figure(1, 2, (11, 4.8))
+    for axes, (title, unit, part) in zip(both, (("step (ms)", "ms", 0.1), ("peak of tensors (MB)", "mb", 0.05))):
+        values = [getattr(dot, f"{side}_{unit}") for dot in dots for side in ("predicted", "measured")]
+        low, high = 0.85 * min(values), 1.18 * max(values)
+        mark_diagonal(axes, low, high, part)
+        for program, (colour, marker) in zip(dict.fromkeys(dot.program for dot in dots), (*STYLES[:5], SIXTH)):
+            mine = [dot for dot in dots if dot.program == program]
             axes.scatter(
-                [unit * getattr(r, "measured" + what) for r in mine],
-                [unit * getattr(r, "predicted" + what) for r in mine],
+                [getattr(dot, f"measured_{unit}") for dot in mine],
+                [getattr(dot, f"predicted_{unit}") for dot in mine],
                 color=colour, marker=marker, s=26, alpha=0.8, linewidths=0, label=program,
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
-        ticks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if low < n < high]
         axes.minorticks_off()
-        axes.set_xticks(ticks, [str(n) for n in ticks])
-        axes.set_yticks(ticks, [str(n) for n in ticks])
+        ticks = find_ticks(low, high)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set(xlabel=f"measured {title}", ylabel=f"predicted {title}")
-    both[0].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+        axes.set_title(f"band: within {part:.0%}", loc="left", fontsize=9)
+    handles, labels = both[0].get_legend_handles_labels()
+    figure.legend(handles[1:], labels[1:], loc="outside right upper", frameon=False)
+    save_figure(figure, path)

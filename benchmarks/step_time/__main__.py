@@ -255,7 +255,12 @@ def main() -> None:
     parser.add_argument("--no-pin", action="store_true", help="let the system place ranks on cores")
     parser.add_argument("--peers", default="", help="Python of an environment with torch, jax and keras")
     parser.add_argument("--out", help="folder that receives benchmarks.md and benchmarks.svg")
+    parser.add_argument("--redraw", type=Path, metavar="FOLDER", help="only draw the figure of the page there anew")
     options = parser.parse_args()
+    if options.redraw:
+        page = (options.redraw / "benchmarks.md").read_text()
+        report.plot(report.read_table(page), options.redraw / "benchmarks.svg")
+        return
     # Ended from outside, the groups still have to be woken and ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -271,8 +276,9 @@ def main() -> None:
     if options.out:
         folder = Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
-        report.plot(results, folder / "benchmarks.svg")
         report.write_page(folder / "benchmarks.md", table, where, options.rounds, options.steps)
+        page = (folder / "benchmarks.md").read_text()
+        report.plot(report.read_table(page), folder / "benchmarks.svg")
         _say(f"\nwritten: {folder / 'benchmarks.md'}, {folder / 'benchmarks.svg'}")
 
 

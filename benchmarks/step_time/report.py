@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cost_model.figures import INK, find_colour, open_figure, save_figure
+
+_LONGEST = 3  # bars are cut where they are so much longer than the one in the middle
 
 
 @dataclass(frozen=True)
@@ -60,40 +65,66 @@ def _figures(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Bars of the medians with their quartiles, one panel per workload, as SVG."""
-    import matplotlib
+@dataclass(frozen=True)
+class Bar:
+    """A cell of the table: milliseconds of a step."""
 
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "whale", "svg.fonttype": "none", "font.size": 10})
-    from matplotlib import pyplot
-
-    shown = [r for r in results if r.samples_ms]
-    workloads = list(dict.fromkeys(r.workload for r in shown))
-    height = 0.8 + 0.42 * max(sum(r.workload == w for r in shown) for w in workloads)
-    figure, panels = pyplot.subplots(len(workloads), 1, figsize=(9, height * len(workloads)), squeeze=False)
-    for panel, workload in zip(panels[:, 0], workloads):
-        rows = [r for r in shown if r.workload == workload][::-1]
-        medians = [r.median_ms for r in rows]
-        spread = [[r.median_ms - r.quartiles_ms[0] for r in rows], [r.quartiles_ms[1] - r.median_ms for r in rows]]
-        bars = panel.barh([r.configuration for r in rows], medians, color=[_color(r.configuration) for r in rows])
-        panel.errorbar(medians, range(len(rows)), xerr=spread, fmt="none", ecolor="black", elinewidth=1, capsize=3)
-        for bar, result in zip(bars, rows):
-            text = f"{result.median_ms:.0f}"
-            panel.annotate(text, (result.quartiles_ms[1], bar.get_y() + bar.get_height() / 2), (6, 0),
-                           textcoords="offset points", va="center")  # fmt: skip
-        panel.set_title(workload, loc="left", fontsize=11, fontweight="bold")
-        panel.set_xlim(0, 1.12 * max(r.quartiles_ms[1] for r in rows))
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[-1, 0].set_xlabel("ms a step (median; whiskers: quartiles)")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    workload: str
+    configuration: str
+    median_ms: float
+    low_ms: float
+    high_ms: float
 
 
-def _color(configuration: str) -> str:
-    if configuration.startswith("TensorFlow"):
-        return "#9aa5b1"
-    return "#3f7fbf" if configuration.startswith("Whale") else "#d98c3f"
+def read_table(page: str) -> list[Bar]:
+    """Returns the cells of the page's first table."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.partition(f"\n{NOTES}")[0].splitlines()
+        if line.startswith("|") and not line.startswith("|-")
+    ]
+    found = []
+    for name, *cells in rows[1:]:
+        for workload, cell in zip(rows[0][1:], cells):
+            if figures := _CELL.match(cell):
+                found.append(Bar(workload, name, *map(float, figures.groups())))
+    return found
+
+
+_CELL = re.compile(r"\*\*([\d.]+)\*\* \(([\d.]+) to ([\d.]+)\)")
+
+
+def plot(bars: Sequence[Bar], path: Path) -> None:
+    """Bars of the medians with their quartiles, the shortest first, one panel per workload, as SVG."""
+    workloads = list(dict.fromkeys(bar.workload for bar in bars))
+    rows = -(-len(workloads) // 2)
+    most = max(sum(bar.workload == w for bar in bars) for w in workloads)
+    figure, panels = open_figure(rows, 2, (13, rows * (0.7 + 0.155 * most)))
+    for panel in panels.flat[len(workloads) :]:
+        panel.set_visible(False)
+    for panel, workload in zip(panels.flat, workloads):
+        mine = sorted((bar for bar in bars if bar.workload == workload), key=lambda bar: -bar.median_ms)
+        longest = min(
+            1.05 * max(bar.high_ms for bar in mine), _LONGEST * statistics.median(bar.median_ms for bar in mine)
+        )
+        for place, bar in enumerate(mine):
+            cut = bar.high_ms > longest
+            colour = find_colour(bar.configuration)
+            panel.barh(place, min(bar.median_ms, longest), height=0.72, color=colour, hatch="//" if cut else None)
+            if not cut:
+                panel.plot([bar.low_ms, bar.high_ms], [place, place], color=INK, linewidth=1)
+            text = f"{_figures(bar.median_ms)}" + " (cut)" * cut
+            panel.annotate(
+                text, (longest if cut else bar.high_ms, place), (4, 0), textcoords="offset points", va="center",
+                fontsize=8,
+            )  # fmt: skip
+        panel.set_yticks(range(len(mine)), [bar.configuration for bar in mine], fontsize=8)
+        panel.set_ylim(-0.6, len(mine) - 0.4)
+        panel.set_xlim(0, 1.12 * longest)
+        panel.tick_params(axis="y", length=0)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.set_title(f"{workload}: ms a step", loc="left", fontsize=9.5, fontweight="bold")
+    save_figure(figure, path)
 
 
 def write_page(path: Path, table: str, where: str, rounds: int, steps: int) -> None:
@@ -120,9 +151,9 @@ step, the quartiles, and the processor time of a step, all ranks together. Each 
 ranks share the cores); one process with two threads or devices has both. Horovod's cycle time and fusion threshold
 are the best of those tried for each model.
 
-Measured on {where}.
+Measured on {where}. `python -m benchmarks.step_time --redraw docs` draws the figure from the table.
 
 {table}
-![Step times]({plot})
+![Step times: bars are medians, the shortest first, whiskers quartiles]({plot})
 
 """

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="calibrate the intervals of the package's stacks on its rows, and write them into the stacks' files",
     )
-    parser.add_argument("--out", type=Path, help="also write validation.md and validation.png there (needs matplotlib)")
+    parser.add_argument("--out", type=Path, help="also write validation.md and validation.svg there (needs matplotlib)")
     options = parser.parse_args(arguments)
     if options.intervals and options.rows:
         parser.error("the package's stacks are calibrated on the package's rows; whale simulate --fit is for others")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out:
             from cost_model.validation.figure import draw
 
-            draw([(published.name, results) for published, results in found], options.out / "validation.png")
+            draw([(published.name, results) for published, results in found], options.out / "validation.svg")
             (options.out / "validation.md").write_text(report.page(rows, lines))
     except (WhaleError, OSError) as error:
         print(f"validation: {error}", file=sys.stderr)

@@ -152,5 +152,5 @@ def page(rows: str, lines: str) -> str:
         "a micro-batch x micro-batches b, recompute. A negative error is a prediction that is too short. Nine of ten\n"
         "steps are expected in the interval of the last column; `*`: the measured one is not there. The lines of\n"
         "tables count how many rows lie in the interval that is calibrated without them.\n\n"
-        f"```\n{lines}\n\n{rows}\n```\n\n![Predicted against measured step time, one dot per row](validation.png)\n"
+        f"```\n{lines}\n\n{rows}\n```\n\n![Predicted against measured step time, one dot per row](validation.svg)\n"
     )

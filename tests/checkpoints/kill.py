@@ -1,12 +1,14 @@
 """Kills a rank at random moments of saving: ``python -m tests.checkpoints.kill --count 100``.
 
-Each trial goes on in the folder that the one before has left. After each, plain TensorFlow must find a complete
+With ``--store`` checkpoints are in a store of objects (`tests.checkpoints.store`), else in a folder. Each trial goes on
+in what the one before has left. After each, plain TensorFlow must find a complete
 checkpoint, none older than the last whose saving had ended, with the values that belong to its number of steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,21 +18,21 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from tests.checkpoints.store import find_library, list_keys, open_store
 from tests.forkserver import warm_python
 
 SCRIPT = Path(__file__).with_name("saver.py")
 
 
-def trial(folder: Path, seed: int) -> str:
+def trial(place: str, said: Path, seed: int) -> str:
     """What is wrong after a run in which a rank is killed; "" if nothing is."""
     ended = subprocess.run(
-        [warm_python(), "-m", "whale", "run", "-np", "2", str(SCRIPT), str(folder), str(seed)],
+        [warm_python(), "-m", "whale", "run", "-np", "2", str(SCRIPT), place, str(seed), str(said)],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     if "was killed by SIGKILL" not in ended.stdout + ended.stderr:
         return f"no rank was killed: {ended.stdout}{ended.stderr}"
-    path = tf.train.latest_checkpoint(str(folder))
-    said = folder / "saved.txt"
+    path = tf.train.latest_checkpoint(place)
     last = int(said.read_text().split()[-1]) if said.exists() else 0
     if path is None:
         return "no checkpoint" if last else ""
@@ -49,14 +51,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", action="store_true", help="in a store of objects")
     options = parser.parse_args()
     good, left, start = 0, 0, time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name, "run")
+        folder.mkdir()
+        place = str(folder)
+        if options.store:
+            open_store(folder)
+            os.environ["OBJECT_LIBRARY"] = str(find_library())
+            place = "objects://bucket/run"
         for number in range(options.count):
-            wrong = trial(folder, options.seed + number)
+            wrong = trial(place, Path(name, "saved.txt"), options.seed + number)
             good += not wrong
-            left += bool(list(folder.glob(".writing-*")))
+            left += any(".writing-" in key for key in list_keys(folder))
             if wrong:
                 print(f"seed {options.seed + number}: {wrong}", flush=True)
     seconds = time.monotonic() - start

@@ -1,8 +1,9 @@
 """A rank that trains and saves, again and again, until one of them is killed: started by ``tests.checkpoints.kill``.
 
-    whale run -np 2 tests/checkpoints/saver.py FOLDER SEED
+    whale run -np 2 tests/checkpoints/saver.py PLACE SEED SAID
 
-Every step adds the same to all elements, so that each checkpoint can be checked on its own.
+PLACE is a folder, or a URI of the store of `tests.checkpoints.store`; the file SAID gets the number of each step that
+is saved. Every step adds the same to all elements, so that each checkpoint can be checked on its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import whale as wh
 ROWS, COLUMNS = 1024, 1024  # 8 MB each, of weight and momentum
 
 
-def main(folder: str, seed: int) -> None:
+def main(place: str, seed: int, said: str) -> None:
+    if library := os.environ.get("OBJECT_LIBRARY"):
+        tf.experimental.register_filesystem_plugin(library)
     wh.init({"memory.zero": 1, "memory.zero_min_bytes": 0})
     weight = tf.Variable(tf.zeros((ROWS, COLUMNS), tf.float64), name="weight")
     momentum = tf.Variable(tf.zeros((ROWS, COLUMNS), tf.float64), trainable=False, name="momentum")
@@ -38,7 +41,7 @@ def main(folder: str, seed: int) -> None:
 
     generator = random.Random(seed)
     checkpoint = tf.train.Checkpoint(weight=weight, momentum=momentum, done=done)
-    manager = wh.CheckpointManager(checkpoint, folder, 2, asynchronous=generator.random() < 0.5)
+    manager = wh.CheckpointManager(checkpoint, place, 2, asynchronous=generator.random() < 0.5)
     manager.restore_or_initialize()
     victim, fatal, moment = generator.randrange(wh.size()), generator.randrange(2, 5), generator.random()
     x = tf.concat([tf.ones((1, ROWS), tf.float64), tf.zeros((3, ROWS), tf.float64)], 0)
@@ -53,9 +56,9 @@ def main(folder: str, seed: int) -> None:
         manager.wait()
         took_s = time.monotonic() - start
         if wh.rank() == 0:
-            with open(os.path.join(folder, "saved.txt"), "a") as file:
+            with open(said, "a") as file:
                 file.write(f"{int(done)}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -13,14 +14,16 @@ import msgspec
 import pytest
 
 from cost_model.cluster import cluster_file
+from whale.cli import main
 from whale.errors import PlanError
 from whale.planner import ask
-from whale.planner.report import draw
+from whale.planner.report import draw, planfile
+from whale.planner.report.limit import describe_likely, describe_limit
 from whale.planner.report.measured_step import read, step_drawn
 from whale.planner.report.sliders import sliders
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PICTURES = os.environ.get("WHALE_TEST_PICTURES")  # a folder that keeps the page as it was seen
+PICTURES = os.environ.get("WHALE_TEST_PICTURES")  # a folder that keeps the page as it was seen, light and dark
 LAB = """
 name: lab
 networks: {fabric: {type: infiniband-hdr-200}}
@@ -44,43 +47,90 @@ LOOK = """<script>
 addEventListener("error", e => document.body.dataset.failed = e.message);
 addEventListener("load", () => {
   const search = document.getElementById("search"); search.value = "layer 3"; search.oninput({target: search});
-  const clear = [...document.querySelectorAll("[data-column]")].filter(c => c.style.opacity === "1").length;
+  const clear = [...document.querySelectorAll("[data-from]")].filter(c => c.style.opacity === "1").length;
   const wide = [...document.querySelectorAll("main > *")].filter(e => e.scrollWidth > e.clientWidth + 1).length;
   const ticks = [...document.querySelectorAll(".ticks span")].map(e => e.textContent);
+  const axis = ticksOf(0, D.step_s, 8).map(t => t[1]), plans = document.querySelectorAll(".pick").length;
+  const kinds = document.querySelectorAll("#mlegend span").length, text = document.body.innerText;
   const slow = document.querySelector("#sliders input"); slow.value = 0; slow.oninput({target: slow});
   const then = document.getElementById("then").textContent;
   const ran = document.getElementById("ran").clientHeight, mesh = document.querySelectorAll(".mesh b").length;
   const page = document.documentElement.scrollWidth;
-  document.body.dataset.seen = JSON.stringify({ran, mesh, page, wide, clear, ticks, then});
+  document.body.dataset.seen = JSON.stringify({ran, mesh, page, wide, clear, ticks, then, axis, plans, kinds, text});
 });
 </script>"""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
-@pytest.mark.parametrize("width", [1400, 500])
+@pytest.mark.parametrize("width", [1440, 400])
 def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     assert BROWSER is not None
     transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
     assert transformer is not None and batch is not None
     limits = ask.limits(["stages=2"], 2.0)
     plan = ask.plan(cluster_file.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
-    page = tmp_path / "page.html"
-    measured = step_drawn(RUN, "out.json", 1e-3)
-    page.write_text(draw.html(plan, measured).replace("<head>", f"<head>{LOOK}"))
+    page, frame = tmp_path / "page.html", tmp_path / "frame.html"
+    described = [
+        {**draw.describe_page(plan, step_drawn(RUN, "out.json", 1e-3)), "name": "one.json"},
+        {**draw.describe_page(plan), "name": "other.json"},
+    ]
+    page.write_text(draw.page(described).replace("<head>", f"<head>{LOOK}"))
+    # A window has 500 points at least; a frame in it may have fewer. It hands up what it has seen.
+    size = f"width:{width}px;height:2400px"
+    up = 'onload="Object.assign(document.body.dataset, this.contentDocument.body.dataset)"'
+    frame.write_text(f'<body style="margin:0"><iframe src="page.html" style="border:0;{size}" {up}></iframe>')
     line = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    line += [f"--window-size={width},1200", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
-    dom = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "data-failed" not in dom
-    found = re.search(r'data-seen="([^"]*)"', dom)
-    assert found, dom[-500:]
-    seen = json.loads(found[1].replace("&quot;", '"'))
+    line += [f"--window-size={max(500, width)},2400", "--virtual-time-budget=2000", "--allow-file-access-from-files"]
+    done = subprocess.run(
+        [*line, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "data-failed" not in done.stdout
+    found = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert found, done.stdout[-500:]
+    seen = json.loads(html.unescape(found[1]))
     assert seen["page"] <= width and seen["wide"] == 0
-    assert seen["ran"] > 40 and seen["mesh"] == 8
+    assert seen["ran"] > 40 and seen["mesh"] == 8 and seen["plans"] == 2 and seen["kinds"] == 5
     assert 0 < seen["clear"] < 8 * 6 and seen["ticks"]
     assert re.fullmatch(r"\S+ m?s a step, \d+\.\d% longer", seen["then"]), seen["then"]
-    if PICTURES:
-        shot = [*line[:-2], f"--screenshot={Path(PICTURES).resolve() / f'plan-{width}.png'}", page.as_uri()]
-        subprocess.run(shot, capture_output=True, timeout=120, check=True)
+    assert len(seen["axis"]) > 3 and len({text.split()[-1] for text in seen["axis"][1:]}) == 1
+    assert "limits this step: " in seen["text"] and "likely " in seen["text"] and "`" not in seen["text"]
+    for scheme in (0, 1) if PICTURES else ():  # dark, light
+        name = f"plan-{width}-{'light' if scheme else 'dark'}.png"
+        shot = [
+            f"--screenshot={Path(str(PICTURES)).resolve() / name}",
+            f"--blink-settings=preferredColorScheme={scheme}",
+        ]
+        subprocess.run([*line, *shot, frame.as_uri()], capture_output=True, timeout=120, check=True)
+
+
+def test_a_sentence_says_what_limits_a_step() -> None:
+    said = describe_limit("compute", 0.88, 1.0, "stage 0 (14 layers on 16 a100)", 0.04, 0.741)
+    assert said == (
+        "Computing limits this step: kernels of stage 0 (14 layers on 16 a100) take 88% of it. A faster network saves "
+        "at most 4%. The fullest device uses 74% of its memory."
+    )
+    assert "saves nothing" in describe_limit("bubble", 0.9, 1.0, "stage 1", 0.001, None)
+    assert "network" not in describe_limit("communication", 0.6, 1.0, "rank 1", 0.6, None)
+    assert describe_likely(None, "any").startswith("how far it may be off is not known")
+
+
+def test_a_trace_goes_with_one_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformer, batch = ask.describe("gpt:layers=8,hidden=1024,heads=8,batch=32")
+    assert transformer is not None and batch is not None
+    lab, page = cluster_file.parse(LAB), str(tmp_path / "page.html")
+    paths = [str(tmp_path / name) for name in ("one.json", "other.json")]
+    for path, stages in zip(paths, (1, 2)):
+        limits = ask.limits([f"stages={stages}"], 1.0)
+        planfile.save(ask.plan(lab, batch, transformer, None, "megatron-2022", limits, "whale"), path)
+    assert main(["html", *paths, "-o", page]) == 0
+    data = re.search(r"const PLANS = (.*);\n", Path(page).read_text())
+    assert data is not None
+    first, second = json.loads(data[1].replace("<\\/", "</"))
+    assert [first["name"], second["name"]] == paths and first["step_s"] != second["step_s"]
+    trace = tmp_path / "out.json"
+    trace.write_text("[\n" + ",\n".join(map(json.dumps, RUN)) + "\n]")
+    assert main(["html", *paths, "--trace", str(trace), "-o", page]) != 0
+    assert "a trace is of one run" in capsys.readouterr().err
 
 
 def test_sliders_are_the_plan_on_other_machines() -> None:

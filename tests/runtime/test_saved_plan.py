@@ -176,7 +176,9 @@ def test_a_scripts_plan_becomes_a_page(tmp_path: Path, monkeypatch: pytest.Monke
     assert {e["pid"] for e in events if e["ph"] == "X"} == {0, 1}
     page = (tmp_path / "p.html").read_text()
     assert "http" not in page and "/*DATA*/" not in page and "rank 1" in page
-    data = msgspec.json.decode(page.partition("const D = ")[2].partition(";\nconst $")[0])
+    (data,) = msgspec.json.decode(page.partition("const PLANS = ")[2].partition(";\nconst chosen")[0])
+    low_s, high_s = data["likely_s"]
+    assert low_s < data["step_s"] < high_s and "limits this step" in data["limits"]
     assert sum(value for _, value, _, _ in data["fall"]) == pytest.approx(data["step_s"])
     assert all(track for track in data["tracks"]) and len(data["memory"]) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))  # a machine that was not measured

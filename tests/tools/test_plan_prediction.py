@@ -220,5 +220,9 @@ def test_sliders_and_mesh_of_a_page(ranks: Start) -> None:
     assert now == pytest.approx(predict_plan(planned, TABLE).step_s, rel=0.2)  # by its own steps, as none was measured
     assert times[0, all_ranks, alone] > now > times[-1, all_ranks, alone]
     assert times[exchanges, 0, alone] > now > times[exchanges, -1, alone] and times[exchanges, all_ranks, 0] > now
-    (grid,) = mesh_of_plan(planned.plan)["grids"]
-    assert grid["axes"] == "data=2,tensor=2" and grid["rows"] == [("data 0", [0, 1]), ("data 1", [2, 3])]
+    (grid,) = mesh_of_plan(planned.plan, [0.5, None, 0.25, 1.0])["grids"]
+    assert grid["axes"] == "tensor 2 across, data 2 down"
+    assert grid["rows"] == [
+        ("data 0", [(0, "data 0, tensor 0", 0.5), (1, "data 0, tensor 1", None)]),
+        ("data 1", [(2, "data 1, tensor 0", 0.25), (3, "data 1, tensor 1", 1.0)]),
+    ]

@@ -75,8 +75,12 @@ def add_parser(verbs: Any) -> None:
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the trace, JSON")
     _add_devices(verb)
     verb.set_defaults(call=_trace)
-    verb = verbs.add_parser("html", help="draw a plan as a page", description="Writes one self-contained offline page.")
-    verb.add_argument("plan", help="the plan's JSON file")
+    verb = verbs.add_parser(
+        "html",
+        help="draw plans as a page",
+        description="Writes one self-contained offline page of a plan, or of several, whose steps stand side by side.",
+    )
+    verb.add_argument("plan", nargs="+", help="the plan's JSON file; several are compared")
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the page")
     verb.add_argument(
         "--trace", metavar="FILE", help="what `whale run --trace FILE` wrote: a step as it ran, below the predicted one"
@@ -167,7 +171,7 @@ def _check(given: argparse.Namespace) -> int:
 
 def _trace(given: argparse.Namespace) -> int:
     """Writes a plan's timeline."""
-    plan = _read_drawable(given)
+    plan = _read_drawable(given.plan, given)
     with _import_plan_tools(plan, given.plan) as tools:
         text = tools.trace(plan, given.plan, given.measured, given.cluster)
     given.out.write_text(text)
@@ -175,28 +179,39 @@ def _trace(given: argparse.Namespace) -> int:
 
 
 def _run_html(given: argparse.Namespace) -> int:
-    """Writes a plan's page, with a step as it ran where there is a trace of it."""
+    """Writes the page of plans, with a step as it ran where there is a trace of it."""
     from whale.planner.report import measured_step
+    from whale.planner.report.draw import page
 
     require_readable(given.trace)
-    plan = _read_drawable(given)
+    plans = [_read_drawable(path, given) for path in given.plan]
+    if given.trace and len(plans) > 1:
+        raise PlanError(
+            "a trace is of one run, and the page of several plans",
+            given=f"--trace {given.trace} and {len(plans)} plans",
+            expected="the plan that the run had",
+            action=f"whale html {given.plan[0]} --trace {given.trace} -o {given.out}",
+        )
     events = measured_step.read(Path(given.trace)) if given.trace else []
 
     def find_measured(predicted_s: float) -> dict[str, Any] | None:
         return measured_step.step_drawn(events, given.trace, predicted_s) if events else None
 
-    with _import_plan_tools(plan, given.plan) as tools:
-        text = tools.page(plan, given.plan, given.measured, given.cluster, find_measured)
-    given.out.write_text(text)
+    described = []
+    for path, plan in zip(given.plan, plans):
+        with _import_plan_tools(plan, path) as tools:
+            data = tools.describe_page(plan, path, given.measured, given.cluster, find_measured)
+        described.append({**data, "name": path})
+    given.out.write_text(page(described))
     return 0
 
 
-def _read_drawable(given: argparse.Namespace) -> PlanFile:
+def _read_drawable(path: str, given: argparse.Namespace) -> PlanFile:
     """Reads a plan, and reports first what cannot be read or written."""
     from cost_model.graph.machine_profile import default_path, read
     from whale.planner.report import planfile
 
-    plan = planfile.load(given.plan)
+    plan = planfile.load(path)
     require_readable(given.measured, given.cluster)
     require_writable(given.out)
     measured = given.measured or (None if plan.cluster else default_path())

@@ -23,11 +23,11 @@ from whale.distributed.collective_call_check import call_together
 from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.distributed.script_line import find_script_line
 from whale.errors import CheckpointError
-from whale.frontends.keras.first_rank_paths import make_absolute
 from whale.frontends.keras.saving import find_written, wait_for_first_rank
 from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.context import Context, find_running
+from whale.runtime.files import normalize_path
 
 
 def install() -> None:
@@ -105,7 +105,7 @@ def _update_state(context: Context, original: Callable[..., Any], *args: Any, **
 
 
 def _get_state(context: Context, original: Callable[..., Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    folder = make_absolute(checkpoint_dir)
+    folder = normalize_path(checkpoint_dir)
     if any(os.path.dirname(path) == folder for path in context.written):
         wait_for_first_rank(f"reading the folder {folder}, to which rank 0 wrote checkpoints")
     return original(checkpoint_dir, *args, **kwargs)
@@ -129,7 +129,7 @@ def _write_on_first_rank(write: Callable[[], None], holders: Iterable[Any], path
         line = find_script_line()
         call_together(context, "save", f"the saving of {path}" + (f" at {line}" if line else ""), why)
     with gather_on_first_rank(holders, context), captures_steps():
-        context.written[make_absolute(path)] = None
+        context.written[normalize_path(path)] = None
         if context.rank == 0:
             write()
 

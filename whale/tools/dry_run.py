@@ -18,6 +18,7 @@ from cost_model.cluster.allocation import read_named_cluster
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.discover import discover_local
 from cost_model.graph.machine_profile import MachineProfile, default_path, read
+from cost_model.kernels.interval import OWN_RUNS, compute_interval_s
 from whale.capture.function import capture_function
 from whale.cgroup import cpu_quota
 from whale.distributed.gpus import describe_processor_operations
@@ -318,7 +319,8 @@ def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_slide
     name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
     slowest = max(range(ranks), key=lambda rank: found.ranks[rank].end_s)
     sliders = captured_sliders(as_carried(programs, planned.settings), here, slowest) if with_sliders else None
-    return Drawn(planned.plan, planned.program, found, alone_s, here.memory_bytes, name, sliders)
+    likely_s = None if isinstance(on, Cluster) else compute_interval_s(found.step_s, OWN_RUNS)
+    return Drawn(planned.plan, planned.program, found, alone_s, here.memory_bytes, name, sliders, likely_s)
 
 
 def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:

@@ -14,7 +14,7 @@ from whale.planner.report.planfile import PlanFile
 from whale.tools.dry_run import PredictionTarget, replayed
 from whale.tools.plan_check import problems
 
-__all__ = ["page", "problems", "trace"]
+__all__ = ["describe_page", "problems", "trace"]
 
 Measured = Callable[[float], Mapping[str, Any] | None]
 
@@ -24,10 +24,12 @@ def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -
     return draw_captured.trace(_drawn(plan, path, profile, cluster))
 
 
-def page(plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured) -> str:
-    """Returns one self-contained HTML page; `measured`: a measured step, given the predicted seconds."""
+def describe_page(
+    plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured
+) -> dict[str, Any]:
+    """Returns the plan's data for `draw.page`; ``measured``: a measured step, given the predicted seconds."""
     drawn = _drawn(plan, path, profile, cluster, with_sliders=True)
-    return draw_captured.html(drawn, measured(drawn.prediction.step_s))
+    return draw_captured.describe_page(drawn, measured(drawn.prediction.step_s))
 
 
 def _drawn(plan: PlanFile, path: str, profile: str | None, cluster: str | None, with_sliders: bool = False) -> Drawn:

@@ -337,12 +337,6 @@ def test_an_earlier_order_that_nobody_knows_is_refused(
             next(iterator)
 
 
-def test_an_object_store_is_refused(ranks: Start) -> None:
-    ranks(1)
-    with pytest.raises(wh.CheckpointError, match="given: gs://bucket/run"):
-        wh.CheckpointManager(tf.train.Checkpoint(), "gs://bucket/run", 2)
-
-
 def test_weights_that_tensorflow_does_not_see_are_named(
     ranks: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

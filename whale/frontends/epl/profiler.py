@@ -114,7 +114,7 @@ class MemoryProfilerHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[mis
             return
         profile_memory(run_values.run_metadata, f"run {self._runs}: ")
         if self.dump_metadata:
-            with open(os.path.join(self.output_dir, f"run_metadata_{self._runs}.bin"), "wb") as file:
+            with tf.io.gfile.GFile(os.path.join(self.output_dir, f"run_metadata_{self._runs}.bin"), "wb") as file:
                 file.write(run_values.run_metadata.SerializeToString())
 
 

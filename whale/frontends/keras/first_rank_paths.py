@@ -13,9 +13,12 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from whale.errors import CheckpointError
 from whale.log import log
 from whale.runtime.context import Context
+from whale.runtime.files import is_on_disk, normalize_path
 
 # Keras' callbacks that write, with the attribute that says where.
 _CALLBACKS = {
@@ -24,11 +27,6 @@ _CALLBACKS = {
     "CSVLogger": "filename",
     "TensorBoard": "log_dir",
 }
-
-
-def make_absolute(path: Any) -> str:
-    """Returns a path as all functions here know it."""
-    return os.path.abspath(os.fspath(path))
 
 
 def list_kinds(callback: Any) -> set[str]:
@@ -47,7 +45,7 @@ def find_paths(callbacks: Any) -> list[tuple[str, str]]:
     for callback in given if isinstance(given, (list, tuple)) else [given]:
         kinds = list_kinds(callback)
         found += [
-            (kind, make_absolute(path))
+            (kind, normalize_path(path))
             for kind, attribute in _CALLBACKS.items()
             if kind in kinds and isinstance(path := getattr(callback, attribute, None), (str, os.PathLike))
         ]
@@ -86,9 +84,9 @@ def move_backups(callbacks: Any, pairs: Mapping[str, str]) -> None:
     """Lets each BackupAndRestore of this rank read and write where the first rank's does."""
     given = getattr(callbacks, "callbacks", callbacks)
     for callback in given if isinstance(given, (list, tuple)) else [given]:
-        if "BackupAndRestore" not in list_kinds(callback) or make_absolute(callback.backup_dir) not in pairs:
+        if "BackupAndRestore" not in list_kinds(callback) or normalize_path(callback.backup_dir) not in pairs:
             continue
-        own, first = os.fspath(callback.backup_dir), pairs[make_absolute(callback.backup_dir)]
+        own, first = os.fspath(callback.backup_dir), pairs[normalize_path(callback.backup_dir)]
         for name, value in list(vars(callback).items()):
             if isinstance(value, (str, os.PathLike)) and os.fspath(value).startswith(own):
                 setattr(callback, name, first + os.fspath(value)[len(own) :])
@@ -123,6 +121,8 @@ def link_written(pairs: Iterable[tuple[str, str]]) -> None:
       pairs: own paths and the first rank's; of patterns such as ``{epoch}.keras`` the part before them counts.
     """
     for own, first in pairs:
+        if not (is_on_disk(own) and is_on_disk(first)):
+            continue  # a store has no links, and what is read there is read by TensorFlow, at the first rank's place
         try:
             _link(own.partition("{")[0], first.partition("{")[0])
         except OSError as error:
@@ -161,4 +161,4 @@ def _link(own: str, first: str) -> None:
 
 
 def _is_there(path: str) -> bool:
-    return os.path.exists(path) or os.path.exists(f"{path}.index")
+    return tf.io.gfile.exists(path) or tf.io.gfile.exists(f"{path}.index")

@@ -14,10 +14,11 @@ import msgspec
 from whale.distributed.collective_call_check import call_together
 from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.distributed.script_line import find_script_line
-from whale.frontends.keras.first_rank_paths import find_first_path, link_written, make_absolute, pair_paths
+from whale.frontends.keras.first_rank_paths import find_first_path, link_written, pair_paths
 from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.context import find_running
+from whale.runtime.files import normalize_path
 
 # The model that is being saved: the functions of one format call those of another.
 _saving: contextvars.ContextVar[Any] = contextvars.ContextVar("saving", default=None)
@@ -35,7 +36,7 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
     token = _saving.set(model)
     try:
         with gather_on_first_rank(variables, context), captures_steps():
-            context.written[make_absolute(filepath)] = None
+            context.written[normalize_path(filepath)] = None
             return original(model, filepath, *args, **kwargs) if context.rank == 0 else None
     finally:
         _saving.reset(token)
@@ -63,7 +64,7 @@ def find_written(filepath: Any) -> Any:
     context = find_running()
     if context is None or not isinstance(filepath, (str, os.PathLike)):
         return filepath
-    key = make_absolute(filepath)
+    key = normalize_path(filepath)
     if key in context.written:
         wait_for_first_rank(f"reading {key}, which rank 0 wrote")
     found = find_first_path(key, context)

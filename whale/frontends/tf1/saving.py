@@ -5,8 +5,6 @@ Decision: 0046.
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +20,7 @@ from whale.frontends.tf1.variables import SessionVariables, list_changed_names, 
 from whale.ir.layout import divide_evenly, shard
 from whale.ir.mesh import Region, make_one_axis_tiles
 from whale.runtime.context import Context
+from whale.runtime.files import remove_files
 from whale.runtime.variables.checkpoint_regions import format_spec, list_regions, slice_spec
 
 Feeds = Mapping[tf.Tensor, np.ndarray]
@@ -175,8 +174,8 @@ def _write_parts(save: tf.Operation, path: str, values: Mapping[tf.Tensor, np.nd
             _act_together(when, act, path, held.context)
         except CheckpointError:
             for rank in held.context.ranks:
-                for left in glob.glob(f"{glob.escape(parts[rank])}.*") if rank in parts else ():
-                    os.remove(left)
+                if rank in parts:
+                    remove_files(parts[rank])
             raise
 
 

@@ -1,20 +1,21 @@
-"""Draws a plan: its simulated timeline as a Chrome trace, and one self-contained page."""
+"""Draws plans: a simulated timeline as a Chrome trace, and one self-contained page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cost_model.analytic.evaluate import Evaluation, played
+from cost_model.analytic.evaluate import Evaluation, likely_s, played
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import Tasks, Timeline, memory_curve
 from whale.ir.pipeline_schedule import make_schedule
 from whale.ir.plan_text import format_seconds
-from whale.ir.strategy import ParallelStrategy, Stage
+from whale.ir.strategy import ParallelStrategy, Stage, format_count
 from whale.planner.report import show
 from whale.planner.report.lanes import short
+from whale.planner.report.limit import describe_likely, describe_limit
 from whale.planner.report.mesh_drawn import mesh_of_strategy
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.sliders import sliders
@@ -60,27 +61,46 @@ CURVES = 24  # stages whose memory is drawn
 POINTS = 160  # of a curve
 
 
-def html(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> str:
-    """Returns one self-contained HTML page: timeline, waterfall, memory, layers, stages, alternatives.
+COMPUTE_COLOUR, LOST_COLOUR = "var(--k)", "color-mix(in srgb, var(--k) 50%, var(--w))"
+
+
+def page(plans: Sequence[Mapping[str, Any]]) -> str:
+    """Returns one self-contained HTML page of plans: each with timeline, waterfall, memory, layers, stages; of several,
+    their steps side by side.
+
+    Args:
+      plans: what `describe_page` and `draw_captured.describe_page` return of each, and its "name".
+    """
+    text = json.dumps(plans, separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("/*DATA*/null", text)
+
+
+def describe_page(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the data of a described model's plan for its page.
 
     Args:
       measured: a measured step (see whale.planner.report.measured_step).
     """
-    return page({**_data(plan), "measured": measured})
-
-
-def page(data: Mapping[str, Any]) -> str:
-    """Renders the page from its data (see `_data` and `draw_captured`)."""
-    text = json.dumps(data, separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("/*DATA*/null", text)
-
-
-def _data(plan: PlanFile) -> dict[str, Any]:
     model, machines, found = plan.evaluate()
     strategy = plan.strategy
     tasks, times = played(strategy, found)
     tracks, shown_s, label = _tracks(plan, found, times)
+    parts = show.parts_of(found)
+    name, most_s = max(parts.items(), key=lambda e: e[1])
+    low_high_s = likely_s(model.stack, strategy, machines, found.step_s)
+    busiest = strategy.stages[found.busiest]
+    where = f"stage {found.busiest} ({busiest.count} layers on {_where(busiest, strategy, machines)})"
+    full = [
+        used.total_bytes / machines.pools[part.pool].memory_bytes
+        for stage, cost in zip(strategy.stages, found.stages)
+        for part, used in zip(stage.parts, cost.memory)
+    ]
     return {
+        "measured": measured,
+        "limits": describe_limit(name, most_s, found.step_s, where, parts["communication"], max(full)),
+        "likely_s": [short(s) for s in low_high_s],
+        "likely": describe_likely(low_high_s, show.compared_with(model, strategy, machines)),
+        "colours": ["--f", "--b", "--c", "--u"],
         "model": f"{model.name}, batch {plan.batch}",
         "summary": strategy.format_summary(),
         "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
@@ -92,31 +112,24 @@ def _data(plan: PlanFile) -> dict[str, Any]:
         "step_s": found.step_s,
         "timeline_label": label,
         "fall": _fall(plan, found),
-        "fall_label": "seconds of a step, busiest stage",
-        "others_title": ("Alternatives that lost", "best of each shape", "why", "plan"),
+        "fall_label": "of the busiest stage, from the best that these devices could do",
+        "others_title": "Alternatives that lost",
+        "others_label": "the best of each shape",
+        "others_head": ["why", "plan"],
         "others": [(one.reason, one.strategy.format_summary()) for one in plan.alternatives],
-        "heat_label": "one column per layer; stronger is more; time of a micro-batch, memory of one device",
+        "heat_label": "from the first layer to the last; time of a micro-batch, memory of one device",
         "heat": _heat(plan, found),
         "columns": [f"layer {i}" for i in range(model.count)],
         "layers": _layers(plan, machines),
-        "stages_title": "Stages",
-        "stages_head": [
-            "stage",
-            "layers",
-            "devices",
-            "data x tensor",
-            "rows",
-            "memory",
-            "",
-            "forward",
-            "backward",
-            "send",
-            "reduce",
-        ],
-        "memory_label": "of one device of a stage, over a step; the red line is its limit",
-        "stages": [_stage(plan, machines, found, index) for index in range(len(strategy.stages))],
+        "table": {
+            "title": "Stages",
+            "head": ["stage", "layers", "devices", "data x tensor", "rows", "memory of a device", *_SECONDS],
+            "rows": [row for index in range(len(strategy.stages)) for row in _stage(plan, machines, found, index)],
+        },
+        "memory_kinds": _MEMORY,
+        "memory_label": "of one device of each stage, over a step",
         "memory": _memory(plan, machines, found, tasks, times),
-        "mesh": mesh_of_strategy(strategy, [pool.name for pool in machines.pools]),
+        "mesh": mesh_of_strategy(strategy, [pool.name for pool in machines.pools], full),
         "sliders": sliders(plan, machines),
         "last": show.last_line(plan, machines, found),
     }
@@ -124,20 +137,14 @@ def _data(plan: PlanFile) -> dict[str, Any]:
 
 def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
     whole = sum(pool.devices for pool in plan.machines.pools)
-    name, most = max(show.parts_of(found).items(), key=lambda e: e[1])
     cards = [
-        (
-            "one step",
-            format_seconds(found.step_s),
-            f"not below {format_seconds(plan.bound_s)} on these devices",
-        ),
         ("speed", f"{plan.batch / found.step_s:,.1f} rows/s", f"batch {plan.batch}"),
         ("devices", f"{plan.strategy.ranks:,}", f"of {whole:,}"),
-        ("bound by", name, f"{most / found.step_s:.0%} of the step, stage {found.busiest}"),
+        ("optimum", format_seconds(plan.bound_s), "no plan is faster on these devices"),
     ]
     if plan.transformer is not None:
         flops = plan.transformer.step_flops(plan.batch) / found.step_s / plan.strategy.ranks
-        cards.insert(2, ("work", f"{flops / 1e12:.1f} TFLOP/s", "per device, recompute not counted"))
+        cards.insert(1, ("work", f"{flops / 1e12:.1f} TFLOP/s", "per device, recompute not counted"))
     return cards
 
 
@@ -184,11 +191,16 @@ def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]
     parts = show.parts_of(found)
     ideal = min(plan.bound_s, parts["compute"])
     return [
-        ("ideal", ideal, "--b", "all devices of the cluster at their best rate all of the time"),
-        ("uneven, slower", parts["compute"] - ideal, "--f", "devices left out, smaller kernels, recompute, imbalance"),
-        ("communication", parts["communication"], "--c", "sends between stages, sums of gradients"),
-        ("bubble", parts["bubble"], "--u", "the busiest stage waits for others"),
-        ("update", parts["update"], "--soft", "optimizer"),
+        ("optimum", ideal, COMPUTE_COLOUR, "all devices at their best rate, all of the time"),
+        (
+            "computing below it",
+            parts["compute"] - ideal,
+            LOST_COLOUR,
+            "smaller kernels, recompute, stages of unequal length, devices left out",
+        ),
+        ("communication", parts["communication"], "var(--c)", "sends between stages, sums of gradients"),
+        ("waiting", parts["bubble"], "var(--wait)", "for other stages: the pipeline's bubble"),
+        ("update", parts["update"], "var(--u)", "the optimizer"),
     ]
 
 
@@ -206,19 +218,26 @@ def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], lis
     per_layer = [(sum(c.forward_s) + sum(c.backward_s)) / s.count for s, c in zip(stages, found.stages)]
     held = [max(m.total_bytes for m in c.memory) / s.count for s, c in zip(stages, found.stages)]
     rows = (
-        ("pipeline: stage", [float(i) for i in range(len(stages))], "stage {:.0f}"),
-        ("tensor: ways", [float(max(p.tensor for p in s.parts)) for s in stages], "{:.0f} ways"),
-        ("data: ways", [float(s.replicas) for s in stages], "{:.0f} ways"),
-        ("devices", [float(s.ranks) for s in stages], "{:.0f} devices"),
-        ("time, per layer", per_layer, "{:.3g} s"),
-        ("memory, per layer", [h / 2**30 for h in held], "{:.2f} GiB"),
+        ("stage", [float(i) for i in range(len(stages))], "stage {:.0f}"),
+        ("tensors divided", [float(max(p.tensor for p in s.parts)) for s in stages], "way"),
+        ("rows divided", [float(s.replicas) for s in stages], "way"),
+        ("devices", [float(s.ranks) for s in stages], "device"),
+        ("time of a layer", per_layer, ""),
+        ("memory of a layer", [h / 2**30 for h in held], "{:.2f} GiB"),
     )
-    heat = [(name, [values[s] for s in of], [text.format(values[s]) for s in of]) for name, values, text in rows]
+    heat = [(name, [values[s] for s in of], [_format_cell(values[s], text) for s in of]) for name, values, text in rows]
     again = plan.strategy.recomputes
     if set(again) != {"none"}:
         level = {"none": 0.0, "selective": 1.0, "full": 2.0}
         heat.append(("computed again", [level[again[s]] for s in of], [f"{again[s]} recompute" for s in of]))
     return heat
+
+
+def _format_cell(value: float, text: str) -> str:
+    """Formats a value of a layer: seconds where ``text`` is empty, a count of what it names, or by a pattern."""
+    if not text:
+        return format_seconds(value)
+    return text.format(value) if "{" in text else format_count(round(value), text)
 
 
 def _where(stage: Stage, strategy: ParallelStrategy, machines: Machines) -> str:
@@ -232,38 +251,37 @@ def _layers(plan: PlanFile, machines: Machines) -> list[str]:
     return [f"stage {s}: {_where(stages[s], plan.strategy, machines)}" for s in _of_layer(plan)]
 
 
-def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) -> dict[str, Any]:
+_MEMORY = (
+    ("parameters", "--m1"),
+    ("gradients", "--m2"),
+    ("optimizer state", "--m3"),
+    ("activations", "--m4"),
+    ("buffers, framework, fragmentation", "--m5"),
+)
+
+
+_SECONDS = ("forward", "backward", "send", "reduce")
+
+
+def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) -> list[list[Any]]:
+    """Returns a row for each part of a stage; what is the stage's is in the first."""
     stage, cost = plan.strategy.stages[index], found.stages[index]
-    parts = []
+    layers = ", ".join(f"{low}-{high - 1}" for low, high in stage.layers)
+    seconds = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
+    rows: list[list[Any]] = []
     for part, used in zip(stage.parts, cost.memory):
-        named = (
-            ("parameters", used.parameters_bytes, "--f"),
-            ("gradients", used.gradients_bytes, "--b"),
-            ("optimizer", used.optimizer_bytes, "--u"),
-            ("activations", used.activations_bytes, "--c"),
-        )
-        other = used.total_bytes - sum(size for _, size, _ in named)
+        sizes = [used.parameters_bytes, used.gradients_bytes, used.optimizer_bytes, used.activations_bytes]
+        sizes.append(used.total_bytes - sum(sizes))
         pool = machines.pools[part.pool]
-        parts.append(
-            {
-                "devices": f"{part.ranks} {pool.name}",
-                "ways": f"{part.replicas} x {part.tensor}",
-                "rows": part.rows,
-                "memory": [*named, ("buffers, framework, fragmentation", other, "--soft")],
-                "used": used.total_bytes,
-                "limit": pool.memory_bytes,
-            }
-        )
-    return {
-        "name": str(index),
-        "layers": ", ".join(f"{low}-{high - 1}" for low, high in stage.layers),
-        "where": _where(stage, plan.strategy, machines),
-        "parts": parts,
-        "forward": sum(cost.forward_s),
-        "backward": sum(cost.backward_s),
-        "send": cost.send_s,
-        "reduce": cost.reduce_s,
-    }
+        memory = {
+            "parts": [(name, size, colour) for (name, colour), size in zip(_MEMORY, sizes)],
+            "used": used.total_bytes,
+            "limit": pool.memory_bytes,
+        }
+        lead = ["", ""] if rows else [str(index), layers]
+        row = [*lead, f"{part.ranks} {pool.name}", f"{part.replicas} x {part.tensor}", part.rows, memory]
+        rows.append([*row, *([""] * 4 if rows else [{"s": short(s)} for s in seconds])])
+    return rows
 
 
 def _memory(

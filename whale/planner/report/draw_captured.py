@@ -5,6 +5,7 @@ mesh.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ from whale.ir.plan_text import format_bytes, format_seconds
 from whale.ir.program import Program
 from whale.planner.graph_search.pipelines import levels
 from whale.planner.report.analysis import layer_of
-from whale.planner.report.draw import page
+from whale.planner.report.draw import COMPUTE_COLOUR, LOST_COLOUR
 from whale.planner.report.lanes import short, side_by_side
+from whale.planner.report.limit import describe_likely, describe_limit
 from whale.planner.report.mesh_drawn import mesh_of_plan
 
-KINDS = ("forward", "backward", "exchange", "update and other")
+KINDS = ("forward", "backward", "bytes move", "update and other", "an exchange waits for other ranks")
+_COLOURS = ("--f", "--b", "--c", "--u", "--wait")
+FORWARD, BACKWARD, MOVES, OTHER, WAITS = range(5)
+_MEMORY = (("variables, inputs, buffers", "--m1"), ("during the step", "--m4"))
 MOST_SPANS = 20_000  # drawn; the shortest are left out
 POINTS = 400  # of a curve
 COLUMNS = 96  # layers drawn at most
@@ -38,6 +43,7 @@ class Drawn:
       prediction: with timelines; alone_s: of the same program on one of its ranks.
       limits_bytes: memory of each rank; where: the machine of the prediction.
       sliders: step times with exchanges or ranks that are faster or slower (see whale.planner.report.sliders).
+      likely_s: nine of ten such steps lie between; None: none were compared on such a machine.
     """
 
     plan: Plan
@@ -47,10 +53,11 @@ class Drawn:
     limits_bytes: Sequence[float]
     where: str
     sliders: Mapping[str, Any] | None = None
+    likely_s: tuple[float, float] | None = None
 
 
-def html(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> str:
-    """Returns one self-contained HTML page.
+def describe_page(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the data of a program's plan for `whale.planner.report.draw.page`.
 
     Args:
       measured: a measured step (see whale.planner.report.measured_step).
@@ -58,37 +65,49 @@ def html(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> str:
     plan, found = drawn.plan, drawn.prediction
     ranks = _names(plan, len(found.ranks))
     layers = _layers(drawn)
-    return page(
-        {
-            "model": f"{plan.program}, {len(found.ranks)} ranks",
-            "summary": _summary(plan),
-            "cluster": drawn.where,
-            "cards": _cards(drawn),
-            "kinds": list(KINDS),
-            "rows": [{"name": name, "where": where} for name, where in ranks],
-            "tracks": _tracks(drawn),
-            "shown_s": found.step_s,
-            "step_s": found.step_s,
-            "timeline_label": "kernels of each rank above, its exchanges below; hover names them, the wheel zooms",
-            "measured": measured,
-            "mesh": mesh_of_plan(plan),
-            "sliders": drawn.sliders,
-            "fall": _fall(drawn),
-            "fall_label": "seconds of a step, slowest rank",
-            "others_title": ("What moves between ranks", "largest first, of one step", "bytes", "change of layout"),
-            "others": _moves(plan),
-            "heat_label": "one column per layer (name scope), in the order of the program",
-            "heat": _heat(drawn, layers),
-            "columns": layers,
-            "layers": [_explained(plan, drawn.program, layer) for layer in layers],
-            "stages_title": "Ranks",
-            "stages_head": ["rank", "stage", "", "", "", "memory", "", "kernels", "waits", "exchange", ""],
-            "stages": [_rank(drawn, rank, *ranks[rank]) for rank in range(len(found.ranks))],
-            "memory_label": "of each rank, over a step; the red line is its limit",
-            "memory": [_memory(drawn, rank, ranks[rank][0]) for rank in range(len(found.ranks))],
-            "last": _last(drawn),
-        }
-    )
+    full = [
+        r.peak_bytes / limit if math.isfinite(limit) and limit else None
+        for r, limit in zip(found.ranks, drawn.limits_bytes)
+    ]
+    stages = any(where for _, where in ranks)
+    return {
+        "limits": _limit(drawn, full),
+        "likely_s": None if drawn.likely_s is None else [short(s) for s in drawn.likely_s],
+        "likely": describe_likely(drawn.likely_s, "compared steps"),
+        "colours": list(_COLOURS),
+        "model": f"{plan.program}, {len(found.ranks)} ranks",
+        "summary": _summary(plan),
+        "cluster": drawn.where,
+        "cards": _cards(drawn),
+        "kinds": list(KINDS),
+        "rows": [{"name": name, "where": where} for name, where in ranks],
+        "tracks": _tracks(drawn),
+        "shown_s": found.step_s,
+        "step_s": found.step_s,
+        "timeline_label": "kernels of each rank above, its exchanges below; hover names them, the wheel zooms",
+        "measured": measured,
+        "mesh": mesh_of_plan(plan, full),
+        "sliders": drawn.sliders,
+        "fall": _fall(drawn),
+        "fall_label": "of the slowest rank",
+        "others_title": "What moves between ranks",
+        "others_label": "in one step, the largest first",
+        "others_head": ["bytes", "change of layout"],
+        "others": _moves(plan),
+        "heat_label": "by name scope, in the order of the program",
+        "heat": _heat(drawn, layers),
+        "columns": layers,
+        "layers": [_explained(plan, drawn.program, layer) for layer in layers],
+        "table": {
+            "title": "Ranks",
+            "head": ["rank", *["stage"] * stages, "memory", "kernels", "waits", "bytes move"],
+            "rows": [_rank(drawn, rank, *ranks[rank], stages) for rank in range(len(found.ranks))],
+        },
+        "memory_kinds": _MEMORY,
+        "memory_label": "of each rank, over a step",
+        "memory": [_memory(drawn, rank, ranks[rank][0]) for rank in range(len(found.ranks))],
+        "last": _last(drawn),
+    }
 
 
 def trace(drawn: Drawn) -> str:
@@ -129,7 +148,6 @@ def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
     most = max(range(len(found.ranks)), key=lambda r: found.ranks[r].peak_bytes)
     gain = drawn.alone_s / found.step_s
     return [
-        ("one step", format_seconds(found.step_s), "predicted"),
         ("against one rank", f"{gain:.2f} x", f"one rank alone: {format_seconds(drawn.alone_s)}"),
         ("moved", format_bytes(drawn.plan.logical_bytes), "between ranks, in one step"),
         (
@@ -137,15 +155,20 @@ def _cards(drawn: Drawn) -> list[tuple[str, str, str]]:
             format_bytes(found.ranks[most].peak_bytes),
             f"rank {most}, of {format_bytes(drawn.limits_bytes[most])}",
         ),
-        ("bound by", *_bound(drawn)),
     ]
 
 
-def _bound(drawn: Drawn) -> tuple[str, str]:
-    parts = {name: value for name, value, _, _ in _fall(drawn)}
-    parts["kernels"] = parts.pop("ideal") + parts.pop("not divided")
-    name = max(parts, key=lambda n: parts[n])
-    return name, f"{parts[name] / drawn.prediction.step_s:.0%} of the step"
+def _limit(drawn: Drawn, full: Sequence[float | None]) -> str:
+    ideal, below, communication, idle = (value for _, value, _, _ in _fall(drawn))
+    parts = {"compute": ideal + below, "communication": communication, "idle": idle}
+    name, most_s = max(parts.items(), key=lambda e: e[1])
+    rank, step_s = _slowest(drawn.prediction), drawn.prediction.step_s
+    stage = _names(drawn.plan, len(drawn.prediction.ranks))[rank][1]
+    where = f"rank {rank}" + f", which has {stage}," * bool(stage)
+    known = [f for f in full if f is not None]
+    # What no kernel hides are mostly waits for other ranks, which no network shortens.
+    network_s = min(communication, drawn.prediction.ranks[rank].exchange_s)
+    return describe_limit(name, most_s, step_s, where, network_s, max(known) if known else None)
 
 
 def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
@@ -160,10 +183,15 @@ def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
     exposed_s = _exposed(timeline)
     idle_s = max(0.0, step_s - kernels_s - exposed_s)
     return [
-        ("ideal", ideal_s, "--b", "the step of one rank alone, divided by the number of ranks"),
-        ("not divided", kernels_s - ideal_s, "--f", "work that every rank does, smaller kernels, unequal parts"),
-        ("communication", exposed_s, "--c", f"exchanges of rank {rank} while it computes nothing, waits for others"),
-        ("idle", idle_s, "--soft", "calls, and waits for cores"),
+        ("its part", ideal_s, COMPUTE_COLOUR, "one rank's step alone, divided by the number of ranks"),
+        (
+            "computing beyond it",
+            kernels_s - ideal_s,
+            LOST_COLOUR,
+            "what every rank does, smaller kernels, unequal parts",
+        ),
+        ("communication", exposed_s, "var(--c)", "no kernel runs: bytes move, or an exchange waits for other ranks"),
+        ("idle", idle_s, "var(--wait)", "calls, and waits for cores"),
     ]
 
 
@@ -197,20 +225,23 @@ def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]
         track = []
         for lane, span in [*kernels, *((threads, s) for _, s in exchanges)]:
             text = f"{span.name} ({span.op})"
-            track.append(
-                (_kind(span, at.forward, at.backward), short(span.start_s), short(span.end_s), text, lane, lanes)
-            )
+            kind, come_s = _kind(span, at.forward, at.backward), span.start_s
+            if span.exchange and span.seconds:  # of other ranks it has waited for that long
+                come_s = min(span.end_s, span.start_s + max(0.0, span.end_s - span.start_s - span.seconds))
+                if come_s - span.start_s >= least_s:
+                    track.append((WAITS, short(span.start_s), short(come_s), text, lane, lanes))
+            track.append((kind, short(come_s), short(span.end_s), text, lane, lanes))
         tracks.append(track)
     return tracks
 
 
 def _kind(span: Span, forward: Mapping[str, int], backward: Mapping[str, int]) -> int:
     if span.exchange:
-        return 2
+        return MOVES
     name = span.name
     while name not in forward and name not in backward and "/" in name:
         name = name.partition("/")[2]  # calls of micro-batches stand in front
-    return 0 if name in forward else 1 if name in backward else 3
+    return FORWARD if name in forward else BACKWARD if name in backward else OTHER
 
 
 def _moves(plan: Plan) -> list[tuple[str, str]]:
@@ -267,8 +298,9 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
         divided = _divided(of, drawn.program)
         batch = [divided.get(layer, (0.0, 0.0))[0] for layer in layers]
         other = [divided.get(layer, (0.0, 0.0))[1] for layer in layers]
-        rows.append((f"{name}: rows divided", batch, [f"{v:.0%} of its nodes" for v in batch]))
-        rows.append((f"{name}: tensors divided", other, [f"{v:.0%} of its nodes" for v in other]))
+        of_name = "" if name == "ranks" else f", {name}"
+        rows.append((f"nodes with divided rows{of_name}", batch, [f"{v:.0%}" for v in batch]))
+        rows.append((f"nodes with divided tensors{of_name}", other, [f"{v:.0%}" for v in other]))
     if plan.stage_groups:
         stage: dict[str, int] = {}
         for number, group in enumerate(plan.stage_groups):
@@ -318,19 +350,14 @@ def _explained(plan: Plan, program: Program, layer: str) -> str:
     return "\n".join(f"{count} x {text}" for text, count in found.most_common(6)) or "not planned by itself"
 
 
-def _rank(drawn: Drawn, rank: int, name: str, where: str) -> dict[str, Any]:
+def _rank(drawn: Drawn, rank: int, name: str, where: str, stages: bool) -> list[Any]:
+    """Returns a row of the table of ranks, with its stage if the plan has ``stages``."""
     found, timeline = drawn.prediction.ranks[rank], drawn.prediction.timelines[rank]
-    limit = drawn.limits_bytes[rank]
-    named = (
-        ("variables, inputs, buffers", float(found.resident_bytes), "--f"),
-        ("during the step", float(found.peak_bytes - found.resident_bytes), "--c"),
-    )
-    part = {"devices": "", "ways": "", "rows": "", "memory": named, "used": found.peak_bytes, "limit": limit}
-    exposed_s = _exposed(timeline)
-    return {
-        "name": name, "layers": where, "where": where, "parts": [part],
-        "forward": timeline.busy_s(exchange=False), "backward": exposed_s, "send": found.exchange_s, "reduce": "",
-    }  # fmt: skip
+    sizes = (float(found.resident_bytes), float(found.peak_bytes - found.resident_bytes))
+    parts = [(kind, size, colour) for (kind, colour), size in zip(_MEMORY, sizes)]
+    memory = {"parts": parts, "used": found.peak_bytes, "limit": drawn.limits_bytes[rank]}
+    seconds = (timeline.busy_s(exchange=False), _exposed(timeline), found.exchange_s)
+    return [name.removeprefix("rank "), *[where] * stages, memory, *({"s": short(s)} for s in seconds)]
 
 
 def _memory(drawn: Drawn, rank: int, name: str) -> dict[str, Any]:

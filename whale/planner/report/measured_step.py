@@ -82,7 +82,7 @@ def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[s
         "label": f"{program} {number}, the middle one by length of {len(later)} in the trace: {format_seconds(took_s)},"
         f" {took_s / predicted_s - 1:+.0%} of the predicted one; exchanges below each step, as ranks waited in them",
         "kinds": list(KINDS),
-        "colours": ["--b", "--u", "--c"],
+        "colours": ["--k", "--wait", "--c"],
         "rows": [{"name": f"rank {rank}", "where": ""} for rank in ranks],
         "tracks": [_track(events, rank, steps[rank, f"{program} {number}"], begin_us, end_us) for rank in ranks],
         "shown_s": short(took_s),

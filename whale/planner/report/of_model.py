@@ -27,6 +27,8 @@ def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -
     return draw.trace(plan)
 
 
-def page(plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured) -> str:
-    """Returns one self-contained HTML page; `measured`: a measured step, given the predicted seconds."""
-    return draw.html(plan, measured(plan.evaluate()[2].step_s))
+def describe_page(
+    plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured
+) -> dict[str, Any]:
+    """Returns the plan's data for `draw.page`; ``measured``: a measured step, given the predicted seconds."""
+    return draw.describe_page(plan, measured(plan.evaluate()[2].step_s))

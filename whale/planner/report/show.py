@@ -133,7 +133,7 @@ def _of_model(plan: PlanFile, width: int) -> _Page:
         model=f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         devices=_devices(machines),
         speed=speed,
-        of=_compared_with(model, strategy, machines),
+        of=compared_with(model, strategy, machines),
         bound=bound_by(found),
         found=prediction_of(found, strategy, machines, model.stack),
         tables=tables,
@@ -142,7 +142,7 @@ def _of_model(plan: PlanFile, width: int) -> _Page:
     )
 
 
-def _compared_with(model: Model, strategy: ParallelStrategy, machines: Machines) -> str:
+def compared_with(model: Model, strategy: ParallelStrategy, machines: Machines) -> str:
     """Says with which steps predictions were compared, and where none was like this one."""
     others = not_compared(model.stack, strategy, machines)
     if not others:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,16 @@ from whale.errors import CheckpointError, ProgramError
 from whale.runtime.checkpoint.gathering import gather_on_first_rank, refuse_different_copies
 from whale.runtime.compile.step import captures_steps
 from whale.runtime.context import Context, require_current
+from whale.runtime.files import (
+    is_on_disk,
+    normalize_path,
+    refuse_unknown_store,
+    remove,
+    remove_folder,
+)
 from whale.runtime.function import Function
+
+_COMPLETE = "saved_model.pb"  # TensorFlow writes it last
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
@@ -30,16 +39,17 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
     Args:
       what: a Keras model; or a step of ``wh.function``, a tf.function or a function that predicts; or a tf.Module with
         such methods.
-      directory: a path of the file system.
+      directory: a path, or a URI of a store that TensorFlow knows (``gs://bucket/model/1``).
       specs: for a function, the tf.TensorSpec of each argument: ``tf.TensorSpec([None, 28, 28])``.
 
     Raises:
       ClusterError: called before ``wh.init``.
       ProgramError: a function without ``specs``, or ``specs`` for something else.
-      CheckpointError: it cannot be written (on every rank, with the reason).
+      CheckpointError: it cannot be written (on every rank, with the reason), or TensorFlow does not know the store.
     """
     context = require_current("wh.export")
-    directory = os.path.abspath(os.fspath(directory))
+    directory = normalize_path(directory)
+    refuse_unknown_store(directory)
     is_function = callable(what) and not isinstance(what, tf.Module) and not hasattr(what, "export")
     if is_function != bool(specs):
         raise ProgramError(
@@ -87,13 +97,31 @@ def _write(module: Any, directory: str) -> None:
         else:
             serve = getattr(module, "serve", None)
             tf.saved_model.save(module, beside, signatures=serve if hasattr(module, "used") else None)
-        old = f"{beside}.old"
-        if os.path.exists(directory):
-            os.rename(directory, old)
-        os.rename(beside, directory)
-        shutil.rmtree(old, ignore_errors=True)
+        _put_in_place(beside, directory)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        with contextlib.suppress(tf.errors.OpError):
+            remove_folder(beside)
+
+
+def _put_in_place(beside: str, directory: str) -> None:
+    """Replaces what is at a place by a complete model.
+
+    In a store, where folders cannot be renamed, the file by which TensorFlow knows a complete model goes first and
+    comes last.
+    """
+    if is_on_disk(directory):
+        old = f"{beside}.old"
+        if tf.io.gfile.exists(directory):
+            tf.io.gfile.rename(directory, old)
+        tf.io.gfile.rename(beside, directory)
+        remove_folder(old)
+        return
+    remove(os.path.join(directory, _COMPLETE))
+    remove_folder(directory)
+    for folder, _, names in reversed(list(tf.io.gfile.walk(beside))):
+        below = folder.rstrip("/").removeprefix(beside).lstrip("/")
+        for name in sorted(names, key=lambda name: name == _COMPLETE):
+            tf.io.gfile.rename(os.path.join(folder, name), os.path.join(directory, below, name), overwrite=True)
 
 
 def _tell(failure: Exception | None, directory: str, context: Context) -> None:

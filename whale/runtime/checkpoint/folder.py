@@ -1,8 +1,10 @@
 """Manages a folder of checkpoints: complete ones, which the file ``checkpoint`` names, and the one being written.
 
-An unfinished checkpoint is in a temporary folder below until it is complete and synced to disk. Then its files get
-their final names, the index last, and the file ``checkpoint`` is replaced. If the process is killed in between, earlier
-checkpoints remain; leftovers are removed when the next checkpoint begins.
+The folder lies on a disk or in a store. An unfinished checkpoint is in a temporary folder below until it is complete
+and kept. Then its files get their final names, the index last, and the file ``checkpoint`` is replaced. If the process
+is killed in between, earlier checkpoints remain; leftovers are removed when the next checkpoint begins.
+
+Decision: 0167.
 """
 
 from __future__ import annotations
@@ -10,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import tensorflow as tf
 from google.protobuf import text_format
@@ -22,6 +22,17 @@ from tensorflow.python.training.checkpoint_state_pb2 import CheckpointState
 
 from whale.errors import CheckpointError
 from whale.log import log
+from whale.runtime.files import (
+    duplicate,
+    is_on_disk,
+    list_names,
+    move_files,
+    read_text,
+    remove,
+    remove_folder,
+    sync_to_disk,
+    write_text,
+)
 
 _STATE_CHARACTERS = 1 << 24
 _TEMPORARY = ".writing-"
@@ -49,19 +60,17 @@ class CheckpointFolder:
         self.kept: dict[str, float] = {}
         self.latest: str | None = None
         self._preserved_at = time.time() - 1.0
-        os.makedirs(directory, exist_ok=True)
+        tf.io.gfile.makedirs(directory)
         self._read_state()
 
     def _read_state(self) -> None:
         """Reads the file ``checkpoint``; if it is missing or damaged, finds the complete checkpoints by their files."""
         path = os.path.join(self.directory, "checkpoint")
         try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read(_STATE_CHARACTERS)
-            state = text_format.Parse(text, CheckpointState())
+            state = text_format.Parse(read_text(path, _STATE_CHARACTERS), CheckpointState())
             if not state.model_checkpoint_path:
                 raise ValueError("it names no checkpoint")
-        except FileNotFoundError:
+        except tf.errors.NotFoundError:
             self._take_files(f"{path} is missing")
         except (ValueError, RecursionError, text_format.ParseError) as error:
             self._take_files(f"{path} cannot be read ({str(error) or type(error).__name__})")
@@ -86,7 +95,7 @@ class CheckpointFolder:
         base = os.path.basename(name)
         path = os.path.join(self.directory, base)
         inside = os.path.normpath(os.path.join(self.directory, name)) == os.path.normpath(path)
-        moved = os.path.isabs(name) and os.path.exists(f"{path}.index")
+        moved = (os.path.isabs(name) or not is_on_disk(name)) and tf.io.gfile.exists(f"{path}.index")
         if base in ("", ".", "..") or "\0" in base or not (inside or moved):
             raise CheckpointError(
                 "a state file names a checkpoint that is not in its folder",
@@ -99,12 +108,12 @@ class CheckpointFolder:
     def _take_files(self, why: str) -> None:
         """Finds the complete checkpoints by their files, in the order of their numbers, and logs that."""
         numbers: dict[int, str] = {}
-        for entry in os.scandir(self.directory):
-            found = re.fullmatch(rf"{re.escape(self.name)}-(\d{{1,18}})\.index", entry.name)
-            path = entry.path.removesuffix(".index")
+        for name in list_names(self.directory):
+            found = re.fullmatch(rf"{re.escape(self.name)}-(\d{{1,18}})\.index", name)
+            path = os.path.join(self.directory, name.removesuffix(".index"))
             if found and self._is_complete(path):
                 numbers[int(found[1])] = path
-        self.kept = {numbers[n]: os.path.getmtime(f"{numbers[n]}.index") for n in sorted(numbers)}
+        self.kept = {numbers[n]: tf.io.gfile.stat(f"{numbers[n]}.index").mtime_nsec / 1e9 for n in sorted(numbers)}
         self.latest = next(reversed(self.kept), None)
         if self.kept:
             log.warning(f"{why}; {len(self.kept)} complete checkpoints were found by their files")
@@ -118,21 +127,20 @@ class CheckpointFolder:
         """Removes leftovers of killed runs, and creates a folder for the parts of a new checkpoint."""
         self.clean()
         temporary = os.path.join(self.directory, f"{_TEMPORARY}{uuid.uuid4().hex[:12]}")
-        os.makedirs(temporary)
+        tf.io.gfile.makedirs(temporary)
+        _write_mark(find_begun(temporary))
         return temporary
 
     def clean(self) -> None:
         """Removes unfinished checkpoints of this folder's name: those without an index."""
-        for entry in list(os.scandir(self.directory)):
-            data = _DATA.fullmatch(entry.name)
-            if entry.name.startswith(_TEMPORARY):
-                if entry.is_symlink():
-                    os.unlink(entry.path)
-                else:
-                    shutil.rmtree(entry.path)
-            elif data and data["prefix"].startswith(f"{self.name}-"):
-                if not os.path.exists(os.path.join(self.directory, f"{data['prefix']}.index")):
-                    os.unlink(entry.path)
+        names = list_names(self.directory)
+        indices = {name.removesuffix(".index") for name in names if name.endswith(".index")}
+        for name in names:
+            path, data = os.path.join(self.directory, name), _DATA.fullmatch(name)
+            if name.startswith(_TEMPORARY):
+                remove_folder(path)
+            elif data and data["prefix"].startswith(f"{self.name}-") and data["prefix"] not in indices:
+                remove(path)
 
     def install(self, temporary: str, parts: Sequence[str], path: str) -> None:
         """Creates the checkpoint ``path`` from parts on disk, and removes checkpoints that are no longer kept.
@@ -148,17 +156,16 @@ class CheckpointFolder:
             raise
 
     def _install(self, temporary: str, parts: Sequence[str], path: str) -> None:
-        merged = os.path.join(temporary, "merged", os.path.basename(path))
-        os.mkdir(os.path.dirname(merged))
-        tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=list(parts), destination_prefix=merged, delete_old_dirs=False
-        )  # fmt: skip
-        sync_to_disk(f"{merged}.index")
-        aside = self._set_aside(path)
-        files = sorted(os.listdir(os.path.dirname(merged)), key=lambda name: name.endswith(".index"))
-        for name in files:  # the index at the end: without it, nobody takes the others for a checkpoint
-            os.replace(os.path.join(os.path.dirname(merged), name), os.path.join(self.directory, name))
-        sync_directory(self.directory)
+        # The index is written, or moved, last: without it, nobody takes the other files for a checkpoint.
+        if is_on_disk(path):
+            merged = os.path.join(temporary, "merged", os.path.basename(path))
+            _merge(parts, merged)
+            sync_to_disk(f"{merged}.index")
+            aside = self._set_aside(path)
+            move_files(os.path.dirname(merged), self.directory, ".index")
+        else:  # to rename is to copy there: what is merged in its place is copied once
+            aside = self._set_aside(path)
+            _merge(parts, path)
         self.kept.pop(path, None)
         self.kept[path], self.latest = time.time(), path
         self._write_state()
@@ -166,11 +173,12 @@ class CheckpointFolder:
             self._delete(aside)
         if self._sweep():
             self._write_state()
-        shutil.rmtree(temporary)
+        remove_folder(temporary)
 
     def discard(self, temporary: str) -> None:
         """Removes the parts of a checkpoint that was given up."""
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(tf.errors.OpError):
+            remove_folder(temporary)
 
     def _set_aside(self, path: str) -> str | None:
         """Renames a checkpoint that is about to be replaced, so that a complete one exists at every moment."""
@@ -180,7 +188,7 @@ class CheckpointFolder:
         aside = f"{path}.replaced"
         self._delete(aside)
         for name in reversed(self._list_files(path)):
-            os.link(name, f"{aside}{name[len(path) :]}")
+            duplicate(name, f"{aside}{name[len(path) :]}")
         self.kept = {aside if p == path else p: t for p, t in self.kept.items()}
         self.latest = aside if self.latest == path else self.latest
         self._write_state()
@@ -202,34 +210,31 @@ class CheckpointFolder:
 
     def _list_files(self, path: str) -> list[str]:
         """Returns the files of a checkpoint, its index first."""
-        data = Path(os.path.dirname(path)).glob(f"{_escape(os.path.basename(path))}.data-?????-of-?????")
-        index = [f"{path}.index"] if os.path.exists(f"{path}.index") else []
-        return index + sorted(map(str, data))
+        own = os.path.basename(path)
+        names = [
+            name
+            for name in list_names(self.directory)
+            if name == f"{own}.index" or ((found := _DATA.fullmatch(name)) and found["prefix"] == own)
+        ]
+        return [os.path.join(self.directory, name) for name in sorted(names, key=lambda n: not n.endswith(".index"))]
 
     def _delete(self, path: str) -> None:
         for name in self._list_files(path):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+            remove(name)
 
     def _write_state(self) -> None:
         """Replaces the file ``checkpoint``. Paths are relative, so that the folder can be moved."""
         state = CheckpointState(
-            model_checkpoint_path=os.path.relpath(self.latest or "", self.directory),
-            all_model_checkpoint_paths=[os.path.relpath(p, self.directory) for p in self.kept],
+            model_checkpoint_path=os.path.basename(self.latest or ""),
+            all_model_checkpoint_paths=[os.path.basename(path) for path in self.kept],
             all_model_checkpoint_timestamps=list(self.kept.values()),
             last_preserved_timestamp=self._preserved_at,
         )
-        path = os.path.join(self.directory, "checkpoint")
-        with open(f"{path}.tmp", "w") as file:
-            file.write(str(state))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{path}.tmp", path)
-        sync_directory(self.directory)
+        write_text(os.path.join(self.directory, "checkpoint"), str(state))
 
 
 def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> None:
-    """Writes one rank's share to disk, and then a marker file that it is complete.
+    """Writes one rank's share, and then a marker file that it is complete.
 
     Raises:
       OSError, tf.errors.OpError: it cannot be written.
@@ -238,8 +243,7 @@ def write_part(prefix: str, entries: Iterable[tuple[str, str, tf.Tensor]]) -> No
     tf.raw_ops.SaveV2(prefix=prefix, tensor_names=keys, shape_and_slices=specs, tensors=tensors)
     sync_to_disk(f"{prefix}.data-00000-of-00001")
     sync_to_disk(f"{prefix}.index")
-    with open(find_mark(prefix), "w"):
-        pass
+    _write_mark(find_mark(prefix))
 
 
 def find_mark(prefix: str) -> str:
@@ -247,17 +251,16 @@ def find_mark(prefix: str) -> str:
     return f"{prefix}.done"
 
 
-def sync_to_disk(path: str) -> None:
-    """Waits until the file's content is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def find_begun(temporary: str) -> str:
+    """Returns the path of the file that is in a temporary folder from the beginning: stores have no empty folders."""
+    return os.path.join(temporary, "begun")
 
 
-sync_directory = sync_to_disk
+def _write_mark(path: str) -> None:
+    with tf.io.gfile.GFile(path, "w") as file:
+        file.write("")
 
 
-def _escape(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
+def _merge(parts: Sequence[str], path: str) -> None:
+    """Renames the data files of parts to those of one checkpoint, and then writes its index."""
+    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=list(parts), destination_prefix=path, delete_old_dirs=False)

@@ -19,7 +19,7 @@ from whale.distributed.trace import open_span
 from whale.errors import CheckpointError
 from whale.log import log
 from whale.runtime.checkpoint import reading as checkpoint_reading
-from whale.runtime.checkpoint.folder import CheckpointFolder
+from whale.runtime.checkpoint.folder import CheckpointFolder, find_begun
 from whale.runtime.checkpoint.gathering import refuse_different_copies
 from whale.runtime.checkpoint.saving import (
     RankMessage,
@@ -31,6 +31,7 @@ from whale.runtime.checkpoint.saving import (
 )
 from whale.runtime.checkpoint.shares import choose_writers, compute_digest, list_entries, read_snapshot
 from whale.runtime.context import Context, require_current
+from whale.runtime.files import is_on_disk, normalize_path, refuse_unknown_store
 from whale.runtime.variables.checkpoint_regions import find_variable
 
 _Result = TypeVar("_Result")
@@ -44,13 +45,13 @@ class CheckpointManager:
     TensorFlow with tf.train.Checkpoint; checkpoints of plain TensorFlow load here. A rank reads only the parts that it
     holds.
 
-    A checkpoint counts once it is complete and on disk. If the run is killed before, the previous one is the latest.
-    All ranks must see the directory; it is used by one run at a time.
+    A checkpoint counts once it is complete and kept. If the run is killed before, the previous one is the latest. All
+    ranks must see the directory; it is used by one run at a time.
 
     Args:
       checkpoint: a tf.train.Checkpoint of objects that every rank has. Python's and NumPy's random states and that of
         TensorFlow's global generator are saved beside them.
-      directory: where the checkpoints are: a path of the file system.
+      directory: where the checkpoints are: a path, or a URI of a store that TensorFlow knows (``gs://bucket/run``).
       max_to_keep: number of checkpoints to keep; None for all.
       keep_checkpoint_every_n_hours, checkpoint_name, step_counter, checkpoint_interval, init_fn: as in
         tf.train.CheckpointManager.
@@ -59,7 +60,7 @@ class CheckpointManager:
 
     Raises:
       ClusterError: made before ``wh.init``.
-      CheckpointError: the directory is not one of the file system, or the first rank cannot use it.
+      CheckpointError: TensorFlow does not know the store, or the first rank cannot use the directory.
       ValueError: ``max_to_keep`` is not positive, or an interval without a counter.
     """
 
@@ -81,16 +82,11 @@ class CheckpointManager:
             raise ValueError(f"max_to_keep must be positive or None, not {max_to_keep}")
         if checkpoint_interval is not None and step_counter is None:
             raise ValueError("checkpoint_interval needs a step_counter")
-        self._checkpoint, self._directory, self._name = checkpoint, os.fspath(directory), checkpoint_name
+        refuse_unknown_store(os.fspath(directory))
+        self._checkpoint, self._name = checkpoint, checkpoint_name
+        self._directory = os.fspath(directory) if is_on_disk(os.fspath(directory)) else normalize_path(directory)
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
-        if "://" in self._directory:
-            raise CheckpointError(
-                "checkpoints are written to a file system that all ranks see",
-                given=self._directory,
-                expected="a path: files are renamed once they are complete, which object stores do not do",
-                action="give a folder on a shared disk, and copy complete checkpoints from there",
-            )
-        self._place = os.path.abspath(self._directory)
+        self._place = normalize_path(directory)
         self._last_step: int | None = None
         self._said_left_out = False
         self._asynchronous = asynchronous
@@ -199,7 +195,7 @@ class CheckpointManager:
         """Looks, before the first checkpoint of these ranks, whether all see what the first one has just made."""
         if self._is_seen:
             return
-        mine = RankMessage(host=socket.gethostname(), sees_folder=os.path.isdir(temporary))
+        mine = RankMessage(host=socket.gethostname(), sees_folder=tf.io.gfile.exists(find_begun(temporary)))
         said = self._act_together("seen", lambda: mine)
         try:
             refuse_folders_apart(said, self._place)
@@ -257,7 +253,7 @@ class CheckpointManager:
         def read() -> RankMessage:
             nonlocal status
             status = checkpoint_reading.restore(self._checkpoint, os.fspath(path), self._context)
-            return RankMessage(place=os.path.abspath(path))
+            return RankMessage(place=normalize_path(path))
 
         def restored() -> None:
             self._follow()

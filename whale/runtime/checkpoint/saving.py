@@ -11,8 +11,10 @@ import tensorflow as tf
 
 from whale.errors import CheckpointError, CommError
 from whale.runtime.checkpoint.folder import CheckpointFolder, find_mark, write_part
+from whale.runtime.files import is_on_disk
 
-_LOOK_EVERY_S = 0.02
+# How often the first rank looks for parts: on a disk, and in a store, which asks a price for each look.
+_LOOK_EVERY_S, _LOOK_IN_STORE_EVERY_S = 0.02, 1.0
 
 
 class Saving:
@@ -86,8 +88,9 @@ class Saving:
         if self._folder is None or self._error is not None:
             return
         # The parts are awaited by their marks, not by a message: while steps run, ranks exchange nothing else.
-        while not all(map(os.path.exists, map(find_mark, self._parts))):
-            if self._all_written.wait(_LOOK_EVERY_S):
+        pause_s = _LOOK_EVERY_S if is_on_disk(self._path) else _LOOK_IN_STORE_EVERY_S
+        while not all(map(tf.io.gfile.exists, map(find_mark, self._parts))):
+            if self._all_written.wait(pause_s):
                 break
         if not self._abandoned:
             self._check_complete()
@@ -167,7 +170,8 @@ def refuse_folders_apart(said: Sequence[RankMessage], directory: str) -> None:
             f"the folder of checkpoints is not the same folder on {others}",
             given=f"{directory}: what rank 0 makes there on {said[0].host} is not seen on {others}",
             ranks=", ".join(map(str, ranks)),
-            expected="a folder on a disk that all hosts of the run share, such as NFS, at the same path",
+            expected="a folder that all hosts of the run see at the same path: on a shared disk, such as NFS, or in a "
+            "store (gs://, s3://)",
             action=f"give such a folder, or mount it on {others}",
         )
 

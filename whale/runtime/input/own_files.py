@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from whale.log import log
 from whale.runtime.context import Context, find_running
+from whale.runtime.files import is_on_disk
 
 _Dataset = tf.compat.v2.data.Dataset
 _INDEX = ".index"  # of a cache: is there once all of it is
@@ -150,7 +151,7 @@ def _cache(
     text = _read_text(filename)
     if text is None:
         return original(files.name_tensor(filename), *args, **kwargs)
-    own = files.name_cache(text) if _is_local(text) else _name_remote(text, context)
+    own = files.name_cache(text) if _is_named_on_disk(text) else _name_remote(text, context)
     _tell("caches", text, own, context)
     return original(own, *args, **kwargs)
 
@@ -161,14 +162,14 @@ def _snapshot(
     text = _read_text(path)
     if text is None:
         return original(files.name_tensor(path), *args, **kwargs)
-    own = files.name_new(text) if _is_local(text) else _name_remote(text, context)
+    own = files.name_new(text) if _is_named_on_disk(text) else _name_remote(text, context)
     _tell("takes a snapshot of", text, own, context)
     return original(own, *args, **kwargs)
 
 
 def _save(context: Context, files: OwnFiles, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
     text = _read_text(path)
-    if text is None or not _is_local(text):
+    if text is None or not _is_named_on_disk(text):
         return original(path, *args, **kwargs)
     own = files.name_new(text)
     found = original(own, *args, **kwargs)
@@ -182,8 +183,8 @@ def _read_text(path: Any) -> str | None:
     return None if known is None else os.fsdecode(known.item() if hasattr(known, "item") else known)
 
 
-def _is_local(path: str) -> bool:
-    return bool(path) and "://" not in path
+def _is_named_on_disk(path: str) -> bool:
+    return bool(path) and is_on_disk(path)
 
 
 def _name_remote(path: str, context: Context) -> str:

@@ -1,0 +1,139 @@
+"""Reads and writes files of checkpoints and models on disks, and in the stores that TensorFlow knows (``gs://``, ``s3://``).
+
+A disk renames a file at once, and keeps it when it is synced. A store keeps an object whole when its writer closes it,
+but has neither folders nor links, and renames by copying: whoever writes there puts the object last that makes the
+others count.
+
+Decision: 0167.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from whale.errors import CheckpointError
+
+_DISK = "file://"
+_FOUND_WITH = {
+    "gs": "pip install tensorflow-io-gcs-filesystem",
+    "s3": "pip install tensorflow-io, and `import tensorflow_io` in the script",
+}
+
+
+def normalize_path(path: Any) -> str:
+    """Returns one name of a file or a folder for all ranks: an absolute path, or a URI such as ``gs://bucket/run``."""
+    text = os.fsdecode(os.fspath(path)).removeprefix(_DISK)
+    return os.path.abspath(text) if is_on_disk(text) else text.rstrip("/")
+
+
+def is_on_disk(path: str) -> bool:
+    """Tells whether a path is one of the host's file systems, and not of a store."""
+    return "://" not in path.removeprefix(_DISK)
+
+
+def refuse_unknown_store(path: str) -> None:
+    """Refuses a URI of which TensorFlow has no file system.
+
+    Raises:
+      CheckpointError: names the schemes that there are, and what brings others.
+    """
+    scheme = path.partition("://")[0]
+    known = sorted(name for name in tf.io.gfile.get_registered_schemes() if name)
+    if is_on_disk(path) or scheme in known:
+        return
+    raise CheckpointError(
+        f"TensorFlow has no file system for {scheme}://",
+        given=path,
+        expected=f"a path, or one of {', '.join(f'{name}://' for name in known)}",
+        action=_FOUND_WITH.get(scheme, "import the package that registers it, before wh.init")
+        + "; or mount the store as a folder",
+    )
+
+
+def list_names(folder: str) -> list[str]:
+    """Returns the names in a folder, in order; a folder of a store is there once something is in it.
+
+    Raises:
+      tf.errors.NotFoundError: there is no such folder on the disk.
+    """
+    try:
+        return sorted(name.rstrip("/") for name in tf.io.gfile.listdir(folder))
+    except tf.errors.NotFoundError:
+        if is_on_disk(folder):
+            raise
+        return []
+
+
+def remove(path: str) -> None:
+    """Removes a file, if it is there."""
+    with contextlib.suppress(tf.errors.NotFoundError):
+        tf.io.gfile.remove(path)
+
+
+def remove_files(begin: str) -> None:
+    """Removes the files whose path is ``begin`` with an ending behind a point."""
+    folder, own = os.path.split(begin)
+    for name in list_names(folder):
+        if name.startswith(f"{own}."):
+            remove(os.path.join(folder, name))
+
+
+def remove_folder(path: str) -> None:
+    """Removes a folder with all that is in it, if it is there; of a link only the link."""
+    if os.path.islink(path):
+        os.unlink(path)
+        return
+    with contextlib.suppress(tf.errors.NotFoundError):
+        tf.io.gfile.rmtree(path)
+
+
+def duplicate(path: str, other: str) -> None:
+    """Gives a file a second name: a link on a disk, a copy in a store."""
+    if is_on_disk(path):
+        os.link(path, other)
+    else:
+        tf.io.gfile.copy(path, other, overwrite=True)
+
+
+def read_text(path: str, most: int) -> str:
+    """Returns the first ``most`` characters of a file.
+
+    Raises:
+      tf.errors.OpError: it cannot be read. ValueError: it is no text.
+    """
+    with tf.io.gfile.GFile(path) as file:
+        return str(file.read(most))
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file, or replaces it, so that readers find the old text or the new one."""
+    written = f"{path}.tmp" if is_on_disk(path) else path
+    with tf.io.gfile.GFile(written, "w") as file:
+        file.write(text)
+    if written != path:
+        sync_to_disk(written)
+        tf.io.gfile.rename(written, path, overwrite=True)
+        sync_to_disk(os.path.dirname(path))
+
+
+def move_files(folder: str, target: str, last: str) -> None:
+    """Moves the files of a folder into another one; those whose name ends with ``last`` at the end."""
+    for name in sorted(list_names(folder), key=lambda name: (name.endswith(last), name)):
+        tf.io.gfile.rename(os.path.join(folder, name), os.path.join(target, name), overwrite=True)
+    if is_on_disk(target):
+        sync_to_disk(target)
+
+
+def sync_to_disk(path: str) -> None:
+    """Waits until a file's content, or a folder's names, are on the disk; a store has them when they are written."""
+    if not is_on_disk(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
