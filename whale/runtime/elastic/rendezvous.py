@@ -77,7 +77,7 @@ class RankGroup:
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self.door = None if apart is None else apart.door
         if self.door is None and GROWS_VARIABLE in os.environ:
-            self.door = RankListener(os.environ[PEERS_VARIABLE])
+            self.door = RankListener(os.environ[PEERS_VARIABLE], context.config["fault.freeze_s"])
             self._watch.tell({"address": self.door.address})
             context.hooks.at_end.append(self.door.close)
 
