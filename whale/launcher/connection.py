@@ -5,14 +5,19 @@ Decision: 0065.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
 import sys
 import time
 
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
 
-_THIN_LINEAR_TIMEOUTS = 16  # linux/tcp.h: what is lost is sent again six times before that time doubles
+# linux/tcp.h: what is lost is sent again six times before the time until then doubles; that it takes at most.
+_THIN_LINEAR_TIMEOUTS, _RTO_MAX_MS, _AGAIN_MS = 16, 44, 1000
+# Where TCP_INFO has the milliseconds since anything was acknowledged.
+_ACKNOWLEDGED_AT = 56
 _CONNECT_S = 30.0
 _AGAIN_S = 0.1
 # What a worker sends has to be acknowledged within so many seconds; once `fault.freeze_s` is known, after which the
@@ -69,7 +74,18 @@ def keep_alive(connection: socket.socket) -> None:
     # `fault.freeze_s`.
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+        with contextlib.suppress(OSError):  # before Linux 6.15
+            connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _AGAIN_MS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def find_unacknowledged_s(connection: socket.socket) -> float:
+    """Returns for how many seconds the other host has acknowledged nothing; infinite where the system does not tell."""
+    try:
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_AT + 4)
+        return 1e-3 * float(struct.unpack_from("I", told, _ACKNOWLEDGED_AT)[0])
+    except (AttributeError, OSError, struct.error):
+        return float("inf")
