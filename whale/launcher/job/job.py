@@ -398,6 +398,9 @@ class Job:
                 self.say(f"{failure.subject} {failure.reason}; the run went on without it, to its end")
             return self._end_well(ends)
         cause = ranks.find_cause(self._ending.failures)
+        if cause.rank is None and not self._is_complete:  # mpirun ends those that have come up when another cannot
+            self._read_last_words()
+            raise self._make_start_error("mpirun has ended the ranks that had come up")
         if not self._options.verbose and cause.rank is not None:
             self._printer.write_lines(cause.rank, 1, cause.traceback)
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.

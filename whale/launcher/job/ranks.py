@@ -1,4 +1,7 @@
-"""Keeps what the launcher knows about each rank, and describes how ranks fail."""
+"""Keeps what the launcher knows about each rank, and describes how ranks fail.
+
+Decision: 0163.
+"""
 
 from __future__ import annotations
 
