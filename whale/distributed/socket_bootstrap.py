@@ -52,7 +52,7 @@ def connect_ranks(
     if config["communication.shared_memory"] == "tensors":
         share_tensors_if_possible(config, place)
     if APART_VARIABLE not in os.environ:
-        return _connect_with_mpi(name, place, config)
+        return connect_with_mpi(name, place, config)
     known = _collect_addresses(watch, place.size, config["fault.freeze_s"])
     sockets = known.door.connect_group(
         _TOGETHER,
@@ -71,7 +71,7 @@ def connect_ranks(
     return (comm,), known
 
 
-def _connect_with_mpi(
+def connect_with_mpi(
     name: str, place: ProcessPlace, config: Config
 ) -> tuple[tuple[whale_ops.Communicator], SocketBootstrap | None]:
     """Connects this process with all that MPI connects: by that, or between hosts by TCP where it is faster."""

@@ -161,7 +161,7 @@ class RankGroup:
         context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))
         context.size, context.ranks = size, (me,)
         context.variables = VariableStore(keeps_first=True)
-        context.planning.auto = context.planning.saved = context.planning.described = None
+        context.planning.auto = context.planning.saved = context.planning.described = context.planning.forecast = None
         context.scoping.stages_seen = False  # as of a joining rank
         if changes := find_fitting_changes(context.config, size):
             context.config = context.config.but(changes)
