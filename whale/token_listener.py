@@ -11,6 +11,7 @@ pushed it out before that: until it is answered, it takes nothing for granted.
 from __future__ import annotations
 
 import collections
+import contextlib
 import hmac
 import selectors
 import socket
@@ -20,7 +21,8 @@ from collections.abc import Callable
 
 STRANGERS = 64
 TOKEN_S = 5.0
-_THIN_LINEAR_TIMEOUTS = 16  # linux/tcp.h: what is lost is sent again six times before that time doubles
+# linux/tcp.h: what is lost is sent again six times before the time until then doubles; that it takes at most.
+_THIN_LINEAR_TIMEOUTS, _RTO_MAX_MS, _AGAIN_MS = 16, 44, 1000
 
 
 class TokenListener:
@@ -129,6 +131,8 @@ def keep_alive(connection: socket.socket) -> None:
     # `fault.freeze_s`.
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+        with contextlib.suppress(OSError):  # before Linux 6.15
+            connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _AGAIN_MS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):

@@ -96,6 +96,7 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wake_s: what an engine waits for a core when all compute.
         operations, curves, steps: see there.
         gpus, copies: of a machine that has GPUs, which operations were measured on then.
+        hosts: on how many the ranks of `curves` were; where there are several, each had one of them.
     """
 
     host: str
@@ -110,6 +111,7 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: list[Step] = []
     gpus: list[Gpu] = []
     copies: list[Copies] = []
+    hosts: int = 1
     version: int = FORMAT_VERSION
 
     def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:

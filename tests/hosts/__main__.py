@@ -26,7 +26,7 @@ from tests.launcher.helpers import wait_for_line
 PASSING = ("cut", "loss", "slow")  # the link is as it was again after some time
 LASTING = ("unplug", "host", "rank", "mpirun")
 STEPS, PAUSE_S = 40, 0.05
-PASSES_S = 1.2  # less than half of `fault.freeze_s`, since TCP doubles the time after which it sends again
+PASSES_S = 2.0  # less than `fault.freeze_s` by a second and a half, since TCP sends again a second later at most
 MOST_OF_END_S = 20.0  # between a fault that lasts and the end of a run that is not elastic
 _LIMIT_S = 180.0
 _CLOSE = 1e-10

@@ -41,18 +41,6 @@ def _require_four_ranks(done: subprocess.CompletedProcess[str]) -> None:
     assert sorted(said) == ["0", "1", "2", "3"], done.stdout + done.stderr
 
 
-def test_the_batch_script_starts_ranks_on_the_job_s_hosts(make_hosts: Callable[..., Hosts]) -> None:
-    hosts = _hosts_with_whale(make_hosts, 2, scontrol="echo h0; echo h1", srun='echo srun "$@"')
-    (hosts.folder / ".venv/bin").mkdir(parents=True)
-    (hosts.folder / ".venv/bin/activate").touch()
-    numbers = {"NTASKS": "4", "NTASKS_PER_NODE": "2", "CPUS_PER_TASK": "1", "JOB_NODELIST": "h[0-1]"}
-    job = {f"SLURM_{name}": text for name, text in numbers.items()}
-    line = ("bash", str(FOLDER / "slurm.sh"), "train.py")
-    _require_four_ranks(hosts.run("h0", *line, more={**job, "LAUNCHER": "whale"}))
-    by_srun = hosts.run("h0", *line, more=job)
-    assert by_srun.stdout.split()[-2:] == ["python", "train.py"] and "--mpi=pmix" in by_srun.stdout, by_srun.stderr
-
-
 def test_the_launcher_pod_starts_ranks_by_the_operator_s_list(make_hosts: Callable[..., Hosts]) -> None:
     hosts = _hosts_with_whale(make_hosts, 2)
     (hosts.folder / "hostfile").write_text("h0 slots=2\nh1 slots=2\n")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
 from whale.launcher import worker_io
-from whale.launcher.connection import limit_silence
+from whale.launcher.connection import find_unacknowledged_s, limit_silence
 from whale.launcher.job import mpi_errors, ranks
 from whale.launcher.protocol import RaisedReport
 
@@ -108,7 +108,8 @@ def test_a_rank_that_computes_is_not_frozen_whatever_lock_it_holds(launcher: Lau
 
 def test_a_worker_that_waits_for_a_processor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its script's parent is this test's process, whose state is what /proc says of it."""
-    link = ranks.RankLink(None, rank=0, host=socket.gethostname(), pid=os.getpid(), freeze_s=3.5)  # type: ignore[arg-type]
+    ends = socket.socketpair()
+    link = ranks.RankLink(ends[0], rank=0, host=socket.gethostname(), pid=os.getpid(), freeze_s=3.5)
     states = {os.getppid(): "R"}
     monkeypatch.setattr(ranks, "_read_state", states.__getitem__)
     assert link.find_freeze(link.heard_s + 100, 2.0) is None
@@ -117,6 +118,20 @@ def test_a_worker_that_waits_for_a_processor_is_not_silent(monkeypatch: pytest.M
     assert link.find_freeze(link.heard_s + 3.6, 2.0) is None  # a beat may be on the way
     found = link.find_freeze(link.heard_s + 4.1, 2.0)
     assert found is not None and "nothing was heard" in found.reason and found.gone
+
+
+def test_a_host_that_acknowledges_again_after_a_cut_has_a_moment_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as worker:
+        connection, _ = listener.accept()
+        link = ranks.RankLink(connection, rank=0, host="another", pid=0, freeze_s=3.5)
+        assert link.find_freeze(link.heard_s + 1.1, 2.0) is None
+        assert b"asked_ns" in worker.recv(100), "a silent worker is asked"
+        assert find_unacknowledged_s(connection) < 1.0, "this host's kernel acknowledges"
+        assert link.find_freeze(link.heard_s + 4.9, 2.0) is None
+        monkeypatch.setattr(ranks, "find_unacknowledged_s", lambda connection: 4.0)
+        assert link.find_freeze(link.heard_s + 4.9, 2.0) is None  # a beat may be on the way
+        assert link.find_freeze(link.heard_s + 5.3, 2.0) is not None
+        connection.close()
 
 
 def test_a_stopped_launcher_blames_nobody(launcher: Launcher) -> None:

@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.launcher.helpers import PATIENCE_S
+from whale.launcher.job.mpi_errors import find_start_cause
 from whale.launcher.job.start_probe import AFTER_S, StartProbe
 
 
@@ -47,3 +50,27 @@ def test_ranks_of_this_host_are_not_asked() -> None:
     assert probe.find_deadline_s(3.0) == math.inf and probe.make_error() is None
     probe.end_daemons([1])
     probe.close()
+
+
+_DAEMON = "A daemon failed to report back after being spawned.\n\n  Local host:    h0\n  Remote host:   h1\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "hosts", "cause", "action"),
+    [
+        (f"me@h1: Permission denied (publickey).\n{_DAEMON}", ("h1",), "Permission denied", "ssh-copy-id h1"),
+        (f"Host key verification failed.\n{_DAEMON}", ("h1",), "Host key", "ssh-keygen -R h1"),
+        (f"ssh: connect to host h1 port 22: Connection refused\n{_DAEMON}", ("h1",), "refused", "sshd listens"),
+        (f"sh: 1: /opt/bin/prted: not found\n{_DAEMON}", ("h1",), "prted: not found", "install Open MPI"),
+        ("No module named 'whale'\n", ("h2", "h3"), "No module named 'whale'", "install Whale for"),
+        ("could not be run:\n  Executable: /opt/python\n  Node: h2\n", ("h2",), "/opt/python cannot", "same Python"),
+        (_DAEMON, ("h1",), "A daemon failed", "`ssh h1 true` on h0"),
+        ("", ("h2", "h3"), "", "`ssh h2, h3 true` on h0"),
+    ],
+)
+def test_what_keeps_ranks_from_starting_is_read_from_what_was_said(
+    said: str, hosts: tuple[str, ...], cause: str, action: str
+) -> None:
+    found = find_start_cause(said, ["h2", "h3"], "h0")
+    assert found.hosts == hosts and cause in found.cause and action in found.action
+    assert found.is_known == (bool(said) and said != _DAEMON)

@@ -19,9 +19,8 @@ def add_parser(verbs: Any) -> None:
         "script what its step consists of, and keeps the figures for `whale plan`. With "
         "WHALE_COMMUNICATION_BACKEND=nccl, cuda-ipc or pinned, exchanges between GPUs as well.",
     )
-    verb.add_argument(
-        "-np", dest="ranks", type=parse_positive, default=2, metavar="N", help="number of ranks (default 2)"
-    )
+    verb.add_argument("-np", dest="ranks", type=parse_positive, metavar="N", help="number of ranks (default 2)")
+    verb.add_argument("--hosts", metavar="HOST,HOST", help="a rank on each of these; the first one is this host")
     verb.add_argument(
         "--threads", type=parse_positive, metavar="K", help="threads per rank; unless given, the cores / ranks"
     )
@@ -40,8 +39,10 @@ def run_command(given: argparse.Namespace) -> int:
 
     require_readable(given.script)
     require_writable(given.out)
+    hosts = _parse_lone_ranks(given) if given.hosts is not None else ()
+    ranks = len(hosts) or given.ranks or 2
     cores, memory_bytes = discover.find_host_resources(cpu_quota(), memory_limit_bytes())
-    threads = given.threads or max(1, int(cores) // given.ranks)
+    threads = given.threads or max(1, int(cores) // (1 if hosts else ranks))
     os.environ.update({name: str(value) for name, value in make_thread_variables(threads).items()})
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several processes measure on one GPU
     out = given.out or default_path()
@@ -50,8 +51,36 @@ def run_command(given: argparse.Namespace) -> int:
         from whale.tools.profile import profile
 
         if given.script:
-            table = profile.measure_script(given.script, tuple(given.arguments), given.ranks, out, print)
+            table = profile.measure_script(given.script, tuple(given.arguments), ranks, out, print)
         else:
-            table = profile.measure_machine(out, cores, memory_bytes / 1e9, given.ranks, print)
+            table = profile.measure_machine(out, cores, memory_bytes / 1e9, ranks, print, hosts)
         print(profile.format_summary(table) + f"written: {out}")
     return 0
+
+
+def _parse_lone_ranks(given: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the hosts of `--hosts`, each of which has one rank.
+
+    Raises:
+        ClusterError: one has more ranks, or the first one is another host than this.
+    """
+    from whale.errors import ClusterError
+    from whale.launcher.mpirun import parse_hosts
+
+    hosts = parse_hosts(given.hosts)
+    names = tuple(host.name for host in hosts)
+    if given.script or given.ranks not in (None, len(hosts)):
+        given_too = "a script" if given.script else f"-np {given.ranks}"
+        raise ClusterError(
+            "exchanges between hosts are measured with one rank on each, and without a script",
+            given=f"--hosts {given.hosts} and {given_too}",
+            action=f"leave {given_too} out",
+        )
+    if any(host.slots > 1 for host in hosts) or not hosts[0].is_local or len(hosts) < 2:
+        raise ClusterError(
+            "exchanges between hosts are measured with one rank on each of several, of which this is the first",
+            given=f"--hosts {given.hosts}",
+            expected="such as node1,node2, on node1",
+            action="correct --hosts, or call `whale profile` on the first one",
+        )
+    return names

@@ -229,6 +229,14 @@ KEYS: tuple[Key, ...] = (
         choices=("tensors", "messages", "none"),
     ),
     Key(
+        "communication.between_hosts",
+        "str",
+        "auto",
+        "what carries messages between hosts: tcp: connections of Whale's own; mpi: MPI; auto: both are timed when the "
+        "ranks connect, and the faster one is used",
+        choices=("auto", "tcp", "mpi"),
+    ),
+    Key(
         "communication.backend",
         "str",
         "whale",

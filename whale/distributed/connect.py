@@ -13,16 +13,17 @@ from whale.started import ProcessPlace
 from whale_ops.memory import share_tensors
 
 
-def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.Communicator]:
-    """Returns this process's end of a communicator between all of them.
+def connect(name: str, place: ProcessPlace, config: Config, *, share_memory: bool = True) -> whale_ops.Communicator:
+    """Returns this process's end of a communicator between all of them, by MPI.
+
+    Args:
+      share_memory: whether ranks of one host may speak through memory, where the configuration lets them.
 
     Raises:
       ClusterError: MPI knows another number of ranks than the launcher.
       CommError: MPI cannot be loaded or started.
     """
-    if config["communication.shared_memory"] == "tensors":
-        share_tensors_if_possible(config, place)
-    shares = config["communication.shared_memory"] != "none"
+    shares = share_memory and config["communication.shared_memory"] != "none"
     comm = whale_ops.connect_mpi(name, share_memory=shares, hosts=config.network.hosts)
     if comm.size != place.size:
         raise ClusterError(
@@ -31,7 +32,7 @@ def connect(name: str, place: ProcessPlace, config: Config) -> tuple[whale_ops.C
             expected="the same number",
             action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
         )
-    return (comm,)
+    return comm
 
 
 def configure_communicator(comm: whale_ops.Communicator, config: Config) -> None:

@@ -6,9 +6,11 @@ does not make yet wait.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,9 @@ from whale.token_listener import STRANGERS, TokenListener
 
 _HEADER = struct.Struct("!II")  # number of the group, rank
 _CONNECTS_S, _TRIES_S, _LOOKS_S = 5.0, 0.05, 0.1
+# linux/tcp.h, since Linux 6.15: what is lost is sent again after so long at most, where it would double to minutes.
+_RTO_MAX_MS, _AGAIN_MS = 44, 1000
+_LATER_S = 4.0  # that a connection outlives the launcher's patience with a silent host, to hear who is gone
 
 
 class RankListener:
@@ -25,10 +30,15 @@ class RankListener:
 
     Args:
       peers: the address to listen at, and the run's secret, as `whale run` says them.
+      freeze_s: for how long a rank's host may be silent; 0: for ever. Connections break a moment later.
+
+    Raises:
+      OSError: this host has no such address.
     """
 
-    def __init__(self, peers: str) -> None:
+    def __init__(self, peers: str, freeze_s: float) -> None:
         address, secret = peers.split(" ")
+        self._silent_ms = round(1e3 * (freeze_s + _LATER_S)) if freeze_s else 0
         self._secret = secret
         self._listener = socket.create_server((address, 0), backlog=STRANGERS)
         self._listener.setblocking(False)
@@ -48,7 +58,7 @@ class RankListener:
           group: its number, which no other group of the run has.
           me, members: ranks of the run, as they were started.
           addresses: where each of them listens.
-          given_up: whether one of them is known to be gone.
+          given_up: whether one of them is known to be gone, or enough time has gone by.
 
         Raises:
           CommError: it is.
@@ -71,9 +81,17 @@ class RankListener:
                 raise _make_gone_error(members[-1]) from error
             raise
         for connection in found.values():
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setblocking(False)
+            self._configure(connection)
         return [-1 if other == me else found[other].detach() for other in members]
+
+    def _configure(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._silent_ms)
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _AGAIN_MS)
 
     def close(self) -> None:
         """Stops listening: nobody reaches this process any more."""

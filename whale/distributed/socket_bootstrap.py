@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import whale_ops
 from whale.config import Config
+from whale.distributed.between_hosts import connect_between_hosts
 from whale.distributed.connect import connect, share_tensors_if_possible
 from whale.distributed.listener import RankListener
 from whale.distributed.watch import LauncherWatch
@@ -48,11 +49,11 @@ def connect_ranks(
       ClusterError: MPI knows another number of ranks than the launcher.
       CommError: MPI cannot be loaded or started, or one of the ranks is gone.
     """
-    if APART_VARIABLE not in os.environ:
-        return connect(name, place, config), None
     if config["communication.shared_memory"] == "tensors":
         share_tensors_if_possible(config, place)
-    known = _collect_addresses(watch, place.size)
+    if APART_VARIABLE not in os.environ:
+        return connect_with_mpi(name, place, config)
+    known = _collect_addresses(watch, place.size, config["fault.freeze_s"])
     sockets = known.door.connect_group(
         _TOGETHER,
         place.rank,
@@ -70,12 +71,32 @@ def connect_ranks(
     return (comm,), known
 
 
+def connect_with_mpi(
+    name: str, place: ProcessPlace, config: Config
+) -> tuple[tuple[whale_ops.Communicator], SocketBootstrap | None]:
+    """Connects this process with all that MPI connects: by that, or between hosts by TCP where it is faster."""
+    asked = config["communication.between_hosts"]
+    # Emulated hosts are those of one machine, whose TCP says nothing of a network.
+    if asked == "mpi" or (place.local_size == place.size and (asked == "auto" or not config.network.hosts)):
+        return (connect(name, place, config),), None
+    by_mpi = connect(f"{name}.mpi", place, config, share_memory=False)
+    found = connect_between_hosts(name, place, config, by_mpi)
+    by_mpi.leave()
+    if found is None:
+        return (connect(name, place, config),), None
+    comm, door, addresses = found
+    if not config["fault.elastic"]:  # nobody connects anew
+        door.close()
+        return (comm,), None
+    return (comm,), SocketBootstrap(door, addresses)
+
+
 _known: list[SocketBootstrap] = []  # of this process: its runs have one door, and `whale run` tells the addresses once
 
 
-def _collect_addresses(watch: LauncherWatch, size: int) -> SocketBootstrap:
+def _collect_addresses(watch: LauncherWatch, size: int, freeze_s: float) -> SocketBootstrap:
     if not _known:
-        door = RankListener(os.environ[PEERS_VARIABLE])
+        door = RankListener(os.environ[PEERS_VARIABLE], freeze_s)
         watch.tell({"address": door.address})
         addresses = watch.read_addresses()
         if len(addresses) != size:

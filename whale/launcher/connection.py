@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
 from whale.token_listener import keep_alive
 
+# Where TCP_INFO has the milliseconds since anything was acknowledged.
+_ACKNOWLEDGED_AT = 56
 _CONNECT_S = 30.0
 _AGAIN_S = 0.1
 # What a worker sends has to be acknowledged within so many seconds; once `fault.freeze_s` is known, after which the
@@ -58,3 +61,12 @@ def limit_silence(connection: socket.socket, freeze_s: float) -> None:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         limit_ms = round(1e3 * (freeze_s + _LATER_S)) if freeze_s else 0
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+
+
+def find_unacknowledged_s(connection: socket.socket) -> float:
+    """Returns for how many seconds the other host has acknowledged nothing; infinite where the system does not tell."""
+    try:
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_AT + 4)
+        return 1e-3 * float(struct.unpack_from("I", told, _ACKNOWLEDGED_AT)[0])
+    except (AttributeError, OSError, struct.error):
+        return float("inf")

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -154,12 +154,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         name, colon, slots = part.strip().partition(":")
         count = int(slots) if slots.isdecimal() and len(slots) <= 9 else 0 if colon else 1
         if not _HOST_NAME.fullmatch(name) or ".." in name or not 1 <= count <= MOST_RANKS:
+            user, _, host = name.rpartition("@")
             raise ClusterError(
                 "a list of hosts cannot be read",
                 given=repr(text),
                 wrong_part=repr(part),
                 expected="name:ranks, separated by commas, for example node1:2,node2:4",
-                action="correct that part",
+                action=f"write `Host {host}` and `User {user}` in ~/.ssh/config, and {host} here"
+                if user
+                else "correct that part",
             )
         if any(host.name == name for host in hosts):
             raise ClusterError(
@@ -222,6 +225,12 @@ def check_options(options: Options) -> None:
             expected="the path of a Python file",
             action="correct the path, or give -m to run a module",
         )
+
+
+def list_places(options: Options) -> list[str]:
+    """Returns the host of each rank, as mpirun fills them: one after the other; this host without any."""
+    hosts = options.hosts or (Host(socket.gethostname(), options.ranks),)
+    return [host.name for host in hosts for _ in range(host.slots)][: options.ranks]
 
 
 def find_mpirun() -> str:
@@ -404,12 +413,35 @@ def make_environment(
     return result
 
 
+def _refuse_twice(hosts: Sequence[Host]) -> None:
+    """Refuses a host that stands twice, by two names. Names that only ssh knows are left to it.
+
+    Raises:
+        ClusterError: says which names.
+    """
+    known: dict[str, str] = {}
+    for host in hosts:
+        try:
+            address = socket.gethostbyname(host.name)
+        except (OSError, UnicodeError):
+            continue
+        other = known.setdefault(address, host.name)
+        if other != host.name:
+            raise ClusterError(
+                f"{other} and {host.name} are the same host",
+                given=f"{address} is the address of both",
+                expected="each host once, with the number of its ranks",
+                action=f"write {other}:<total ranks> once",
+            )
+
+
 def find_listen_address(options: Options) -> str:
     """Returns the address at which workers reach this process: loopback, or this host's towards the other hosts.
 
     Raises:
-        ClusterError: another host has no address.
+        ClusterError: another host has no address, or one stands twice.
     """
+    _refuse_twice(options.hosts)
     for host in options.hosts:
         if host.is_local:
             continue

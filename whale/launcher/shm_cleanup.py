@@ -7,6 +7,7 @@ they live.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -33,8 +34,13 @@ def open_folder(path: str) -> bool:
     memory = Path(path).parent
     if not memory.is_dir():
         return False
-    while not _can_hold(path):
-        continue  # another run took it for one that was left, and removed it before it was held
+    try:
+        while not _can_hold(path):
+            continue  # another run took it for one that was left, and removed it before it was held
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT):
+            raise
+        return False  # what MPI makes of it, it says
     for other in memory.glob(f"{_PREFIX}*"):
         if str(other) != path:
             _remove_if_left(other)

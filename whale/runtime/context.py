@@ -96,6 +96,14 @@ class Meter(Protocol):
         ...
 
 
+class StepWatch(Protocol):
+    """Compares steps with what was predicted of them."""
+
+    def watch_steps(self, call: Callable[..., _T], name: str, number: int) -> Callable[..., _T]:
+        """Returns the same callable, whose calls are timed."""
+        ...
+
+
 class KeptFiles(Protocol):
     """The files in which a process keeps what its datasets yield.
 
@@ -194,6 +202,8 @@ class PlanningState:
       described: the plan of a described or measured model that training programs are spread by, and its file.
       machines: what the ranks are on, once it was asked.
       auto: how ``auto_parallel`` divides this run's programs; None before the first training step.
+      kept_as: the name under which that is cached on the first rank; "": it is not.
+      forecast: compares the first training step with what was predicted of it, on the first rank; None: nothing was.
       searched_all: whether `auto_parallel` had time for every candidate, so that its choice may be kept.
       own_programs: None: the ranks run one program together, which is the usual case.
       meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
@@ -205,6 +215,8 @@ class PlanningState:
     described: tuple[PlanFile, str] | None = None
     machines: RunMachines | None = None
     auto: ChosenStrategy | None = None
+    kept_as: str = ""
+    forecast: StepWatch | None = None
     searched_all: bool = True
     own_programs: OwnPrograms | None = None
     meaning: GraphSemantics | None = None
@@ -313,6 +325,8 @@ class Context(Ranks):
         """Wraps a program's callable so that its calls are counted, traced and measured, as configured."""
         if self.watch is not None and self.watch.progress is not None:
             call = self.watch.progress.count_steps(call, name)
+        if self.planning.forecast is not None:
+            call = self.planning.forecast.watch_steps(call, name, number)
         if self.trace is not None:
             call = self.trace.trace_steps(call, name, number)
         return call if self.planning.meter is None else self.planning.meter.measure_steps(call, plan())

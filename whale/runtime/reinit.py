@@ -44,4 +44,4 @@ def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
 
 def _forget(context: Context) -> None:
     context.scoping, context.scaling = ScopeState(), LossScales()
-    context.planning.auto = context.planning.saved = context.planning.meaning = None
+    context.planning.auto = context.planning.saved = context.planning.meaning = context.planning.forecast = None

@@ -25,7 +25,7 @@ SECRET = "s" * 32
 
 
 def test_ranks_connect_by_their_doors_and_strangers_do_not() -> None:
-    doors = {rank: RankListener(f"127.0.0.1 {SECRET}") for rank in (1, 4, 5)}
+    doors = {rank: RankListener(f"127.0.0.1 {SECRET}", 3.5) for rank in (1, 4, 5)}
     addresses = {rank: door.address for rank, door in doors.items()}
     host, _, port = addresses[1].rpartition(":")
     with socket.create_connection((host, int(port))) as stranger, ThreadPoolExecutor(3) as pool:
@@ -44,7 +44,7 @@ def test_ranks_connect_by_their_doors_and_strangers_do_not() -> None:
 
 
 def test_who_waits_for_a_rank_that_is_gone_gives_up() -> None:
-    doors = [RankListener(f"127.0.0.1 {SECRET}") for _ in range(2)]
+    doors = [RankListener(f"127.0.0.1 {SECRET}", 3.5) for _ in range(2)]
     addresses = {rank: door.address for rank, door in enumerate(doors)}
     for rank, door in enumerate(doors):
         asked = iter(range(3))

@@ -31,5 +31,6 @@ void starts_that_fail();
 void overlapping_groups(int size, int orders, const char* transport);
 void devices_that_hang(int size);
 
-// core_test_memory.cc: ranks as threads that share memory as processes do.
+// core_test_memory.cc: ranks as threads that exchange as processes do.
 void shared_memory(int size);
+void sockets(int size);

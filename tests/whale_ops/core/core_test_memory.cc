@@ -1,4 +1,7 @@
-// Ranks as threads that share memory as processes do, with and without an arena of tensors.
+// Ranks as threads that exchange as processes do: through shared memory, with and without an arena
+// of tensors, and over sockets.
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
@@ -12,6 +15,7 @@
 #include "whale_ops/core/progress/endpoint.h"
 #include "whale_ops/core/transport/arena.h"
 #include "whale_ops/core/transport/host_transport.h"
+#include "whale_ops/core/transport/sockets.h"
 
 namespace {
 
@@ -79,19 +83,72 @@ std::condition_variable Table::everybody_;
 std::vector<char> Table::cells_;
 int Table::size_ = 0, Table::waiting_ = 0, Table::round_ = 0;
 
-}  // namespace
-
-// Ranks that share memory, each with a thread of its own that does what the engine does: rings,
-// slots (and reading the others' memory, where there are too few of them or the payload is large),
-// in another order on every rank. Where the process has an arena, most tensors lie there, and some
-// on some ranks only.
-void shared_memory(int size) {
+// What one of the ranks does, in a thread of its own, as the engine would: operations of many
+// sizes, in another order on every rank. Where the process has an arena, most tensors lie there,
+// and some on some ranks only.
+void exchange_in_orders(int rank, int size, std::unique_ptr<whale::Transport> transport,
+                        whale::Doorbell* bell) {
   constexpr int kOperations = 32;
   const auto count = [](int index) { return int64_t{400} * index * index; };
+  whale::Endpoint endpoint("exchanges", std::move(transport), [bell] { bell->ring(); });
+  std::vector<std::vector<float>> own(kOperations);
+  std::vector<float*> values(kOperations);
+  whale::Arena* arena = whale::Arena::instance();
+  for (int index = 0; index < kOperations; ++index) {
+    own[index].resize(count(index));
+    const bool inside = arena != nullptr && index % 5 != rank;
+    values[index] =
+        inside ? static_cast<float*>(arena->take(count(index) * sizeof(float))) : own[index].data();
+  }
+  int open = 0;
+  const auto until = [&](auto over) {
+    while (!over()) {
+      const uint32_t rings = bell->rings();
+      if (endpoint.poll(whale::now_ns()) || over()) continue;
+      std::vector<int> descriptors;
+      if (endpoint.descriptor() >= 0) descriptors.push_back(endpoint.descriptor());
+      bell->wait(rings, 100'000'000, descriptors);
+    }
+  };
+  for (int round = 0; round < 3; ++round) {
+    for (int k = 0; k < kOperations; ++k) {
+      const int index = rank % 2 ? kOperations - 1 - k : k;
+      std::fill_n(values[index], count(index), static_cast<float>(rank + index));
+      whale::Request request;
+      request.kind = index % 4 == 3 ? OpKind::kBroadcast : OpKind::kAllReduce;
+      request.key = "operation " + std::to_string(index);
+      request.dtype = whale::DType::kFloat32;
+      request.element_bytes = sizeof(float);
+      request.input = request.output = values[index];
+      request.counts = {count(index)};
+      request.done = [&open](const whale::Status& outcome) {
+        require(outcome.ok(), outcome.message);
+        --open;
+      };
+      ++open;
+      endpoint.submit(std::move(request));
+    }
+    until([&] { return open == 0; });
+    for (int index = 0; index < kOperations; ++index) {
+      const int expected = index % 4 == 3 ? index : size * (size - 1) / 2 + size * index;
+      for (int64_t i = 0; i < count(index); ++i) {
+        require(values[index][i] == static_cast<float>(expected), "the result between processes");
+      }
+    }
+  }
+  endpoint.leave();
+  until([&] { return endpoint.closed(); });
+}
+
+}  // namespace
+
+// Ranks that share memory: rings, slots (and reading the others' memory, where there are too few of
+// them or the payload is large).
+void shared_memory(int size) {
   Table::reset(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([rank, size, count] {
+    threads.emplace_back([rank, size] {
       Table::rank = rank;
       whale::Doorbell bell;
       std::unique_ptr<whale::Transport> transport;
@@ -101,53 +158,28 @@ void shared_memory(int size) {
                               bell, &transport, &notes);
       require(status.ok() && notes.empty(),
               "the ranks share memory " + (notes.empty() ? "" : notes[0]));
-      whale::Endpoint endpoint("shared memory", std::move(transport),
-                               [&bell] { bell.bell()->ring(); });
-      std::vector<std::vector<float>> own(kOperations);
-      std::vector<float*> values(kOperations);
-      whale::Arena* arena = whale::Arena::instance();
-      for (int index = 0; index < kOperations; ++index) {
-        own[index].resize(count(index));
-        const bool inside = arena != nullptr && index % 5 != rank;
-        values[index] = inside ? static_cast<float*>(arena->take(count(index) * sizeof(float)))
-                               : own[index].data();
-      }
-      int open = 0;
-      const auto until = [&](auto over) {
-        while (!over()) {
-          const uint32_t rings = bell.rings();
-          if (!endpoint.poll(whale::now_ns()) && !over()) bell.wait(rings, 100'000'000);
-        }
-      };
-      for (int round = 0; round < 3; ++round) {
-        for (int k = 0; k < kOperations; ++k) {
-          const int index = rank % 2 ? kOperations - 1 - k : k;
-          std::fill_n(values[index], count(index), static_cast<float>(rank + index));
-          whale::Request request;
-          request.kind = index % 4 == 3 ? OpKind::kBroadcast : OpKind::kAllReduce;
-          request.key = "operation " + std::to_string(index);
-          request.dtype = whale::DType::kFloat32;
-          request.element_bytes = sizeof(float);
-          request.input = request.output = values[index];
-          request.counts = {count(index)};
-          request.done = [&open](const whale::Status& outcome) {
-            require(outcome.ok(), outcome.message);
-            --open;
-          };
-          ++open;
-          endpoint.submit(std::move(request));
-        }
-        until([&] { return open == 0; });
-        for (int index = 0; index < kOperations; ++index) {
-          const int expected = index % 4 == 3 ? index : size * (size - 1) / 2 + size * index;
-          for (int64_t i = 0; i < count(index); ++i) {
-            require(values[index][i] == static_cast<float>(expected),
-                    "the result over shared memory");
-          }
-        }
-      }
-      endpoint.leave();
-      until([&] { return endpoint.closed(); });
+      exchange_in_orders(rank, size, std::move(transport), &bell);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// Ranks that sockets connect.
+void sockets(int size) {
+  std::vector<std::vector<int>> ends(size, std::vector<int>(size, -1));
+  for (int one = 0; one < size; ++one) {
+    for (int other = 0; other < one; ++other) {
+      int pair[2];
+      require(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "sockets can be made");
+      ends[one][other] = pair[0];
+      ends[other][one] = pair[1];
+    }
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([rank, size, &ends] {
+      whale::Doorbell bell;
+      exchange_in_orders(rank, size, whale::make_socket_transport(rank, ends[rank]), &bell);
     });
   }
   for (auto& thread : threads) thread.join();

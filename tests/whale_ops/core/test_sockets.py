@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -58,6 +59,23 @@ def test_what_is_exchanged_equals_numpy(size: int, count: int) -> None:
         assert said == [[bytes([rank]) * 9000 * rank for rank in range(size)]] * size
 
 
+def test_payloads_that_nobody_has_asked_for_wait_and_others_go_on() -> None:
+    """One rank begins operations long before the other, more than it may send unasked, and in another order."""
+    inputs = [[np.full(200_000 + number, rank + number, np.float64) for rank in range(2)] for number in range(24)]
+    cases = [harness.all_reduce(f"sum {number}", values) for number, values in enumerate(inputs)]
+    large = harness.broadcast("large", [np.arange(3_000_000.0)] * 2, 0)
+    with ranks(2) as comms:
+        first = [case.start(comms[0]) for case in [*cases, large]]
+        comms[0].waits()
+        late = [case.start(comms[1]) for case in [large, *reversed(cases)]]
+        for operation in [*first, *late]:
+            operation.wait(harness.TIMEOUT_S)
+    for number, case in enumerate(cases):
+        for output in case.outputs:
+            np.testing.assert_array_equal(output, np.full(200_000 + number, 1.0 + 2 * number))
+    np.testing.assert_array_equal(large.outputs[1], np.arange(3_000_000.0))
+
+
 def test_who_has_left_is_named_and_who_has_gone_without_a_word_is_found() -> None:
     with ranks(3) as comms:
         comms[2].leave(0.0)
@@ -70,3 +88,22 @@ def test_an_abort_reaches_all() -> None:
         comms[0].abort("enough")
         found = each(comms[1:], lambda comm: comm.allgather_bytes("said", b"", 5.0))
         assert all(isinstance(one, CommError) and "enough" in str(one) for one in found)
+
+
+def test_a_connection_that_breaks_is_said_within_seconds() -> None:
+    ends = socket.socketpair()
+    breaker = ends[0].dup()
+    comms = [
+        whale_ops.connect_over_sockets(f"broken {rank}", rank, sockets, share_memory=False)
+        for rank, sockets in enumerate([[-1, ends[0].detach()], [ends[1].detach(), -1]])
+    ]
+    assert each(comms, lambda comm: comm.allgather_bytes("before", b"1")) == [[b"1", b"1"]] * 2
+    started_s = time.monotonic()
+    breaker.shutdown(socket.SHUT_RDWR)
+    breaker.close()
+    found = each(comms, lambda comm: comm.allgather_bytes("after", b"1" * 9000, harness.TIMEOUT_S))
+    assert time.monotonic() - started_s < 5
+    assert all(isinstance(one, CommError) and "the connection with rank" in str(one) for one in found), found
+    for comm in comms:
+        comm.lose(1 - comm.rank, "is gone")
+        comm.leave(0.0)

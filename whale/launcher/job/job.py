@@ -32,14 +32,14 @@ from whale.launcher import shm_cleanup
 from whale.launcher.job import ranks
 from whale.launcher.job.ending import OWN_END_S, Ending
 from whale.launcher.job.failure_detector import FailureDetector
-from whale.launcher.job.mpi_errors import explain_start
+from whale.launcher.job.mpi_errors import StartCause, explain_start, find_start_cause
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
-from whale.launcher.job.start_probe import AFTER_S, StartProbe
+from whale.launcher.job.start_probe import AFTER_S, StartProbe, find_missing
 from whale.launcher.job.status import StatusSocket, make_status
 from whale.launcher.job.trace import TraceFile
-from whale.launcher.mpirun import MpirunStart, Options, list_asked
+from whale.launcher.mpirun import MpirunStart, Options, list_asked, list_places
 from whale.launcher.protocol import (
     WELCOME,
     ExitStatus,
@@ -145,6 +145,7 @@ class Job:
         self._lookout = FailureDetector(self._links, self._ending, trace, self.say)
         self._reports = ReportHandler(self._printer, self._ending, self._lookout, trace, progress, options.verbose)
         others = [host.name for host in options.hosts if not host.is_local]
+        self._local_names = {host.name for host in options.hosts if host.is_local}
         self._probe = StartProbe(others, listener.getsockname()[:2])
         self._mpirun_gone_s = math.inf
         self._wake, self._wake_writer = socket.socketpair()
@@ -235,6 +236,12 @@ class Job:
                 self._probe.ask()
                 if (blocked := self._probe.make_error()) is not None:
                     raise blocked
+                for host in self._probe.take_silent():
+                    left_s = start_by_s - time.monotonic()
+                    self.say(
+                        f"{host} does not answer: ssh from {socket.gethostname()} has come to no shell there yet; the "
+                        f"run waits {left_s:.0f} s more\n  next: see that {host} is up and answers `ssh {host} true`"
+                    )
                 if time.monotonic() > start_by_s:
                     raise self._make_start_error(f"within {START_TIMEOUT_S:g} s")
             # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
@@ -260,12 +267,23 @@ class Job:
 
     def _make_start_error(self, when: str) -> ClusterError:
         said = self._mpiruns.output_text
+        here = socket.gethostname()
+        places = list_places(self._options)
+        missing = dict.fromkeys(host for rank, host in enumerate(places) if rank not in self._links)
+        # What fails elsewhere ends this host's as well.
+        others = [host for host in missing if host not in self._local_names]
+        found = find_start_cause(said, others or list(missing), here)
+        if not found.is_known and (lacks := find_missing([host for host in found.hosts if host != here])):
+            cause = "; ".join(f"on {host} no file can be written in {what}" for host, what in lacks.items())
+            found = StartCause(tuple(lacks), cause, "let files be made there: make room, or mount it writable")
+        where = f" on {', '.join(found.hosts)}" if found.hosts and not self._options.is_local else ""
         return ClusterError(
-            f"the ranks did not start: {when}",
+            f"the ranks did not start{where}: {when}",
             given=f"{self._options.ranks} ranks, {len(self._links)} came up",
+            **({"cause": found.cause} if found.cause else {}),
             mpirun_said="\n    " + "\n    ".join(said.splitlines()) if said else "nothing",
             expected="mpirun starts Python with whale installed, at the same path, on every host",
-            action="run again with -v; try `mpirun -np 1 hostname` on the hosts given",
+            action=found.action,
         )
 
     # Events
@@ -405,6 +423,9 @@ class Job:
                 self.say(f"{failure.subject} {failure.reason}; the run went on without it, to its end")
             return self._end_well(ends)
         cause = ranks.find_cause(self._ending.failures)
+        if cause.rank is None and not self._is_complete:  # mpirun ends those that have come up when another cannot
+            self._read_last_words()
+            raise self._make_start_error("mpirun has ended the ranks that had come up")
         if not self._options.verbose and cause.rank is not None:
             self._printer.write_lines(cause.rank, 1, cause.traceback)
             # mpirun speaks up only when it ended the ranks itself, as after MPI_Abort.
@@ -415,10 +436,31 @@ class Job:
             # Inside of wh.init nothing but MPI ends a process so; it says why through mpirun, a moment later.
             self._read_last_words()
             why = explain_start(self._mpiruns.output_text)
-            self.say(f"{cause.subject} failed: MPI did not start (exit code {cause.code})\n{why}")
+            self.say(f"{self._name(cause)} failed: MPI did not start (exit code {cause.code})\n{why}")
             return cause.code
-        self.say(f"{cause.subject} {cause.reason}")
+        advice = self._advise(cause)
+        self.say(f"{self._name(cause)} {cause.reason}" + (f"\n  next: {advice}" if advice else ""))
         return cause.code
+
+    def _name(self, failure: ranks.Failure) -> str:
+        """Returns the subject of a sentence about a failure, with the rank's host where a run is on several."""
+        link = self._links.get(failure.rank) if failure.rank is not None else None
+        several = len({other.host for other in self._links.values()}) > 1
+        if link is None or not several or link.host in failure.reason:
+            return failure.subject
+        return f"{failure.subject} on {link.host}"
+
+    def _advise(self, failure: ranks.Failure) -> str:
+        """Returns what to do about a rank that lacks something; "" where it is not another host than the others'."""
+        link = self._links.get(failure.rank) if failure.rank is not None else None
+        others = {other.host for other in self._links.values() if link is not None and other.host != link.host}
+        if link is None or not others:
+            return ""
+        if failure.error_type in ("ModuleNotFoundError", "ImportError"):
+            return f"install on {link.host} what {', '.join(sorted(others))} has, for the same Python"
+        if failure.error_type == "FileNotFoundError":
+            return f"put it at the same path on {link.host}, or in a folder that all hosts share"
+        return ""
 
     def _read_last_words(self) -> None:
         """Reads what mpirun still has to say, until it has been silent for a moment."""

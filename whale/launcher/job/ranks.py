@@ -1,4 +1,7 @@
-"""Keeps what the launcher knows about each rank, and describes how ranks fail."""
+"""Keeps what the launcher knows about each rank, and describes how ranks fail.
+
+Decision: 0163.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from whale.launcher import clock
+from whale.launcher.connection import find_unacknowledged_s
 from whale.launcher.protocol import (
     HELLO_LIMIT_BYTES,
     Counter,
@@ -32,6 +36,9 @@ from whale.started import CONTROL_VARIABLE
 
 # Errors of this name are what a rank gets when another one is gone: never the cause.
 _CONSEQUENCE = "CommError"
+# A worker that was not heard for _ASKS_S is asked as often. Where its host has acknowledged something in the last
+# _REACHED_S, it has _RESUMES_S more than fault.freeze_s: TCP sends a lost heartbeat again a second later at most.
+_ASKS_S, _REACHED_S, _RESUMES_S = 1.0, 1.5, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +271,7 @@ class RankLink:
     clock: clock.Clock = field(default_factory=clock.Clock)
     counters: list[Counter] | None = None
     end: RankEnd | None = None
+    _asked_s: float = -math.inf  # when a silent worker was last asked for a sign of life
     _silent_s: float = math.inf  # since when it is taken for frozen, unless a second look finds otherwise
 
     def greet(self, kind: FrameKind, payload: bytes, size: int, comes: Callable[[int], bool] | None) -> int | None:
@@ -320,7 +328,11 @@ class RankLink:
             return None
         if self.stopped_s is not None and now_s - self.stopped_s >= self.freeze_s:
             return make_stopped_failure(self.rank, now_s - self.stopped_s)
-        if now_s - self.heard_s < max(self.freeze_s, silence_s) or self._is_starved():
+        quiet_s, most_s = now_s - self.heard_s, max(self.freeze_s, silence_s)
+        if quiet_s >= _ASKS_S and now_s - self._asked_s >= _ASKS_S:
+            self._asked_s = now_s
+            self.ask_clock()  # so that its host has something to acknowledge
+        if quiet_s < most_s or self._is_starved() or (quiet_s < most_s + _RESUMES_S and self._is_reached()):
             self._silent_s = math.inf
             return None
         # A second look: what its worker has sent meanwhile may be on the way, and its process asleep again.
@@ -330,6 +342,10 @@ class RankLink:
             if now_s - self._silent_s >= silence_s / 8
             else None
         )
+
+    def _is_reached(self) -> bool:
+        """Tells whether another host acknowledges again: what was lost in a cut is sent once more within moments."""
+        return self.host != socket.gethostname() and find_unacknowledged_s(self.connection) < _REACHED_S
 
     def _is_starved(self) -> bool:
         """Tells whether the worker is on this host and ready to run but gets no processor; False on other hosts."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from whale.errors import ClusterError
 
 AFTER_S = 5.0  # without a rank; workers connect before their scripts begin, so that slow scripts are no reason
 _CONNECT_S = 4.0
-_ANSWER_S = 10.0
+_ANSWER_S = 8.0
 _LOOKS_S = 0.1
 _CLOSED = 7  # the exit code of what asks, where it does not reach the launcher
+SILENT = 124  # that of an ssh that says nothing at all
+_BEGUN = "whale asks"  # said by a shell, before Python is there
 _ASKS = """
 import socket, sys
 try:
@@ -41,21 +44,48 @@ for pid in filter(str.isdecimal, os.listdir("/proc")):
     except OSError:
         pass
 """
+# What mpirun's daemon needs of a host, and ends without a word where it is missing.
+_LOOKS = """
+import os, resource, tempfile
+for folder in (os.environ.get("TMPDIR", "/tmp"), "/dev/shm"):
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))
+    except OSError as error:
+        print(f"{folder}: {error.strerror}")
+"""
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def run_on_host(host: str, program: str) -> tuple[int, str]:
-    """Runs a program of Python on a host by what mpirun uses; returns exit code and output, 255 without an answer."""
+    """Runs a program of Python on a host by what mpirun uses; returns exit code and output.
+
+    Without an answer the code is 255, or SILENT if not even a shell there has said a word.
+    """
     agent = os.environ.get("PRTE_MCA_plm_ssh_agent") or os.environ.get("OMPI_MCA_plm_rsh_agent") or "ssh"
-    line = [*shlex.split(agent.partition(":")[0]), host, shlex.join([sys.executable, "-I", "-S", "-c", program])]
+    command = f"echo {_BEGUN}; {shlex.join([sys.executable, '-I', '-S', '-c', program])}"
+    line = [*shlex.split(agent.partition(":")[0]), host, command]
     try:
-        done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_ANSWER_S,
-            text=True, errors="replace", check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+        with subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            errors="replace", start_new_session=True,
+        ) as asked:  # fmt: skip
+            try:
+                said, _ = asked.communicate(timeout=_ANSWER_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(asked.pid, signal.SIGKILL)
+                said, _ = asked.communicate()
+                return (255 if _BEGUN in said else SILENT), ""
+    except OSError:
         return 255, ""
-    return done.returncode, done.stdout.strip()
+    return asked.returncode, said.partition(_BEGUN)[2].strip()
+
+
+def find_missing(hosts: Sequence[str], run: Callable[[str, str], tuple[int, str]] = run_on_host) -> dict[str, str]:
+    """Returns what hosts lack that mpirun's daemon needs, in words, by host; those that lack nothing are left out."""
+    with ThreadPoolExecutor(min(32, max(1, len(hosts)))) as pool:
+        answers = dict(zip(hosts, pool.map(lambda host: run(host, _LOOKS), hosts)))
+    return {host: said.replace("\n", ", ") for host, (code, said) in answers.items() if code == 0 and said}
 
 
 class StartProbe:
@@ -76,6 +106,7 @@ class StartProbe:
         self._hosts, self._address, self._run = hosts, address, run
         self._pool: ThreadPoolExecutor | None = None
         self._asked: dict[str, Future[tuple[int, str]]] = {}
+        self._told: list[str] = []
 
     def find_deadline_s(self, begun_s: float) -> float:
         """Returns the monotonic time at which to ask, or to look for answers, in a start that began then."""
@@ -104,12 +135,22 @@ class StartProbe:
             {host: said for host, (code, said) in answers.items() if code == _CLOSED}, self._address
         )
 
+    def take_silent(self) -> list[str]:
+        """Returns, once, the hosts on which ssh has not come as far as to a shell."""
+        if not self._asked or self._is_asking:
+            return []
+        silent = [host for host, future in self._asked.items() if future.result()[0] == SILENT]
+        found = [host for host in silent if host not in self._told]
+        self._told += found
+        return found
+
     def end_daemons(self, mpiruns: Sequence[int]) -> None:
         """Ends, on hosts that have answered, what these mpiruns have started there and cannot reach."""
         if self._pool is None:
             return
         names = [f"prterun-{socket.gethostname()}-{pid}@" for pid in mpiruns]
-        answered = [host for host, future in self._asked.items() if future.done() and future.result()[0] != 255]
+        unanswered = (255, SILENT)
+        answered = [h for h, future in self._asked.items() if future.done() and future.result()[0] not in unanswered]
         wait([self._pool.submit(self._run, host, _ENDS.format(mark=name)) for host in answered for name in names])
 
     def close(self) -> None:

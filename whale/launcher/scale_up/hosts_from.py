@@ -40,9 +40,31 @@ def read_hosts(path: str) -> tuple[Host, ...]:
     else:
         with open(path) as file:
             text = file.read()
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    slots = [next((f":{word[6:]}" for word in words[1:] if word.startswith("slots=")), "") for words in lines]
-    return parse_hosts(",".join(words[0] + count for words, count in zip(lines, slots) if words))
+    found: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = next((f":{word[6:]}" for word in words[1:] if word.startswith("slots=")), "")
+        try:
+            hosts = parse_hosts(words[0] + slots)
+            parse_hosts(",".join(host.name for host in (*found.values(), *hosts)))  # each stands once
+        except ClusterError as error:
+            raise ClusterError(
+                error.message,
+                given=f"line {number} of {path}: {line.strip()}",
+                expected="a line for each host: its name, and slots=2 or :2 for its ranks",
+                action="correct that line",
+            ) from None
+        found |= {host.name: host for host in hosts}
+    if not found:
+        raise ClusterError(
+            "no host is listed",
+            given=f"{path}, in which no line names one",
+            expected="a line for each host: its name, and slots=2 or :2 for its ranks",
+            action="name one",
+        )
+    return tuple(found.values())
 
 
 class HostSource:

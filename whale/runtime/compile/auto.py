@@ -194,14 +194,17 @@ def _say(chosen: ChosenStrategy, lines: list[str]) -> None:
 
 
 def _profile(context: Context) -> MachineProfile | None:
-    """Reads the profile that `mesh.profile` names, if any; since it describes one host, all ranks must be on one."""
+    """Reads the profile that `mesh.profile` names, if any; its ranks were on as many hosts as this run's are."""
     path = context.config["mesh.profile"]
     if not path:
         return None
-    if context.has_other_processes and context.place.local_size != context.size:
-        raise ClusterError(
-            "a profile describes one host, and the ranks are on several",
-            given=f"mesh.profile: {path}",
-            action="leave mesh.profile out: the ranks are then measured for a moment",
-        )
-    return tables.read(path)
+    profile, place = tables.read(path), context.place
+    if not context.has_other_processes or place.local_size == (context.size if profile.hosts == 1 else 1):
+        return profile
+    raise ClusterError(
+        "a profile describes other hosts than those of the ranks",
+        given=f"mesh.profile: {path}, measured on {profile.hosts} host{'s' * (profile.hosts > 1)}; this host has "
+        f"{place.local_size} of {context.size} ranks",
+        expected="all ranks on one host, or with a profile of `whale profile --hosts` one on each",
+        action="leave mesh.profile out: the ranks are then measured for a moment",
+    )

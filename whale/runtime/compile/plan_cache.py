@@ -36,9 +36,10 @@ from whale.passes.settings import PlanSettings
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.context import Context, RunMachines
 
-# An exchange between hosts is measured by so many bytes in all, as the fastest of so many tries. Links are alike unless
-# it takes more than so many times as long, and at least so much longer: a busy machine is no other link.
-_PROBE_BYTES, _PROBES = 1 << 18, 3
+# An exchange between hosts is measured by so many bytes in all, as the fastest of some tries: of more where they are
+# quick, since a busy machine is no other link. Links are alike unless it takes more than so many times as long, and at
+# least so much longer.
+_PROBE_BYTES, _LEAST_PROBES, _MOST_PROBES, _QUICK_S = 1 << 18, 3, 16, 0.02
 _OTHER_LINK, _OTHER_LINK_S = 3.0, 0.5e-3
 
 
@@ -77,7 +78,7 @@ def kept_strategy(program: Program, context: Context, settings: PlanSettings) ->
     """Returns the strategy that `auto_parallel` found in an earlier run on these machines; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
-    name = _strategy_name(program, context, settings)
+    name = context.planning.kept_as = _strategy_name(program, context, settings)
     if (data := get_kept(files, name, f"the strategy for `{program.name}`")) is None:
         return None
     try:
@@ -99,7 +100,20 @@ def keep_strategy(program: Program, context: Context, settings: PlanSettings, ch
     """Caches a strategy for later runs."""
     if (files := files_of(context, settings)) is not None:
         kept = KeptStrategy(chosen, know_machines(context).exchange_s)
-        put_kept(files, context, _strategy_name(program, context, settings), msgspec.json.encode(kept))
+        context.planning.kept_as = _strategy_name(program, context, settings)
+        put_kept(files, context, context.planning.kept_as, msgspec.json.encode(kept))
+
+
+def forget_strategy(step: str, context: Context, settings: PlanSettings) -> None:
+    """Forgets the run's strategy, and the lowered step that came of it, so that the next run looks anew.
+
+    Args:
+      step: the name under which the step is cached; "": it is not.
+    """
+    if (files := files_of(context, settings)) is not None:
+        for name in filter(None, (step, context.planning.kept_as)):
+            with contextlib.suppress(OSError):
+                files.remove(name)
 
 
 def folder_of(context: Context) -> Path | None:
@@ -127,13 +141,15 @@ def know_machines(context: Context) -> RunMachines:
         return context.planning.machines
     timeout_s = context.config["debug.check_timeout_s"]
     said = comm.allgather_bytes("whale/auto/machines", mine.encode(), timeout_s, "comparing the ranks' hosts")
-    tries_s = []
+    tries_s: list[float] = []
     if len({one.partition(b" ")[2] for one in said}) > 1:
-        part = bytes(_PROBE_BYTES // comm.size)
-        for number in range(_PROBES):
+        slowest_s = 0.0  # on any rank, in the try before the last one
+        while len(tries_s) < (_MOST_PROBES if slowest_s < _QUICK_S else _LEAST_PROBES):
+            part = f"{tries_s[-1] if tries_s else 0.0:.6f}".encode().ljust(_PROBE_BYTES // comm.size)
             start_s = time.perf_counter()
-            comm.allgather_bytes(f"whale/auto/link/{number}", part, timeout_s, "measuring the link between the hosts")
+            found = comm.allgather_bytes("whale/auto/link", part, timeout_s, "measuring the link between the hosts")
             tries_s.append(time.perf_counter() - start_s)
+            slowest_s = max(map(float, found))
     context.planning.machines = RunMachines(tuple(one.decode() for one in said), min(tries_s, default=0.0), comm)
     return context.planning.machines
 

@@ -30,7 +30,10 @@ from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile import step_cache
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
 from whale.runtime.compile.cross_rank_checks import all_take
+from whale.runtime.compile.forecast import StepForecast
 from whale.runtime.compile.offload import compute_device
+from whale.runtime.compile.plan_cache import forget_strategy
+from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.step_call import callable_step
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
@@ -168,7 +171,7 @@ def _compiled(
             ready = None
     if ready is None:
         return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.repeat()), context, shared.streams)
-    return _taken(trace, ready, local, layouts, context, shared.streams)
+    return _taken(trace, ready, local, layouts, name, context, shared.streams)
 
 
 def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> Trace:
@@ -231,6 +234,7 @@ def _lowered(
         function = lower_to_function(compiled.ranks, tag, streams)
         ready = ready_step(compiled, function, uses, context, trace.inputs_description)
         ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged, streams=streams)
+        _foresee(ready, compiled.number, kept, context)
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
     step_cache.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
@@ -246,10 +250,13 @@ def _taken(
     ready: Ready,
     local: Mapping[str, tuple[int, ...]],
     layouts: Mapping[str, Tiles],
+    kept: str,
     context: Context,
     streams: str,
 ) -> Step:
-    """Returns the step of a trace that an earlier run has lowered. Collective between processes."""
+    """Returns the step of a trace that an earlier run has lowered, under the name ``kept``. Collective between
+    processes.
+    """
     start_s = time.perf_counter()
     number, context.programs = context.programs, context.programs + 1
     context.scoping.stages_seen |= ready.gathers and ready.staged
@@ -265,9 +272,23 @@ def _taken(
     with open_span(context.trace, "functions", "compile"):
         if ready.communicates:
             whale_ops.load_ops()
+        _foresee(ready, number, kept, context)
         call = callable_step(tied, ready, ready.function(streams), plan, number, context)
     seconds = {"kept": time.perf_counter() - start_s}
     return _step(call, tied, ready, plan, tuple(local), seconds, trace.is_first, context)
+
+
+def _foresee(ready: Ready, number: int, kept: str, context: Context) -> None:
+    """Has the first rank compare the first training step of a run under `auto_parallel` with its prediction."""
+    planning, auto = context.planning, context.planning.auto
+    if context.rank or auto is None or not auto.step_s or planning.dry is not None or planning.forecast is not None:
+        return
+    # Calls of GPUs end before their steps do.
+    if not ready.trains or not context.has_other_processes or tf.config.list_physical_devices("GPU"):
+        return
+    planning.forecast = StepForecast(
+        number, auto.step_s, context.comms[0], lambda: forget_strategy(kept, context, settings_of(context))
+    )
 
 
 def _adopt(

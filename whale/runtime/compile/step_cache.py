@@ -64,6 +64,7 @@ class Ready(msgspec.Struct, frozen=True):
       gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
       tag: what the names of its functions begin with; streams: those of its random streams.
       exchange_s: seconds of a small exchange between hosts when it was made; 0: all ranks were on one.
+      strategy_name: under which the strategy is cached; "": it is not.
       agreed: equal on all ranks that lowered it together, and on no others.
       plan: as JSON; definitions: serialised FunctionDefs, callees first. Both are there in what is kept only.
     """
@@ -92,6 +93,7 @@ class Ready(msgspec.Struct, frozen=True):
     tag: str = ""
     streams: str = ""
     exchange_s: float = 0.0
+    strategy_name: str = ""
     agreed: str = ""
     plan: bytes = b""
     definitions: tuple[bytes, ...] = ()
@@ -170,7 +172,8 @@ def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context
     agreed = blake2b(repr((text, ready.chosen, ready.gathers, ready.program)).encode(), digest_size=16).hexdigest()
     definitions = tuple(one.SerializeToString() for one in function.definitions)
     exchange_s = know_machines(context).exchange_s if _is_auto(context) else 0.0
-    whole = msgspec.structs.replace(ready, agreed=agreed, plan=text, definitions=definitions, exchange_s=exchange_s)
+    marks = {"exchange_s": exchange_s, "strategy_name": context.planning.kept_as}
+    whole = msgspec.structs.replace(ready, agreed=agreed, plan=text, definitions=definitions, **marks)
     put_kept(files, context, name, msgspec.msgpack.encode(whole))
 
 
@@ -183,6 +186,7 @@ def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dic
     first = context.rank == 0
     if ready.chosen and context.planning.auto is None:
         context.planning.auto = msgspec.json.decode(ready.chosen, type=ChosenStrategy)
+        context.planning.kept_as = ready.strategy_name
         if first:
             say_kept(context.planning.auto)
     if ready.whole and ready.program not in context.reports.whole:

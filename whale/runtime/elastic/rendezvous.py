@@ -77,7 +77,7 @@ class RankGroup:
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self.door = None if apart is None else apart.door
         if self.door is None and GROWS_VARIABLE in os.environ:
-            self.door = RankListener(os.environ[PEERS_VARIABLE])
+            self.door = RankListener(os.environ[PEERS_VARIABLE], context.config["fault.freeze_s"])
             self._watch.tell({"address": self.door.address})
             context.hooks.at_end.append(self.door.close)
 
@@ -161,7 +161,7 @@ class RankGroup:
         context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))
         context.size, context.ranks = size, (me,)
         context.variables = VariableStore(keeps_first=True)
-        context.planning.auto = context.planning.saved = context.planning.described = None
+        context.planning.auto = context.planning.saved = context.planning.described = context.planning.forecast = None
         context.scoping.stages_seen = False  # as of a joining rank
         if changes := find_fitting_changes(context.config, size):
             context.config = context.config.but(changes)

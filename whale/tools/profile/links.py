@@ -32,6 +32,7 @@ from whale.config import Config
 from whale.distributed import device_exchange
 from whale.distributed.device_exchange import ExchangeOps
 from whale.distributed.gpus import await_gpus
+from whale.distributed.socket_bootstrap import connect_with_mpi
 from whale.ir.plan_text import format_bytes
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.started import process_place
@@ -45,6 +46,8 @@ MOST_CHAIN = 16
 COLD_BYTES = 64 << 20
 ROWS = 8  # rows of tensors whose parts do not lie in one piece
 TOLD = "measured: "  # begins the lines that `whale profile` passes on
+_LEAST_CALLS = 8  # that measure one kind and size
+_PROBE_BYTES, _PROBES = 64 << 10, 5
 PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
 
 
@@ -111,16 +114,18 @@ def main(budget_s: float = math.inf) -> None:
       ClusterError: ``communication.backend`` asks for GPUs, and a rank has none that it can use.
     """
     end_s = time.monotonic() + budget_s
-    config, comm = Config(), whale_ops.connect_mpi("measure")
+    config, place = Config(), process_place()
+    comm = connect_with_mpi("measure", place, config)[0][0]
     backend = config["communication.backend"]
-    device_exchange.start_device_exchange(config, process_place(), comm.size, [comm])
+    device_exchange.start_device_exchange(config, place, comm.size, [comm])
     ways = ["", backend] if backend in DEVICE_BACKENDS else [""]
     kinds = list(_make_exchanges(comm.rank, comm.size))
     results = Results(comm, Path(sys.argv[1]), len(ways) * len(kinds) * len(SIZES_BYTES), end_s)
     with tf.device("CPU:0"):
         _measure_sizes(comm, "", SIZES_BYTES[:1], results)
         results.wake_s = _measure_wake_s(comm, kinds[0], results)
-        _measure_sizes(comm, "", [*SIZES_BYTES[:0:-1]], results)
+        most_bytes = _find_most_bytes(comm, budget_s / len(kinds) / len(SIZES_BYTES))
+        _measure_sizes(comm, "", [size for size in SIZES_BYTES[:0:-1] if size <= most_bytes], results)
     if backend in DEVICE_BACKENDS:
         _measure_sizes(comm, backend, [SIZES_BYTES[0], *SIZES_BYTES[:0:-1]], results)
     results.write()
@@ -139,6 +144,17 @@ def _measure_sizes(comm: whale_ops.Communicator, through: str, sizes: Sequence[i
             print(
                 f"{TOLD}exchanges of {format_bytes(size_bytes)}{f' through {through}' if through else ''}", flush=True
             )
+
+
+def _find_most_bytes(comm: whale_ops.Communicator, budget_s: float) -> float:
+    """Returns the bytes of tensors whose exchanges take so long in all, by the time of small ones; collective."""
+    times_s = []
+    for _ in range(_PROBES):
+        started_s = time.perf_counter()
+        comm.allgather_bytes("link", bytes(_PROBE_BYTES))
+        times_s.append(time.perf_counter() - started_s)
+    took_s = max(map(float, comm.allgather_bytes("link took", repr(min(times_s)).encode())))
+    return 2 * _PROBE_BYTES * budget_s / took_s / (_LEAST_CALLS * CHAIN)
 
 
 def _measure_wake_s(comm: whale_ops.Communicator, kind: str, results: Results) -> float:

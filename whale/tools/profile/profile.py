@@ -68,16 +68,20 @@ while last < end:
 
 
 def measure_machine(
-    out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None]
+    out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None], hosts: Sequence[str] = ()
 ) -> MachineProfile:
     """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and returns the table.
+
+    Args:
+      hosts: those of the ranks, one for each, of which this is the first; (): all are here.
 
     Raises:
       ClusterError: the ranks did not start.
     """
     meter = LoadMeter()
-    say(f"exchanges between {ranks} ranks: some 20 s on an idle machine, {SECONDS_FOR_LINKS:g} s at most")
-    links = measure_links(ranks, say=say)
+    where = f" on {', '.join(hosts)}" if hosts else ""
+    say(f"exchanges between {ranks} ranks{where}: some 20 s on an idle machine, {SECONDS_FOR_LINKS:g} s at most")
+    links = measure_links(ranks, say=say, hosts=hosts)
     curves, wake_s = links.curves, links.wake_s
     count = sum(len(c.samples) for c in curves)
     if links.left:
@@ -98,8 +102,9 @@ def measure_machine(
             f"the machine is busy ({format_load(others)}): predictions by these figures will be too slow; measure again"
         )
     table = MachineProfile(
-        name, cores, memory_gb, call_s, node_s, _measure_slice_s(), wake_s, found, curves, [], gpus, copied
-    )
+        name, cores, memory_gb, call_s, node_s, _measure_slice_s(), wake_s, found, curves, [], gpus, copied,
+        max(1, len(hosts)),
+    )  # fmt: skip
     tables.write(table, out)
     return table
 
@@ -121,6 +126,7 @@ def measure_links(
     ranks: int,
     variables: Mapping[str, str] = MappingProxyType({}),
     say: Callable[[str], None] = lambda text: None,
+    hosts: Sequence[str] = (),
 ) -> Links:
     """Measures what exchanges between so many ranks take, as many as there is time for.
 
@@ -136,7 +142,9 @@ def measure_links(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"
         arguments = str(path), str(SECONDS_FOR_LINKS)
-        command = python.module("whale", "run", "-np", str(ranks), "-m", "whale.tools.profile.links", *arguments)
+        where = ("--hosts", ",".join(hosts)) if hosts else ()
+        links = ("-m", "whale.tools.profile.links", *arguments)
+        command = python.module("whale", "run", "-np", str(ranks), *where, *links)
         whole = {**python.environment(), **variables}
         code, output = _run_told(command, whole, SECONDS_FOR_LINKS + SECONDS_TO_END, say)
         found = msgspec.json.decode(path.read_bytes(), type=Links) if path.exists() else Links([], 0.0)

@@ -338,7 +338,12 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   *all_left = communicator->endpoint->closed() ? 1 : 0;
-  finalizable = *all_left && !communicator->endpoint->misses() ? communicator->mpi : nullptr;
+  // Others than those of MPI end no MPI, but where one of their ranks is gone it would wait for it.
+  if (!*all_left || communicator->endpoint->misses()) {
+    finalizable = nullptr;
+  } else if (communicator->mpi != nullptr) {
+    finalizable = communicator->mpi;
+  }
   return report(status);
 }
 

@@ -83,6 +83,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   bool poll(int64_t now);
   int64_t next_deadline_ns() const;
   bool needs_polling() const { return transport_ && transport_->needs_polling(); }
+  int descriptor() const { return transport_ ? transport_->descriptor() : -1; }
   bool between_processes() const { return transport_ && transport_->between_processes(); }
   bool has_active() const { return !active_.empty(); }
   // Copies out of the arena (arena.h) of a rank that shares its tensors with this one, be it gone

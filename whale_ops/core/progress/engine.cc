@@ -147,7 +147,7 @@ void Engine::forget(const Endpoint& endpoint) {
   registry_.erase({endpoint.name(), endpoint.rank()});
 }
 
-void Engine::wake() { doorbell_.bell()->ring(); }
+void Engine::wake() { doorbell_.ring(); }
 
 void Engine::stop() {
   {
@@ -189,6 +189,8 @@ void Engine::run() {
       watch.polling |= endpoint->needs_polling();
       watch.active |= endpoint->has_active();
       watch.between |= endpoint->between_processes();
+      if (const int descriptor = endpoint->descriptor(); descriptor >= 0)
+        watch.descriptors.push_back(descriptor);
     }
     if (worked) {
       last_work_ns = now;
@@ -200,7 +202,8 @@ void Engine::run() {
 
 void Engine::idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns) {
   if (watch.between && watch.active && quiet_ns < kSpinNs) return;
-  if (watch.between && quiet_ns < (watch.polling && watch.active ? kYieldNs : kLingerNs)) {
+  const bool network = watch.polling || !watch.descriptors.empty();
+  if (watch.between && quiet_ns < (network && watch.active ? kYieldNs : kLingerNs)) {
     sched_yield();
     return;
   }
@@ -208,7 +211,7 @@ void Engine::idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t 
     const int64_t patience_ns = std::clamp(quiet_ns / kPartOfWait, kShortSleepNs, kLongSleepNs);
     sleep_ns = std::min(sleep_ns, watch.active ? patience_ns : kIdleSleepNs);
   }
-  if (sleep_ns > 0) doorbell_.wait(rings, sleep_ns);
+  if (sleep_ns > 0) doorbell_.wait(rings, sleep_ns, watch.descriptors);
 }
 
 }  // namespace whale

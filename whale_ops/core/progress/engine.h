@@ -43,9 +43,10 @@ class WHALE_EXPORT Engine {
   void start_locked();
   void run();
   struct Watch {
-    bool polling = false;  // some transport does not ring
-    bool active = false;   // operations are under way
-    bool between = false;  // some transport leads to other processes
+    bool polling = false;          // some transport does not ring
+    bool active = false;           // operations are under way
+    bool between = false;          // some transport leads to other processes
+    std::vector<int> descriptors;  // that transports have to be read
   };
   void idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns);
 

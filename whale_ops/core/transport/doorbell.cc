@@ -1,16 +1,22 @@
 #include "whale_ops/core/transport/doorbell.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
+#include <poll.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "whale_ops/core/transport/process_memory.h"
 
 namespace whale {
 namespace {
+
+// Where there is no pipe nobody wakes who waits for descriptors.
+constexpr int64_t kWithoutPipeNs = 250'000;
 
 // Not the private kind: the word is shared between processes.
 void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
@@ -19,23 +25,40 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-void Bell::ring() {
+void Bell::ring(int pipe) {
   rings.fetch_add(1, std::memory_order_seq_cst);
   // Whoever goes to sleep says so first and then compares `rings`: one of the two sees the other.
-  if (asleep.load(std::memory_order_seq_cst) != 0) futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
+  const uint32_t how = asleep.load(std::memory_order_seq_cst);
+  if (how == kOnWord) futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
+  // A pipe that is full wakes as well.
+  if (how == kOnPipe && pipe >= 0 && write(pipe, "", 1) < 0) return;
 }
 
 Doorbell::Doorbell() {
   void* page = map_new("whale_bell", sizeof(Bell), &descriptor_);
   if (page != nullptr) bell_ = static_cast<Bell*>(page);
+  if (pipe2(pipe_, O_CLOEXEC | O_NONBLOCK) != 0) pipe_[0] = pipe_[1] = -1;
 }
 
-void Doorbell::wait(uint32_t rings, int64_t timeout_ns) {
+void Doorbell::wait(uint32_t rings, int64_t timeout_ns, const std::vector<int>& descriptors) {
+  if (!descriptors.empty() && pipe_[0] < 0) timeout_ns = std::min(timeout_ns, kWithoutPipeNs);
   const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000),
                          static_cast<long>(timeout_ns % 1'000'000'000)};
-  bell_->asleep.store(1, std::memory_order_seq_cst);
-  futex(&bell_->rings, FUTEX_WAIT, rings, &timeout);
-  bell_->asleep.store(0, std::memory_order_seq_cst);
+  if (descriptors.empty()) {
+    bell_->asleep.store(Bell::kOnWord, std::memory_order_seq_cst);
+    futex(&bell_->rings, FUTEX_WAIT, rings, &timeout);
+    bell_->asleep.store(Bell::kAwake, std::memory_order_seq_cst);
+    return;
+  }
+  std::vector<pollfd> sources{{pipe_[0], POLLIN, 0}};
+  for (const int descriptor : descriptors) sources.push_back({descriptor, POLLIN, 0});
+  bell_->asleep.store(Bell::kOnPipe, std::memory_order_seq_cst);
+  if (this->rings() == rings) ppoll(sources.data(), sources.size(), &timeout, nullptr);
+  bell_->asleep.store(Bell::kAwake, std::memory_order_seq_cst);
+  char rung[64];
+  while (pipe_[0] >= 0 && (sources[0].revents & POLLIN) != 0 &&
+         read(pipe_[0], rung, sizeof(rung)) == sizeof(rung)) {
+  }
 }
 
 }  // namespace whale

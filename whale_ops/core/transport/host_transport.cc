@@ -65,6 +65,7 @@ class HostTransport final : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool needs_polling() const override { return has_remote() && network_->needs_polling(); }
+  int descriptor() const override { return has_remote() ? network_->descriptor() : -1; }
   bool between_processes() const override { return true; }
   bool share_memory(int one, int other) const override {
     return reached_[one * size_ + other] && reached_[other * size_ + one];
@@ -249,7 +250,7 @@ class HostTransport final : public Transport {
     }
     copy_in(ring, position, text.data(), text.size());
     ring->written.store(position + text.size(), std::memory_order_release);
-    peer->mapped->bell->ring();
+    peer->mapped->ring();
     return true;
   }
 
@@ -281,7 +282,7 @@ class HostTransport final : public Transport {
     peer.in->read.store(position, std::memory_order_seq_cst);
     if (peer.in->writer_waits.load(std::memory_order_seq_cst) != 0 &&
         peer.in->writer_waits.exchange(0) != 0)
-      peer.bell->ring();
+      peer.ring();
     if (record.kind == RecordKind::kTaken) {
       if (record.slot != 0) {
         if (--readers_[record.slot] == 0) free_slots_.push_back(record.slot);

@@ -23,6 +23,7 @@ Neighbours::~Neighbours() {
   for (Neighbour& neighbour : neighbours_) {
     if (neighbour.segment != nullptr) munmap(neighbour.segment, segment_bytes_);
     if (neighbour.bell != nullptr) munmap(neighbour.bell, sizeof(Bell));
+    if (neighbour.pipe >= 0) close(neighbour.pipe);
     if (neighbour.arena != nullptr) munmap(neighbour.arena, neighbour.arena_bytes);
   }
   if (own_ != nullptr) munmap(own_, segment_bytes_);
@@ -33,6 +34,7 @@ void Neighbours::offer(const Doorbell& bell, Card* card) {
   std::strncpy(card->machine, machine_name().c_str(), sizeof(card->machine) - 1);
   card->process = getpid();
   card->bell_descriptor = bell.descriptor();
+  card->pipe_descriptor = bell.pipe();
   // As many rings as there are ranks: who shares the machine is not known yet, and what nobody
   // touches takes no memory.
   segment_bytes_ = Segment::bytes_for(static_cast<size_t>(size_));
@@ -73,7 +75,8 @@ std::string Neighbours::reach(int rank, const Card& card) {
       static_cast<Segment*>(map_of(card.process, card.segment_descriptor, segment_bytes_));
   if (neighbour.segment != nullptr)
     neighbour.bell = static_cast<Bell*>(map_of(card.process, card.bell_descriptor, sizeof(Bell)));
-  if (neighbour.bell == nullptr)
+  if (neighbour.bell != nullptr) neighbour.pipe = open_pipe_of(card.process, card.pipe_descriptor);
+  if (neighbour.pipe < 0)
     return std::string("its shared memory cannot be opened (") + std::strerror(errno) + ")";
   if (std::memcmp(neighbour.segment->mark, card.mark, sizeof(mark)) != 0)
     return "its shared memory is not the one it told of";

@@ -17,8 +17,9 @@ struct Card {
   int32_t process;
   int32_t segment_descriptor;  // -1: this rank has no shared memory
   int32_t bell_descriptor;
-  int32_t error;     // why not: errno, or kSwitchedOff
-  uint64_t mark[2];  // random; first thing in the segment, and at mark_address
+  int32_t pipe_descriptor;  // which the bell's owner may wait for
+  int32_t error;            // why not: errno, or kSwitchedOff
+  uint64_t mark[2];         // random; first thing in the segment, and at mark_address
   uint64_t mark_address;
   int32_t arena_descriptor;  // -1: this rank's tensors are its own
   uint64_t arena_bytes;
@@ -33,11 +34,13 @@ struct Neighbour {
   int process = 0;
   Segment* segment = nullptr;  // the neighbour's
   Bell* bell = nullptr;
+  int pipe = -1;  // the bell's
   char* arena = nullptr;
   uint64_t arena_bytes = 0;
   Ring* in = nullptr;   // this rank's, into which the neighbour writes
   Ring* out = nullptr;  // the neighbour's, into which this rank writes
 
+  void ring() const { bell->ring(pipe); }
   // Where a place in its arena is mapped; null for what lies outside.
   char* at(uint64_t offset, uint64_t bytes) const {
     return offset <= arena_bytes && bytes <= arena_bytes - offset ? arena + offset : nullptr;

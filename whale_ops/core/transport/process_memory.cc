@@ -59,6 +59,11 @@ void* map_new(const char* name, size_t bytes, int* descriptor) {
   return memory;
 }
 
+int open_pipe_of(int process, int descriptor) {
+  const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
+  return open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
+}
+
 void* map_of(int process, int descriptor, size_t bytes) {
   const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(descriptor);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);

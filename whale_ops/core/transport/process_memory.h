@@ -26,4 +26,8 @@ void* map_new(const char* name, size_t bytes, int* descriptor);
 // Memory of another process's descriptor; null and errno if that cannot be had.
 void* map_of(int process, int descriptor, size_t bytes);
 
+// Opens a pipe of another process, of which that holds this descriptor; -1 with errno where it may
+// not. As this process could read it too, writing to it is no error when the other one has ended.
+int open_pipe_of(int process, int descriptor);
+
 }  // namespace whale

@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,17 +20,37 @@ namespace {
 // That a rank may take to say where its memory lies; it has come so far by then.
 constexpr int64_t kGatherNs = 10'000'000'000;
 // Who sees that a rank's process has ended tells more than that its end is closed.
-constexpr int64_t kBrokenGraceNs = 5'000'000'000;
+constexpr int64_t kBrokenGraceNs = 3'000'000'000;
 constexpr int kEvents = 64;
+// Of a payload that is sent without being asked for; what is larger is not waited for by others.
+constexpr uint64_t kMostEagerBytes = 1 << 20;
+// That a rank may have of another one without having asked for it.
+constexpr uint64_t kWindowBytes = 8 << 20;
+// Parts of a pulled payload: messages and parts of others go in between.
+constexpr uint64_t kPartBytes = 1 << 20;
+// Read from one rank until others have their turn.
+constexpr uint64_t kTurnBytes = 2 << 20;
+// What is read where a frame may begin: at most so much of a payload is copied twice.
+constexpr size_t kHeadBytes = 8 << 10;
+// In tokens of payloads that have come, or are coming, without being asked for.
+constexpr uint64_t kHere = uint64_t{1} << 63;
 
-enum class FrameKind : uint32_t { kAnnounced = 0, kPulled = 1, kPayload = 2, kDropped = 3 };
+enum class FrameKind : uint32_t {
+  kMessage = 0,  // with its note, and its payload if `token` is 0
+  kPulled = 1,   // a payload is to be sent
+  kDropped = 2,  // it is not wanted
+  kPart = 3,     // of a payload that was pulled
+  kTaken = 4     // nothing but `taken`
+};
 
-// In front of all that is sent. Behind it lie a message's note and its payload, if that is small;
-// or a payload that was pulled.
+// In front of all that is sent.
 struct Frame {
-  FrameKind kind = FrameKind::kAnnounced;
+  FrameKind kind = FrameKind::kMessage;
   uint32_t note_bytes = 0;
-  uint64_t token = 0;  // the sender's, of a payload that stays with it
+  uint64_t token = 0;   // the sender's, of a payload that stays with it
+  uint64_t offset = 0;  // of a part
+  uint64_t bytes = 0;   // of the payload, or of its part, that follow
+  uint64_t taken = 0;   // bytes sent without being asked for that the sender of this has taken
   MessageHeader header;
 };
 
@@ -38,13 +59,11 @@ class SocketTransport final : public Transport {
   SocketTransport(int rank, const std::vector<int>& sockets)
       : rank_(rank), peers_(sockets.size()), events_(epoll_create1(EPOLL_CLOEXEC)) {
     for (size_t peer = 0; peer < sockets.size(); ++peer) {
+      peers_[peer].rank = static_cast<int>(peer);
       peers_[peer].socket = sockets[peer];
       if (sockets[peer] < 0) continue;
       fcntl(sockets[peer], F_SETFL, fcntl(sockets[peer], F_GETFL) | O_NONBLOCK);
-      epoll_event event{};
-      event.events = EPOLLIN;
-      event.data.u32 = static_cast<uint32_t>(peer);
-      epoll_ctl(events_, EPOLL_CTL_ADD, sockets[peer], &event);
+      watch(&peers_[peer], EPOLL_CTL_ADD);
     }
   }
 
@@ -57,60 +76,111 @@ class SocketTransport final : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(peers_.size()); }
-  bool needs_polling() const override { return size() > 1; }
+  bool needs_polling() const override { return false; }
+  int descriptor() const override { return events_; }
   bool between_processes() const override { return true; }
   bool drained() const override {
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-      return peer.broken || (peer.out.empty() && peer.parked.empty());
+      return peer.broken || (!peer.unsent() && peer.parked.empty());
     });
   }
 
   bool may_end() const override {
     return std::all_of(peers_.begin(), peers_.end(),
-                       [](const Peer& peer) { return peer.broken || peer.out.empty(); });
+                       [](const Peer& peer) { return peer.broken || !peer.unsent(); });
   }
 
   void send(int to, const MessageHeader& header, const std::string& note, const void* payload,
             uint64_t cookie, TransportSink* sink) override {
     Peer& peer = peers_[to];
+    if (peer.broken) {  // its operations end when that is told
+      if (header.bytes <= kInlineBytes && cookie != 0) sink->transferred(cookie);
+      return;
+    }
     const bool inlined = header.bytes <= kInlineBytes;
+    const bool eager = !inlined && header.bytes <= kMostEagerBytes &&
+                       peer.sent + header.bytes - peer.taken_there <= kWindowBytes;
     Frame frame;
     frame.note_bytes = static_cast<uint32_t>(note.size());
     frame.header = header;
-    if (!inlined) {
+    Out out;
+    if (inlined || eager) frame.bytes = header.bytes;
+    if (eager) {
+      peer.sent += header.bytes;
+      out.payload = static_cast<const char*>(payload);
+      out.payload_bytes = header.bytes;
+      out.cookie = cookie;
+    } else if (!inlined) {
       frame.token = next_token_++;
-      peer.parked[frame.token] = {static_cast<const char*>(payload), header.bytes, cookie};
+      peer.parked[frame.token] = {static_cast<const char*>(payload), header.bytes, header.bytes,
+                                  cookie};
     }
-    std::string text(reinterpret_cast<const char*>(&frame), sizeof(frame));
-    text += note;
-    if (inlined && header.bytes > 0) text.append(static_cast<const char*>(payload), header.bytes);
-    put(&peer, {std::move(text), {}});
-    flush(to, sink);
+    out.head = head_of(&peer, frame);
+    out.head += note;
+    if (inlined && header.bytes > 0)
+      out.head.append(static_cast<const char*>(payload), header.bytes);
+    peer.out.push_back(std::move(out));
+    flush(&peer);
     if (inlined && cookie != 0) sink->transferred(cookie);
   }
 
   void receive(const Arrival& arrival, void* dst, uint64_t cookie, TransportSink* sink) override {
-    peers_[arrival.source].wanted[arrival.token] = {static_cast<char*>(dst), arrival.header.bytes,
-                                                    cookie};
-    answer(arrival, FrameKind::kPulled, sink);
+    Peer& peer = peers_[arrival.source];
+    if ((arrival.token & kHere) == 0) {
+      Incoming& incoming = peer.incoming[arrival.token];
+      incoming.dst = static_cast<char*>(dst);
+      incoming.bytes = arrival.header.bytes;
+      incoming.cookie = cookie;
+      answer(arrival, FrameKind::kPulled);
+      flush(&peer);
+      return;
+    }
+    Incoming& incoming = peer.incoming.at(arrival.token);
+    if (incoming.held != nullptr) std::memcpy(dst, incoming.held.get(), incoming.arrived);
+    incoming.held.reset();
+    incoming.dst = static_cast<char*>(dst);
+    incoming.cookie = cookie;
+    if (incoming.arrived == incoming.bytes) complete(&peer, arrival.token, sink);
   }
 
-  void discard(const Arrival& arrival) override { answer(arrival, FrameKind::kDropped, nullptr); }
+  // Of a payload that has come and waits.
+  const void* view(const Arrival& arrival) override {
+    if ((arrival.token & kHere) == 0) return nullptr;
+    const Incoming& incoming = peers_[arrival.source].incoming.at(arrival.token);
+    return incoming.arrived == incoming.bytes ? incoming.held.get() : nullptr;
+  }
+
+  void discard(const Arrival& arrival) override {
+    if ((arrival.token & kHere) == 0) return answer(arrival, FrameKind::kDropped);
+    Peer& peer = peers_[arrival.source];
+    Incoming& incoming = peer.incoming.at(arrival.token);
+    incoming.dropped = true;
+    incoming.held.reset();
+    if (incoming.arrived == incoming.bytes) complete(&peer, arrival.token, nullptr);
+  }
 
   bool progress(TransportSink* sink) override {
     bool worked = false;
-    for (int rank = 0; rank < size(); ++rank) {
-      Peer& peer = peers_[rank];
-      if (!peer.out.empty() && !peer.broken) worked |= flush(rank, sink);
+    for (Peer& peer : peers_) {
+      if (peer.unsent() && !peer.full) worked |= flush(&peer);
       if (peer.broken_ns != 0 && now_ns() - peer.broken_ns > kBrokenGraceNs) {
         peer.broken_ns = 0;
-        sink->failed("the connection with rank " + std::to_string(rank) +
-                     " has broken; look at its log");
+        sink->failed("the connection with rank " + std::to_string(peer.rank) + " has broken (" +
+                     std::strerror(peer.error) + "); look at its log");
       }
     }
     epoll_event events[kEvents];
     const int count = epoll_wait(events_, events, kEvents, 0);
-    for (int i = 0; i < count; ++i) worked |= read(static_cast<int>(events[i].data.u32), sink);
+    for (int i = 0; i < count; ++i) {
+      auto* peer = static_cast<Peer*>(events[i].data.ptr);
+      if ((events[i].events & EPOLLOUT) != 0) worked |= flush(peer);
+      if ((events[i].events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) worked |= read(peer, sink);
+    }
+    while (!gone_.empty()) {
+      std::vector<uint64_t> gone;
+      gone.swap(gone_);
+      for (const uint64_t cookie : gone) sink->transferred(cookie);
+    }
     return worked;
   }
 
@@ -145,30 +215,46 @@ class SocketTransport final : public Transport {
   struct Parked {  // a payload here that is announced there
     const char* data;
     uint64_t bytes;
+    uint64_t unsent;
     uint64_t cookie;
   };
-  struct Wanted {  // a payload there that is pulled to here
-    char* data;
-    uint64_t bytes;
-    uint64_t cookie;
+  struct Incoming {  // a payload that comes to here
+    char* dst = nullptr;
+    std::unique_ptr<char[]> held;  // where it waits until it is asked for
+    uint64_t bytes = 0;
+    uint64_t arrived = 0;
+    uint64_t cookie = 0;
+    bool dropped = false;
   };
   struct Out {
     std::string head;
-    Parked payload{nullptr, 0, 0};
+    const char* payload = nullptr;
+    uint64_t payload_bytes = 0;
+    uint64_t cookie = 0;  // told when the payload has gone
+    uint64_t token = 0;   // of a parked payload of which it is a part
     uint64_t sent = 0;
   };
   struct Peer {
+    int rank = 0;
     int socket = -1;
+    bool full = false;  // the system takes no more for now, and tells when it does
     bool broken = false;
+    int error = 0;
     // When its end was found closed, though it had not said good-bye; 0: not, or told.
     int64_t broken_ns = 0;
     bool left = false;
     std::deque<Out> out;
+    std::deque<Out> parts;  // go where nothing else does
     std::unordered_map<uint64_t, Parked> parked;
-    std::unordered_map<uint64_t, Wanted> wanted;
-    std::string in;             // a frame that has not come whole
-    Wanted now{nullptr, 0, 0};  // a payload that is coming
-    uint64_t received = 0;      // of it
+    std::string in;  // a frame that has not come whole
+    std::unordered_map<uint64_t, Incoming> incoming;
+    // The payload that comes now: its token, where it goes on, what is left.
+    uint64_t token = 0, position = 0, left_bytes = 0;
+    // Bytes without being asked for: sent there, and of these taken there; taken here, and of these
+    // told there.
+    uint64_t sent = 0, taken_there = 0, taken = 0, told = 0;
+
+    bool unsent() const { return !out.empty() || !parts.empty(); }
   };
 
   static bool ready(int socket, bool sends) {
@@ -176,137 +262,246 @@ class SocketTransport final : public Transport {
     return poll(&one, 1, 100) >= 0;
   }
 
-  void answer(const Arrival& arrival, FrameKind kind, TransportSink* sink) {
+  void watch(Peer* peer, int operation) const {
+    epoll_event event{};
+    event.events = peer->full ? EPOLLIN | EPOLLOUT : EPOLLIN;
+    event.data.ptr = peer;
+    epoll_ctl(events_, operation, peer->socket, &event);
+  }
+
+  // Every frame tells what has been taken.
+  static std::string head_of(Peer* peer, Frame frame) {
+    frame.taken = peer->told = peer->taken;
+    return std::string(reinterpret_cast<const char*>(&frame), sizeof(frame));
+  }
+
+  void answer(const Arrival& arrival, FrameKind kind) {
+    Peer& peer = peers_[arrival.source];
+    if (peer.broken) return;
     Frame frame;
     frame.kind = kind;
     frame.token = arrival.token;
-    put(&peers_[arrival.source],
-        {std::string(reinterpret_cast<const char*>(&frame), sizeof(frame)), {}});
-    if (sink != nullptr) flush(arrival.source, sink);
+    put(&peer, frame);
   }
 
-  static void put(Peer* peer, Out out) {
-    if (!peer->broken) peer->out.push_back(std::move(out));
+  static void put(Peer* peer, const Frame& frame) {
+    Out out;
+    out.head = head_of(peer, frame);
+    peer->out.push_back(std::move(out));
   }
 
-  void lose(Peer* peer) {
+  void lose(Peer* peer, int error) {
+    if (peer->broken) return;
     peer->broken = true;
+    peer->error = error;
     peer->broken_ns = peer->left ? 0 : now_ns();
     peer->out.clear();
+    peer->parts.clear();
     epoll_ctl(events_, EPOLL_CTL_DEL, peer->socket, nullptr);
   }
 
-  bool flush(int rank, TransportSink* sink) {
-    Peer& peer = peers_[rank];
+  // What was begun goes on; else messages before parts of payloads.
+  static std::deque<Out>& next_out(Peer* peer) {
+    const bool begun = !peer->parts.empty() && peer->parts.front().sent > 0;
+    return begun || peer->out.empty() ? peer->parts : peer->out;
+  }
+
+  // Whose payloads have gone is told by progress(): who sends one message must not hear of others
+  // meanwhile.
+  bool flush(Peer* peer) {
     bool worked = false;
-    while (!peer.out.empty()) {
-      Out& out = peer.out.front();
-      const bool in_head = out.sent < out.head.size();
-      const char* from =
-          in_head ? out.head.data() + out.sent : out.payload.data + (out.sent - out.head.size());
-      const uint64_t left =
-          in_head ? out.head.size() - out.sent : out.head.size() + out.payload.bytes - out.sent;
-      if (left > 0) {
-        const ssize_t moved = ::send(peer.socket, from, left, MSG_NOSIGNAL);
-        if (moved < 0 && (errno == EAGAIN || errno == EINTR)) return worked;
-        if (moved < 0) {
-          lose(&peer);
-          return worked;
+    while (!peer->broken && peer->unsent()) {
+      std::deque<Out>& queue = next_out(peer);
+      Out& out = queue.front();
+      const uint64_t head = std::min<uint64_t>(out.sent, out.head.size());
+      iovec pieces[2] = {{&out.head[0] + head, out.head.size() - head},
+                         {const_cast<char*>(out.payload) + (out.sent - head),
+                          out.payload_bytes - (out.sent - head)}};
+      msghdr message{};
+      message.msg_iov = pieces;
+      message.msg_iovlen = out.payload_bytes > 0 ? 2 : 1;
+      const ssize_t moved = sendmsg(peer->socket, &message, MSG_NOSIGNAL);
+      if (moved < 0 && errno == EINTR) continue;
+      if (moved < 0 && errno == EAGAIN) {
+        if (!peer->full) {
+          peer->full = true;
+          watch(peer, EPOLL_CTL_MOD);
         }
-        out.sent += static_cast<uint64_t>(moved);
-        worked = true;
-        if (out.sent < out.head.size() + out.payload.bytes) continue;
+        return worked;
       }
-      const uint64_t cookie = out.payload.cookie;
-      peer.out.pop_front();
-      if (cookie != 0) sink->transferred(cookie);
+      if (moved < 0) {
+        lose(peer, errno);
+        return worked;
+      }
+      out.sent += static_cast<uint64_t>(moved);
+      worked = true;
+      if (out.sent < out.head.size() + out.payload_bytes) continue;
+      const Out gone = std::move(out);
+      queue.pop_front();
+      sent(peer, gone);
+    }
+    if (peer->full && !peer->broken) {
+      peer->full = false;
+      watch(peer, EPOLL_CTL_MOD);
     }
     return worked;
   }
 
-  bool read(int rank, TransportSink* sink) {
-    Peer& peer = peers_[rank];
+  void sent(Peer* peer, const Out& out) {
+    uint64_t cookie = out.cookie;
+    if (out.token != 0) {
+      const auto found = peer->parked.find(out.token);
+      found->second.unsent -= out.payload_bytes;
+      if (found->second.unsent > 0) return;
+      cookie = found->second.cookie;
+      peer->parked.erase(found);
+    }
+    if (cookie != 0) gone_.push_back(cookie);
+  }
+
+  bool read(Peer* peer, TransportSink* sink) {
     bool worked = false;
-    while (!peer.broken) {
-      char buffer[64 << 10];
-      const bool straight = peer.now.data != nullptr;
-      const size_t wanted = straight ? peer.now.bytes - peer.received : sizeof(buffer);
-      const ssize_t moved =
-          recv(peer.socket, straight ? peer.now.data + peer.received : buffer, wanted, 0);
-      if (moved < 0 && (errno == EAGAIN || errno == EINTR)) return worked;
+    for (uint64_t turn = 0; turn < kTurnBytes && !peer->broken;) {
+      char buffer[kHeadBytes];
+      char* to = buffer;
+      size_t wanted = sizeof(buffer);
+      if (peer->left_bytes > 0) {
+        char* const place = place_of(peer);
+        if (place != nullptr) to = place;
+        wanted = place != nullptr ? peer->left_bytes : std::min<uint64_t>(peer->left_bytes, wanted);
+      }
+      const ssize_t moved = recv(peer->socket, to, wanted, 0);
+      if (moved < 0 && errno == EINTR) continue;
+      if (moved < 0 && errno == EAGAIN) return worked;
       if (moved <= 0) {
-        lose(&peer);
+        lose(peer, moved < 0 ? errno : ECONNRESET);
         return worked;
       }
       worked = true;
-      if (straight) {
-        take_payload(&peer, static_cast<uint64_t>(moved), sink);
+      turn += static_cast<uint64_t>(moved);
+      if (peer->left_bytes > 0) {
+        land(peer, static_cast<uint64_t>(moved), sink);
       } else {
-        peer.in.append(buffer, static_cast<size_t>(moved));
-        parse(rank, sink);
+        peer->in.append(buffer, static_cast<size_t>(moved));
+        parse(peer, sink);
       }
     }
     return worked;
   }
 
-  static void take_payload(Peer* peer, uint64_t bytes, TransportSink* sink) {
-    peer->received += bytes;
-    if (peer->received < peer->now.bytes) return;
-    const uint64_t cookie = peer->now.cookie;
-    peer->now = {nullptr, 0, 0};
-    sink->transferred(cookie);
+  // Where the payload that comes goes on; null: nowhere.
+  static char* place_of(Peer* peer) {
+    const Incoming& incoming = peer->incoming.at(peer->token);
+    char* const begin = incoming.dst != nullptr ? incoming.dst : incoming.held.get();
+    return begin == nullptr ? nullptr : begin + peer->position;
   }
 
-  void parse(int rank, TransportSink* sink) {
-    Peer& peer = peers_[rank];
-    size_t begin = 0;
-    while (peer.in.size() - begin >= sizeof(Frame)) {
+  void land(Peer* peer, uint64_t bytes, TransportSink* sink) {
+    const uint64_t token = peer->token;
+    Incoming& incoming = peer->incoming.at(token);
+    incoming.arrived += bytes;
+    peer->position += bytes;
+    peer->left_bytes -= bytes;
+    if (incoming.arrived == incoming.bytes && (incoming.dst != nullptr || incoming.dropped))
+      complete(peer, token, sink);
+  }
+
+  // All of a payload is where it belongs, or nobody wants it.
+  void complete(Peer* peer, uint64_t token, TransportSink* sink) {
+    const auto found = peer->incoming.find(token);
+    const uint64_t cookie = found->second.dropped ? 0 : found->second.cookie;
+    if ((token & kHere) != 0) peer->taken += found->second.bytes;
+    peer->incoming.erase(found);
+    if (peer->taken - peer->told > kWindowBytes / 4 && !peer->broken) {
       Frame frame;
-      std::memcpy(&frame, peer.in.data() + begin, sizeof(frame));
-      size_t behind = begin + sizeof(frame);
-      if (frame.kind == FrameKind::kAnnounced) {
-        const bool inlined = frame.header.bytes <= kInlineBytes;
-        const size_t payload_bytes = inlined ? frame.header.bytes : 0;
-        if (peer.in.size() - behind < frame.note_bytes + payload_bytes) break;
-        Arrival arrival;
-        arrival.source = rank;
-        arrival.header = frame.header;
-        arrival.note = peer.in.substr(behind, frame.note_bytes);
-        arrival.inlined = inlined;
-        arrival.payload = peer.in.substr(behind + frame.note_bytes, payload_bytes);
-        arrival.token = frame.token;
-        behind += frame.note_bytes + payload_bytes;
-        peer.left |= frame.header.kind == MessageKind::kLeave;
-        sink->arrived(std::move(arrival));
-      } else if (frame.kind == FrameKind::kPayload) {
-        const auto found = peer.wanted.find(frame.token);
-        peer.now = found->second;
-        peer.received = 0;
-        peer.wanted.erase(found);
-        const uint64_t here = std::min<uint64_t>(peer.in.size() - behind, peer.now.bytes);
-        std::memcpy(peer.now.data, peer.in.data() + behind, here);
-        behind += here;
-        take_payload(&peer, here, sink);
-      } else if (const auto found = peer.parked.find(frame.token); found != peer.parked.end()) {
-        const Parked parked = found->second;
-        peer.parked.erase(found);
-        if (frame.kind == FrameKind::kDropped) {
-          if (parked.cookie != 0) sink->transferred(parked.cookie);
-        } else {
-          frame.kind = FrameKind::kPayload;
-          put(&peer, {std::string(reinterpret_cast<const char*>(&frame), sizeof(frame)), parked});
-          flush(rank, sink);
-        }
-      }
-      begin = behind;
+      frame.kind = FrameKind::kTaken;
+      put(peer, frame);
     }
-    peer.in.erase(0, begin);
+    if (cookie != 0) sink->transferred(cookie);
+  }
+
+  void parse(Peer* peer, TransportSink* sink) {
+    size_t begin = 0;
+    while (peer->left_bytes == 0 && peer->in.size() - begin >= sizeof(Frame)) {
+      Frame frame;
+      std::memcpy(&frame, peer->in.data() + begin, sizeof(frame));
+      const bool inlined = frame.kind == FrameKind::kMessage && frame.header.bytes <= kInlineBytes;
+      const size_t whole = sizeof(frame) + frame.note_bytes + (inlined ? frame.bytes : 0);
+      if (peer->in.size() - begin < whole) break;
+      const size_t text = begin + sizeof(frame);
+      begin += whole;
+      peer->taken_there = std::max(peer->taken_there, frame.taken);
+      if (frame.kind == FrameKind::kMessage) {
+        take_message(peer, frame, peer->in.data() + text, sink);
+      } else if (frame.kind == FrameKind::kPart) {
+        peer->token = frame.token;
+        peer->position = frame.offset;
+        peer->left_bytes = frame.bytes;
+      } else if (frame.kind != FrameKind::kTaken) {
+        take_answer(peer, frame, sink);
+      }
+      if (peer->left_bytes == 0) continue;
+      const uint64_t here = std::min<uint64_t>(peer->in.size() - begin, peer->left_bytes);
+      if (here == 0) continue;
+      char* const place = place_of(peer);
+      if (place != nullptr) std::memcpy(place, peer->in.data() + begin, here);
+      begin += here;
+      land(peer, here, sink);
+    }
+    peer->in.erase(0, begin);
+  }
+
+  // `text`: its note, and a small payload behind that.
+  void take_message(Peer* peer, const Frame& frame, const char* text, TransportSink* sink) {
+    peer->left |= frame.header.kind == MessageKind::kLeave;
+    Arrival arrival;
+    arrival.source = peer->rank;
+    arrival.header = frame.header;
+    arrival.note.assign(text, frame.note_bytes);
+    arrival.inlined = frame.header.bytes <= kInlineBytes;
+    arrival.token = frame.token;
+    if (arrival.inlined) arrival.payload.assign(text + frame.note_bytes, frame.bytes);
+    if (arrival.inlined || frame.token != 0) return sink->arrived(std::move(arrival));
+    const uint64_t token = arrival.token = kHere | next_token_++;
+    peer->incoming[token].bytes = frame.bytes;
+    peer->token = token;
+    peer->position = 0;
+    peer->left_bytes = frame.bytes;
+    sink->arrived(std::move(arrival));  // who waits for it says where it goes
+    Incoming& incoming = peer->incoming.at(token);
+    if (incoming.dst == nullptr && !incoming.dropped) incoming.held.reset(new char[frame.bytes]);
+  }
+
+  void take_answer(Peer* peer, const Frame& frame, TransportSink* sink) {
+    const auto found = peer->parked.find(frame.token);
+    if (found == peer->parked.end()) return;
+    const Parked parked = found->second;
+    if (frame.kind == FrameKind::kDropped) {
+      peer->parked.erase(found);
+      if (parked.cookie != 0) sink->transferred(parked.cookie);
+      return;
+    }
+    for (uint64_t offset = 0; offset < parked.bytes; offset += kPartBytes) {
+      Frame part;
+      part.kind = FrameKind::kPart;
+      part.token = frame.token;
+      part.offset = offset;
+      part.bytes = std::min(kPartBytes, parked.bytes - offset);
+      Out out;
+      out.head = head_of(peer, part);
+      out.payload = parked.data + offset;
+      out.payload_bytes = part.bytes;
+      out.token = frame.token;
+      peer->parts.push_back(std::move(out));
+    }
+    flush(peer);
   }
 
   const int rank_;
   std::vector<Peer> peers_;
   const int events_;
   uint64_t next_token_ = 1;
+  std::vector<uint64_t> gone_;  // cookies of payloads that have left this memory
 };
 
 }  // namespace

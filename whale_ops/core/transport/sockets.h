@@ -1,9 +1,10 @@
-// Ranks that are connected by sockets, one for each pair: processes that were not started together,
-// and that MPI connects not.
+// Ranks that TCP connects: those of different hosts, and processes that were not started together.
 //
-// A message is announced; a small payload comes with the announcement. Another one stays with the
-// sender until the receiver pulls it, and then goes straight from tensor to tensor, so nobody
-// buffers what nobody has asked for.
+// A message is announced; a small payload comes with the announcement. A larger one follows at
+// once, as long as its receiver has not too much that it has not asked for; it goes straight to
+// where it belongs if that is known when it comes, else into memory of its own until somebody takes
+// it. Others, and very large ones, stay with their sender until they are pulled.
+// Decision: 0162 (docs/decisions).
 #pragma once
 
 #include <memory>

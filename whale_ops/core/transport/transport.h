@@ -83,6 +83,8 @@ class Transport {
   virtual bool progress(TransportSink* sink) = 0;
   // Whether progress() must be called for messages from outside this process to be seen.
   virtual bool needs_polling() const = 0;
+  // What can be read when progress() has something to do; -1: nothing, or not by that alone.
+  virtual int descriptor() const { return -1; }
   // Whether messages come from other processes; then a short look-out before sleeping pays.
   virtual bool between_processes() const = 0;
   // Whether two ranks exchange data without a network. All ranks give the same answer.

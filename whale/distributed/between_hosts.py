@@ -1,0 +1,184 @@
+"""Connects the ranks of several hosts by TCP of Whale's own, or by MPI: by whichever is faster between these hosts.
+
+MPI has connected all of them before, and tells where each listens. The two are timed by exchanges between the hosts,
+which takes half a second over 1 Gbit/s. MPI stays where it knows the network better, as InfiniBand.
+
+Decision: 0162.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import whale_ops
+from whale.config import Config
+from whale.distributed.listener import RankListener
+from whale.distributed.msgpack_values import pack, unpack
+from whale.errors import CommError
+from whale.log import log
+from whale.started import PEERS_VARIABLE, ProcessPlace
+from whale_ops import Communicator
+from whale_ops._native import HostOperation
+
+_CONNECT_S = 5.0  # that ranks have to reach each other by TCP, who have just reached each other by MPI
+_EXCHANGE_S = 60.0
+_SMALL_BYTES, _SMALL_CALLS = 1 << 10, 12
+_LARGE_BYTES, _LARGE_CALLS = (64 << 10, 512 << 10, 4 << 20), 4
+_ENOUGH_S = 0.02  # an exchange that takes longer tells the link's rate
+_GROUP = 0  # as of all ranks of a start
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """The times of all-reduces between hosts, of which one rank each takes part.
+
+    Attributes:
+      small_s: of a kilobyte; large_s_per_byte: of a large one, by its size.
+    """
+
+    small_s: float
+    large_s_per_byte: float
+
+    def is_faster(self, other: LinkTimes) -> bool:
+        """Tells whether these are the better ones, small and large exchanges counting alike."""
+        return self.small_s * self.large_s_per_byte < other.small_s * other.large_s_per_byte
+
+    def __str__(self) -> str:
+        return f"1 KB in {1e3 * self.small_s:.2f} ms, {1e-6 / self.large_s_per_byte:.0f} MB/s"
+
+
+def connect_between_hosts(
+    name: str, place: ProcessPlace, config: Config, by_mpi: Communicator
+) -> tuple[Communicator, RankListener, dict[int, str]] | None:
+    """Returns this process's communicator by TCP, where it listens, and where all ranks do; None: MPI is to be used.
+
+    Collective.
+
+    Args:
+      by_mpi: connects all ranks, without memory between those of a host.
+    """
+    hosts, door, addresses = _tell_places(place, config, by_mpi)
+    if door is None:
+        return None
+    comm, reason = None, ""
+    try:
+        comm = _connect(name, door, addresses, config, by_mpi)
+    except (CommError, OSError) as error:
+        reason = str(error)
+    reasons = [one.decode() for one in by_mpi.allgather_bytes("whale/tcp", reason.encode(), _EXCHANGE_S)]
+    if any(reasons):
+        if place.rank == 0:
+            host, why = next((hosts[rank], why) for rank, why in enumerate(reasons) if why)
+            log.warning(f"MPI carries messages between hosts, since TCP cannot: host {host}: {why}")
+    elif comm is not None and (config["communication.between_hosts"] == "tcp" or _is_tcp_faster(hosts, comm, by_mpi)):
+        if place.rank == 0:
+            log.debug("TCP carries what goes between hosts")
+        return comm, door, addresses
+    door.close()
+    if comm is not None:
+        comm.leave(0.0 if any(reasons) else _EXCHANGE_S)
+    return None
+
+
+def _tell_places(
+    place: ProcessPlace, config: Config, by_mpi: Communicator
+) -> tuple[list[int], RankListener | None, dict[int, str]]:
+    """Returns the number of each rank's host, this rank's listener, and the addresses of all; no listener if a rank
+    has none, or all are on one host.
+    """
+    own = socket.gethostname(), _BOOT.read_text() if _BOOT.exists() else "", secrets.token_hex(16)
+    said = [unpack(one) for one in by_mpi.allgather_bytes("whale/hosts", pack(own), _EXCHANGE_S)]
+    emulated = [host for host, count in enumerate(config.network.hosts) for _ in range(count)]
+    numbers: dict[tuple[str, str], int] = {}
+    hosts = emulated or [numbers.setdefault((name, boot), len(numbers)) for name, boot, _ in said]
+    if not any(hosts):
+        return hosts, None, {}
+    told, _, _ = os.environ.get(PEERS_VARIABLE, "").partition(" ")
+    address = told or _find_own_address([name for name, _, _ in said])
+    door = None
+    if address:
+        try:
+            door = RankListener(f"{address} {said[0][2]}", config["fault.freeze_s"])
+        except OSError as error:
+            log.debug(f"rank {place.rank} cannot listen at {address}: {error}")
+    mine = door.address if door is not None else ""
+    found = [one.decode() for one in by_mpi.allgather_bytes("whale/doors", mine.encode(), _EXCHANGE_S)]
+    if door is not None and not all(found):
+        door.close()
+        door = None
+    return hosts, door, dict(enumerate(found))
+
+
+def _find_own_address(names: Sequence[str]) -> str:
+    """Returns this host's address towards the first other host of a run whose name is known here; "": none is."""
+    for name in names:
+        if name == socket.gethostname():
+            continue
+        try:
+            family, kind, protocol, _, target = socket.getaddrinfo(name, 22, socket.AF_INET, socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # sends nothing: asks the routing table
+                return str(probe.getsockname()[0])
+        except (OSError, UnicodeError):
+            continue
+    return ""
+
+
+def _connect(
+    name: str, door: RankListener, addresses: dict[int, str], config: Config, by_mpi: Communicator
+) -> Communicator:
+    """Returns the communicator by TCP.
+
+    Raises:
+      CommError: a rank is not reached.
+    """
+    me, until_s = by_mpi.rank, time.monotonic() + _CONNECT_S
+    sockets = door.connect_group(_GROUP, me, range(by_mpi.size), addresses, lambda: time.monotonic() > until_s)
+    shares = config["communication.shared_memory"] != "none"
+    return whale_ops.connect_over_sockets(name, me, sockets, share_memory=shares, hosts=config.network.hosts)
+
+
+def _is_tcp_faster(hosts: Sequence[int], by_tcp: Communicator, by_mpi: Communicator) -> bool:
+    leaders = [hosts.index(host) for host in sorted(set(hosts))]
+    tcp, mpi = (_time_exchanges(comm, leaders) for comm in (by_tcp, by_mpi))
+    if by_mpi.rank == 0:
+        log.debug(f"between hosts: by TCP {tcp}; by MPI {mpi}")
+    said = (b"1" if tcp.is_faster(mpi) else b"") if by_mpi.rank == 0 else None
+    return bool(by_mpi.broadcast_bytes("whale/faster", said, 0, _EXCHANGE_S))
+
+
+def _time_exchanges(comm: Communicator, leaders: Sequence[int]) -> LinkTimes:
+    """Times all-reduces among the first ranks of hosts; collective over all, and true on rank 0."""
+    small_s = statistics.median(_time_all_reduces(comm, leaders, _SMALL_BYTES, _SMALL_CALLS))
+    size_bytes, large_s = 0, 0.0
+    for size_bytes in _LARGE_BYTES:
+        large_s = min(_time_all_reduces(comm, leaders, size_bytes, _LARGE_CALLS))
+        said = (b"1" if large_s > _ENOUGH_S else b"") if comm.rank == 0 else None
+        if comm.broadcast_bytes(f"whale/enough/{size_bytes}", said, 0, _EXCHANGE_S):
+            break
+    return LinkTimes(small_s, large_s / size_bytes)
+
+
+def _time_all_reduces(comm: Communicator, leaders: Sequence[int], size_bytes: int, calls: int) -> list[float]:
+    """Returns the seconds of each but the first, which connects; of ranks that take no part, nothing of use."""
+    if comm.rank not in leaders:
+        return [0.0]
+    values, times_s = np.zeros(size_bytes // 4, np.float32), []
+    for _ in range(calls):
+        started_s = time.perf_counter()
+        HostOperation(
+            comm.handle, "AllReduce", f"whale/time/{size_bytes}", dtype="float32", element_bytes=4, ranks=leaders,
+            input_address=values.ctypes.data, output_address=values.ctypes.data, counts=[values.size], buffers=values,
+        ).wait(_EXCHANGE_S)  # fmt: skip
+        times_s.append(time.perf_counter() - started_s)
+    return times_s[1:]
