@@ -313,10 +313,13 @@ class _Updates:
     def _is_alike(self, node: Node) -> bool:
         """Tells whether every rank would run the node redundantly on whole tensors, and no strategy was chosen for it
         yet.
+
+        Random tensors stay whole: of a part each rank would draw other numbers than one device.
         """
-        strategy = self.whole.strategies[node.name]
+        strategy, rule = self.whole.strategies[node.name], find_rule(node.op)
         return (
             node.name not in self.chosen
+            and not (rule is not None and rule.local_stream)
             and bool(node.inputs)
             and not node.stateful
             and node.op not in HAS_BODIES
