@@ -57,7 +57,7 @@ def trace_function(
     drawing: IteratorReads | None = None,
     creator: Callable[..., Any] | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    shapes: Sequence[Dims] | None = None,
+    shapes: Sequence[Dims | None] | None = None,
 ) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 

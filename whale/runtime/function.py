@@ -167,11 +167,13 @@ class Function(Generic[P, R]):
         if shared.sizes.step is None:
             name, unknown = getattr(self, "__name__", "function"), shared.sizes.shapes
             if not are_processors(has_compute_device(), context):
-                return shared.sizes.refuse(name, "ranks compute on GPUs")
+                shared.sizes.refuse(name, "ranks compute on GPUs")
+                return None
             try:
                 shared.sizes.step = compile_step(self._fn, arguments, args, kwargs, context, shared, None, unknown)
             except Exception as error:  # of TensorFlow or the step's own, too: some steps have to know their sizes
-                return shared.sizes.refuse(name, error)
+                shared.sizes.refuse(name, error)
+                return None
             self._attached()
         return shared.sizes.step
 

@@ -108,7 +108,7 @@ def compile_step(
     context: Context,
     shared: SharedTrace,
     drawing: IteratorReads | None = None,
-    shapes: Sequence[Dims] | None = None,
+    shapes: Sequence[Dims | None] | None = None,
 ) -> Step:
     """Traces, plans and lowers ``fn(*args, **kwargs)``, whose arguments are ``arguments``. Collective between
     processes.
@@ -135,7 +135,7 @@ def _compiled(
     context: Context,
     shared: SharedTrace,
     drawing: IteratorReads | None,
-    shapes: Sequence[Dims] | None,
+    shapes: Sequence[Dims | None] | None,
 ) -> Step:
     if context.planning.dry is None:
         for tensor in arguments.tensors:

@@ -72,11 +72,11 @@ class SizesOfTrace:
 
     def __init__(self) -> None:
         self._calls: Counter[Hashable] = Counter()
-        self.shapes: tuple[Dims, ...] = ()
+        self.shapes: tuple[Dims | None, ...] = ()
         self.step: Any = None
         self._refused = False
 
-    def wants_own(self, key: Hashable, shapes: Sequence[Dims]) -> bool:
+    def wants_own(self, key: Hashable, shapes: Sequence[Dims | None]) -> bool:
         """Notes a call with these sizes; tells whether a step is compiled for them.
 
         Args:
@@ -101,7 +101,7 @@ class SizesOfTrace:
         log.debug(f"`{name}` is compiled for each size of its arguments: {type(why).__name__}: {why}")
 
 
-def _widen(known: Dims, new: Dims) -> Dims:
+def _widen(known: Dims | None, new: Dims | None) -> Dims | None:
     if known is None or new is None or len(known) != len(new):
         return None
     return tuple(a if a == b else None for a, b in zip(known, new))
