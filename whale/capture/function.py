@@ -27,7 +27,7 @@ from whale.capture.sharded import IteratorReads
 from whale.capture.signature import flatten_arguments, read_tracing_options
 from whale.errors import CaptureError, WhaleError
 from whale.ir.program import Node, Program, make_const, rename_nodes
-from whale.ir.values import Tensor, TensorType
+from whale.ir.values import Dims, Tensor, TensorType
 
 # A GraphDef holds at most 2 GiB; captured constants above this size are passed at each call instead.
 _LARGEST_CONSTANT_BYTES = 64 * 2**20
@@ -57,6 +57,7 @@ def trace_function(
     drawing: IteratorReads | None = None,
     creator: Callable[..., Any] | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    shapes: Sequence[Dims | None] | None = None,
 ) -> Trace:
     """Traces ``fn(*args, **kwargs)`` as tf.function would, for exactly the shapes of these arguments.
 
@@ -74,6 +75,8 @@ def trace_function(
       creator: of the variables that ``fn`` creates, as TensorFlow asks one. None: TensorFlow's own.
       around: entered for the trace, and in it for each run of ``fn``, of which there are several where it creates
         variables.
+      shapes: of the tensors among the arguments, in flat order, with None for sizes that the trace is not to know.
+        None: those of the arguments.
 
     Raises:
       CaptureError: an argument's shape is unknown, or the trace fails to be static.
@@ -84,8 +87,10 @@ def trace_function(
         python_fn, args, kwargs or {}, options.pop("input_signature", None), drawing is not None
     )
     specs = [
-        tf.TensorSpec(tensor.shape, tf.dtypes.as_dtype(tensor.dtype), name=label)
-        for tensor, label in zip(arguments.tensors, arguments.names)
+        tf.TensorSpec(shape, tf.dtypes.as_dtype(tensor.dtype), name=label)
+        for tensor, label, shape in zip(
+            arguments.tensors, arguments.names, shapes or [tensor.shape for tensor in arguments.tensors]
+        )
     ]
     # A function that asks for XLA stays a call that asks for it, as where it is called from another function.
     asks_for_xla = options.pop("jit_compile", None)

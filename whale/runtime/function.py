@@ -15,11 +15,13 @@ from whale.capture.sharded import IteratorReads
 from whale.capture.signature import Arguments, flatten_arguments, read_tracing_options
 from whale.errors import ProgramError
 from whale.ir.plan import Plan
+from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.step import Step, compile_step, tensors_of
 from whale.runtime.context import Context, require_current
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
-from whale.runtime.input.traces import Traces
+from whale.runtime.input.many_sizes import are_processors, may_share_sizes
+from whale.runtime.input.traces import SharedTrace, Traces
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 
@@ -92,13 +94,14 @@ class Function(Generic[P, R]):
                 quick = step = None
             if step is not None:
                 return step.call(step.own(args, context))
-        arguments, step, drawn = self._found(args, kwargs, context)
+        arguments, step, drawn = self._found(args, kwargs, context, shares=True)
         result = step.call(tensors_of(arguments, step, context, drawn))
         if step.is_first:
             self._forget(step, arguments)
         elif (
             not kwargs
             and quick is not None
+            and not step.is_common
             and len(args) == len(arguments.tensors)
             and len(step.captured.inputs) == len(args)
         ):
@@ -122,9 +125,14 @@ class Function(Generic[P, R]):
     def _take_apart(self, args: Any, kwargs: Any, draws: bool = True) -> Arguments:
         return flatten_arguments(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
 
-    def _found(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
+    def _found(
+        self, args: Any, kwargs: Any, context: Context, shares: bool = False
+    ) -> tuple[Arguments, Step, list[Any]]:
         """Returns the arguments, the step compiled for them, and the tensors of batches that it reads from
         iterators.
+
+        Args:
+          shares: it may be the step that serves several sizes.
         """
         arguments = self._take_apart(args, kwargs)
         kind = arguments.key
@@ -135,8 +143,11 @@ class Function(Generic[P, R]):
         step = self._steps.get((kind, batches_key(batches)))
         if step is not None:
             return arguments, step, tf.nest.flatten(batches, expand_composites=True)
-        drawing = IteratorReads(functools.partial(draw, context=context), batches)
         shared = self._traces.of(arguments)
+        may_share = shares and may_share_sizes(context) and not any(self._sources.values())
+        if may_share and (common := self._of_many_sizes(shared, arguments, args, kwargs, context)):
+            return arguments, common, []
+        drawing = IteratorReads(functools.partial(draw, context=context), batches)
         step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
         self._attached()  # earlier steps call variables where they were; to this one it makes no difference
         if reads_itself(step.captured, drawing, arguments):
@@ -145,6 +156,26 @@ class Function(Generic[P, R]):
         self._sources[kind] = sources(drawing, arguments)
         self._steps[kind, batches_key(drawing.batches)] = step
         return arguments, step, drawing.tensors
+
+    def _of_many_sizes(
+        self, shared: SharedTrace, arguments: Arguments, args: Any, kwargs: Any, context: Context
+    ) -> Step | None:
+        """Returns the step that serves all sizes without one of their own; None: these sizes have one."""
+        shapes = [tuple(tensor.shape) for tensor in arguments.tensors]
+        if shared.sizes.wants_own(arguments.key, shapes):
+            return None
+        if shared.sizes.step is None:
+            name, unknown = getattr(self, "__name__", "function"), shared.sizes.shapes
+            if not are_processors(has_compute_device(), context):
+                shared.sizes.refuse(name, "ranks compute on GPUs")
+                return None
+            try:
+                shared.sizes.step = compile_step(self._fn, arguments, args, kwargs, context, shared, None, unknown)
+            except Exception as error:  # of TensorFlow or the step's own, too: some steps have to know their sizes
+                shared.sizes.refuse(name, error)
+                return None
+            self._attached()
+        return shared.sizes.step
 
     def _reading(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
         """Does the same for a step whose loops read iterators given as arguments: every rank reads them."""
@@ -249,16 +280,16 @@ def function(
 
     The step sees global values: its batch inputs are the global batch, of which each rank computes its share, and what
     it returns is what one device would return, on every rank. It is traced once for each set of argument shapes, dtypes
-    and Python values. A rank passes the whole batch, or its rows only: what ``wh.shard`` yields, or with
+    and Python values; where one process has one trace for many shapes, most of them may share a program that every rank
+    computes whole. A rank passes the whole batch, or its rows only: what ``wh.shard`` yields, or with
     ``batch.mode="local"`` a batch of its own; the global batch is then all of them in order of ranks.
 
-    It takes the arguments of tf.function, which mean the same; those that it does not name below compute nothing else,
-    and change nothing here: each set of shapes is planned by itself.
+    It takes the arguments of tf.function, which mean the same; those that it does not name below compute nothing else.
 
     Args:
       func: the step; a Python function, a method or a tf.function. None: a decorator with the other arguments.
       input_signature: a tf.TensorSpec for each argument, which is made a tensor of that dtype, and has to fit in shape.
-        Unknown sizes take those of the arguments; each set of them is traced.
+        Unknown sizes take those of the arguments.
       autograph: whether Python's loops and conditions over tensors are traced as such; with
         ``experimental_autograph_options``.
       jit_compile: True: nodes that only XLA can compute are compiled, the others run as usual, since exchanges lie

@@ -10,7 +10,7 @@ from __future__ import annotations
 from whale.ir.ops import BATCH_NORM_GRADIENTS, EINSUMS, FILTER_GRADIENTS, MATMULS, RANK_REDUCTIONS, VIEWS
 from whale.ir.program import PRODUCT, Program, Ref
 from whale.ir.values import TensorType
-from whale.passes.memory.zero import is_model, leading_to, only_state
+from whale.passes.analysis.state import is_model, leading_to, only_state
 
 OPTIMIZER_STATE = "optimizer state"
 CATEGORIES = ("parameters", OPTIMIZER_STATE, "buffers", "gradients", "gathered", "activations")

@@ -15,7 +15,8 @@ from whale.ir.marks import Marks
 from whale.ir.program import Node, Program, Ref, remove_unread
 from whale.ir.values import DType, Func
 from whale.passes.analysis.scopes import PASSED_ON
-from whale.passes.memory.zero import gathered_type, is_model
+from whale.passes.analysis.state import is_model
+from whale.passes.memory.zero import gathered_type
 
 
 @dataclass(frozen=True)

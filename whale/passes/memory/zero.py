@@ -18,20 +18,19 @@ Decision: 0031.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Placement, Replicate, Shard, Strategy, divide_evenly, shard
-from whale.ir.ops import BRANCHES, CONTRACTIONS, HAS_BODIES, LOOKUPS
+from whale.ir.ops import HAS_BODIES, LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.analysis.resharding_cost import count_matmul_flops
+from whale.passes.analysis.state import is_model, leading_to, only_state
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule
-from whale.sharding_rules.graph import Use, can_take, iterate_variable_uses, list_called_functions, make_op_view
+from whale.sharding_rules.graph import Use, can_take, iterate_variable_uses, make_op_view
 
 
 def state_at_rest(
@@ -141,38 +140,6 @@ def _updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
                 first += second
                 group_of.update((name, first) for name in second)
     return {id(group): group for group in group_of.values()}.values()
-
-
-def only_state(program: Program) -> set[str]:
-    """Returns the nodes that only contribute to updates of variables: no product, lookup or fetched tensor uses
-    them.
-    """
-    fetched = {ref.node for ref in program.outputs}
-    other = leading_to(program, lambda node: node.name in fetched or is_model(program, node))
-    return {node.name for node in program.nodes if node.name not in other}
-
-
-def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
-    """Returns the nodes for which ``is_end`` is true, and all nodes from whose values these are computed."""
-    found: set[str] = set()
-    for node in reversed(program.nodes):
-        if node.name in found or is_end(node):
-            found.add(node.name)
-            found.update([ref.node for ref in node.inputs])
-    return found
-
-
-def is_model(program: Program, node: Node) -> bool:
-    """Tells whether a node belongs to the model: it is a product or a lookup, or has nested functions."""
-    if node.op in BRANCHES:  # a branch may hold nothing but updates, every so many steps
-        functions = program.functions
-        bodies = [replace(functions[func.name], functions=functions) for func in list_called_functions(node)]
-        return any(is_model(body, inside) for body in bodies for inside in body.nodes)
-    if node.op in HAS_BODIES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
-        return True
-    if node.op == "WhaleCall":  # a micro-batch
-        return True
-    return node.op in CONTRACTIONS and count_matmul_flops(node, [program.find_type(r) for r in node.inputs]) > 0
 
 
 def _common(
@@ -313,10 +280,13 @@ class _Updates:
     def _is_alike(self, node: Node) -> bool:
         """Tells whether every rank would run the node redundantly on whole tensors, and no strategy was chosen for it
         yet.
+
+        Random tensors stay whole: of a part each rank would draw other numbers than one device.
         """
-        strategy = self.whole.strategies[node.name]
+        strategy, rule = self.whole.strategies[node.name], find_rule(node.op)
         return (
             node.name not in self.chosen
+            and not (rule is not None and rule.local_stream)
             and bool(node.inputs)
             and not node.stateful
             and node.op not in HAS_BODIES

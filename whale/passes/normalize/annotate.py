@@ -3,7 +3,8 @@
 Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. Of the other nodes, updates join
 the scope that reads their variable; any other node joins the scope of its first annotated operand, or else of its
 readers. A split scope takes in fewer nodes, since tensors inside have other layouts: those that read its variables, and
-those that are used for the updates of these only.
+those that are used for the updates of these only. The scope in which an optimizer's state was created counts for
+nothing: its updates belong to the weights that they are for.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from whale.ir.plan import TaskGraph
 from whale.ir.program import Node, Program
 from whale.passes.analysis.scopes import PASSED_ON, context_of, ranks_of_scope, split_scope
 from whale.passes.analysis.stages import assign_stages, stage_of
+from whale.passes.analysis.state import only_state
 
 
 def annotate(program: Program) -> Program:
     """Gives a scope to every node and variable of ``program`` that is connected to an annotated node."""
     if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
         return program
-    program = _free_updates(program)
+    program = _free_updates(_without_scopes_of_state(program))
     scope = {n.name: n.scope for n in program.nodes}
     handles = program.variable_of
     of_variable: dict[str, str] = {v.node: v.scope for v in program.variables if v.scope}
@@ -52,6 +54,19 @@ def annotate(program: Program) -> Program:
 def _in_scope(n: Node, scope: str) -> Node:
     """Copies a node into a scope; most nodes of a step need it, and ``replace`` takes three times as long."""
     return Node(n.name, n.op, n.inputs, n.controls, n.attrs, n.outputs, scope, n.stateful, n.marks)
+
+
+def _without_scopes_of_state(program: Program) -> Program:
+    """Removes the split scopes of variables that only updates read, as of an optimizer that was built in one.
+
+    Such a scope is another one than that of the layers, so that the weights' updates would be divided by themselves,
+    with gradients and weights gathered for them.
+    """
+    if not any(split_scope(v.scope) for v in program.variables):
+        return program
+    state = only_state(program)
+    kept = tuple(replace(v, scope="") if split_scope(v.scope) and v.node in state else v for v in program.variables)
+    return replace(program, variables=kept)
 
 
 def _free_updates(program: Program) -> Program:

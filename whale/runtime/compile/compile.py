@@ -86,6 +86,7 @@ def compile_program(
     marked: Callable[[], Program] | None = None,
     movable: bool = False,
     in_files: Collection[str] = (),
+    whole: bool = False,
 ) -> Compiled:
     """Normalises, compares between ranks, plans on rank 0, and creates this process's rank programs.
 
@@ -95,6 +96,7 @@ def compile_program(
       marked: captures the program with its gradients marked; None: it cannot.
       movable: variables may get another layout before the program runs.
       in_files: variables that take no memory, by handle node.
+      whole: every rank computes the whole batch, whose sizes the program does not know.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -106,6 +108,8 @@ def compile_program(
     if context.planning.dry is not None and context.planning.dry.passes is not None:
         context.planning.dry.passes.runs.clear()  # those of programs before, which are not what is planned
     settings = _settings(program, context, variables)
+    if whole:
+        settings = settings.but(batch__inputs=())
     lying = settings.split.tiles
     captured = seen_by_plan(program, context)
 
@@ -141,7 +145,7 @@ def compile_program(
         context.planning.meter.note_plan(program, plan, settings)
     expanded = decompose(program, plan, settings)
     clock.lap("expand")
-    whole = _tell_if_whole(expanded, plan, context)
+    undivided_text = "" if whole else _tell_if_whole(expanded, plan, context)
     on_device = _tell_of_tables(program, plan, settings, context)
     what = f"`{program.name}` (program {number} of the run)"
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
@@ -170,7 +174,7 @@ def compile_program(
     if context.planning.dry is None:
         spent = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in clock.seconds.items() if s >= 1e-3)
         log.debug(f"{what} is compiled for {context.size} ranks in {sum(clock.seconds.values()):.3f} s (ms: {spent})")
-    return Compiled(plan, expanded, ranks, number, clock.seconds, whole, on_device, most_bytes)
+    return Compiled(plan, expanded, ranks, number, clock.seconds, undivided_text, on_device, most_bytes)
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:

@@ -23,6 +23,7 @@ from whale.errors import ProgramError
 from whale.ir.collector import suspend_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
+from whale.ir.values import Dims
 from whale.partition.pipeline.microbatches import can_keep_own_rows
 from whale.partition.variable_use import VariableUse, find_variable_uses
 from whale.passes.analysis.stages import has_stages
@@ -58,6 +59,7 @@ class Step:
 
     ``gathers``: of a batch of which each rank read its rows it takes the whole, which is gathered for each call.
     ``is_first``: it gives variables that it creates their first values, and is for one call.
+    ``is_common``: it serves several sizes of its arguments, none of which it knows.
     """
 
     call: Callable[[list[Any]], Any]
@@ -67,6 +69,7 @@ class Step:
     gathers: bool
     compiled: Compiled | None
     is_first: bool
+    is_common: bool = False
 
     def own(self, tensors: Iterable[Any], context: Context) -> list[Any]:
         """Returns this rank's part of the tensors of a call, as the lowered step takes them."""
@@ -108,6 +111,7 @@ def compile_step(
     context: Context,
     shared: SharedTrace,
     drawing: IteratorReads | None = None,
+    shapes: Sequence[Dims | None] | None = None,
 ) -> Step:
     """Traces, plans and lowers ``fn(*args, **kwargs)``, whose arguments are ``arguments``. Collective between
     processes.
@@ -115,12 +119,15 @@ def compile_step(
     Args:
       shared: the trace that one process would use.
       drawing: reads the batches that ``fn`` takes of iterators.
+      shapes: of the arguments' tensors, with None for sizes that the step is not to know: it serves all of them, and
+        every rank computes the whole batch. None: those of the arguments.
     """
     with (
         open_span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"),
         suspend_garbage_collection(),
     ):
-        return _compiled(fn, arguments, args, kwargs, context, shared, drawing)
+        found = _compiled(fn, arguments, args, kwargs, context, shared, drawing, shapes)
+        return replace(found, is_common=shapes is not None)
 
 
 def _compiled(
@@ -131,6 +138,7 @@ def _compiled(
     context: Context,
     shared: SharedTrace,
     drawing: IteratorReads | None,
+    shapes: Sequence[Dims | None] | None,
 ) -> Step:
     if context.planning.dry is None:
         for tensor in arguments.tensors:
@@ -147,6 +155,7 @@ def _compiled(
                 drawing=drawing,
                 creator=make_trace_creator(context.should_defer),
                 around=shared.tracing,
+                shapes=shapes,
             )
         shared.traced()
         return found
@@ -164,14 +173,18 @@ def _compiled(
         compute_device(context.config)  # refused before anything is sent
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
     local = {t.op.name: own.sizes for t, own in zip(trace.inputs, tensors) if isinstance(own, ShardedTensor)}
+    parts = tuple(local)
+    if shapes is not None:
+        local = {}
     with open_span(context.trace, "look for a kept step", "compile"):
         layouts = context.variables.list_tiles(trace.variables)
         name, ready = step_cache.find(trace, local, layouts, context.programs, context)
         if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_description, context):
             ready = None
     if ready is None:
-        return _lowered(trace, local, name, lambda: traced(True, drawing and drawing.repeat()), context, shared.streams)
-    return _taken(trace, ready, local, layouts, name, context, shared.streams)
+        again = lambda: traced(True, drawing and drawing.repeat())  # noqa: E731
+        return _lowered(trace, local, parts, name, again, context, shared.streams, whole=shapes is not None)
+    return _taken(trace, ready, local, parts, layouts, name, context, shared.streams)
 
 
 def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> Trace:
@@ -190,27 +203,33 @@ def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> 
 def _lowered(
     trace: Trace,
     local: dict[str, tuple[int, ...]],
+    parts: Collection[str],
     kept: str,
     traced: Callable[[], Trace],
     context: Context,
     streams: str,
+    whole: bool,
 ) -> Step:
     """Plans and lowers a trace, and returns its step.
 
     Args:
       local: inputs of which this rank gets its own rows only, with the rows of every rank.
+      parts: inputs of which this rank has its own rows only.
       kept: the name under which it is cached for later runs; "": it is not.
       traced: traces the step again, with its gradients marked.
+      whole: every rank computes the whole batch.
     """
     captured = _in_scopes(trace.read(), context)
-    parts = tuple(local)
     # A pipeline's stages cut micro-batches out of the whole batch, each what it computes. A saved plan of several axes
     # was made of whole batches, too, whose rows it may divide otherwise than by ranks. So may micro-batches.
     staged, saved = has_stages(captured.program), context.planning.saved
-    gathers = bool(local) and (
-        staged
-        or (saved is not None and saved.needs_whole_batches)
-        or not can_keep_own_rows(captured.program, local.values(), micro_batches_of(captured.program, context))
+    gathers = (whole and bool(parts)) or (
+        bool(local)
+        and (
+            staged
+            or (saved is not None and saved.needs_whole_batches)
+            or not can_keep_own_rows(captured.program, local.values(), micro_batches_of(captured.program, context))
+        )
     )
     if gathers:
         local = {}
@@ -218,7 +237,7 @@ def _lowered(
     layouts = context.variables.list_tiles(captured.variables)
     compiled = compile_program(
         captured.program, context, local, layouts, lambda: _in_scopes(traced().read(), context).program,
-        in_files=_in_files(captured.variables),
+        in_files=_in_files(captured.variables), whole=whole,
     )  # fmt: skip
     uses = find_variable_uses(compiled.program, compiled.plan)
     if context.elastic is not None:
@@ -249,6 +268,7 @@ def _taken(
     trace: Trace,
     ready: Ready,
     local: Mapping[str, tuple[int, ...]],
+    parts: Collection[str],
     layouts: Mapping[str, Tiles],
     kept: str,
     context: Context,
@@ -275,7 +295,7 @@ def _taken(
         _foresee(ready, number, kept, context)
         call = callable_step(tied, ready, ready.function(streams), plan, number, context)
     seconds = {"kept": time.perf_counter() - start_s}
-    return _step(call, tied, ready, plan, tuple(local), seconds, trace.is_first, context)
+    return _step(call, tied, ready, plan, parts, seconds, trace.is_first, context)
 
 
 def _foresee(ready: Ready, number: int, kept: str, context: Context) -> None:

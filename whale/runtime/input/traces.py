@@ -18,6 +18,7 @@ from tensorflow.python.eager import context as tf_context
 
 from whale.capture.signature import Arguments
 from whale.runtime.context import make_unique_name
+from whale.runtime.input.many_sizes import SizesOfTrace
 
 _DIGITS = 8
 # What the trace that goes on has drawn, and what is left of it where it is traced again.
@@ -55,10 +56,11 @@ class SharedTrace:
 
     Attributes:
       streams: what the names of these streams begin with.
+      sizes: with which it was called.
     """
 
     def __init__(self) -> None:
-        self.streams = new_streams()
+        self.streams, self.sizes = new_streams(), SizesOfTrace()
         self._seed = tf_context.global_seed()
         self._drawn: list[Any] = []
         self._is_known = False

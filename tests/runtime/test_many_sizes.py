@@ -1,0 +1,85 @@
+"""Batches of many sizes: few of them are compiled for, the others share a program, and all equal one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import whale as wh
+from whale.runtime.context import require_current
+from whale.runtime.input.many_sizes import OWN_AFTER, OWN_PLANS, SizesOfTrace
+
+SIZES = (8, 6, 5, 7, 4, 9, 3, 5)
+
+
+def test_sizes_have_plans_when_they_come_first_or_often() -> None:
+    sizes = SizesOfTrace()
+    assert [sizes.wants_own(n, [(n, 3)]) for n in SIZES[:4]] == [True] * OWN_PLANS + [False] * (4 - OWN_PLANS)
+    assert sizes.shapes == ((None, 3),)
+    assert [sizes.wants_own(5, [(5, 3)]) for _ in range(OWN_AFTER)] == [False] * (OWN_AFTER - 2) + [True] * 2
+
+
+def test_sizes_that_differ_are_unknown_and_need_another_step() -> None:
+    sizes = SizesOfTrace()
+    sizes.wants_own(1, [(8, 3), ()])
+    sizes.step = "serves one size"
+    sizes.wants_own(2, [(8, 4), ()])
+    assert sizes.step is None
+    assert sizes.shapes == ((8, None), ())
+    sizes.wants_own(3, [(8, 4, 1), ()])
+    assert sizes.shapes == (None, ())
+
+
+def _train(function: Callable[..., Any], sizes: Sequence[int]) -> tuple[list[float], Any]:
+    keras.utils.set_random_seed(3)
+    weight = tf.Variable(np.ones([3, 4]))
+    moving = tf.Variable(np.zeros([3, 4]))
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            hidden = tf.nn.dropout(tf.tanh(x @ weight), 0.4)
+            noise = tf.random.normal([tf.shape(x)[0], 4], dtype=tf.float64)
+            loss = tf.reduce_mean((tf.reduce_sum(hidden + 0.1 * noise, 1) - y) ** 2)
+        gradient = tape.gradient(loss, weight)
+        moving.assign(0.9 * moving + gradient)
+        weight.assign_sub(0.05 * moving)
+        return loss
+
+    made = function(step, reduce_retracing=True)
+    draw = np.random.default_rng(0)
+    losses = []
+    for n in sizes:
+        x = draw.normal(size=(n, 3))
+        losses.append(float(made(tf.constant(x), tf.constant(x.sum(1)))))
+    return losses, weight.numpy()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_shared_sizes_equal_one_device(ranks: Callable[..., None], zero: int) -> None:
+    wanted, weight = _train(tf.function, SIZES * 2)
+    ranks(2, **{"batch.random": "global", "memory.zero": zero, "memory.zero_min_bytes": 0})
+    found, own = _train(wh.function, SIZES * 2)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    np.testing.assert_allclose(own, weight, rtol=1e-12)
+    # Of the trace for the first size one, of that for the others two and the shared one.
+    assert require_current("").programs == 1 + OWN_PLANS + 1
+
+
+def test_a_step_that_has_to_know_its_sizes_is_compiled_for_each(ranks: Callable[..., None]) -> None:
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.Dense(2)
+
+    class Model(keras.Model):
+        def call(self, x: Any) -> Any:
+            return layer(x) * float(x.shape[0])
+
+    ranks(2)
+    model = Model()
+    for n in SIZES[:5]:
+        model.predict_on_batch(np.ones([n, 3], np.float32))
+    assert require_current("").programs == 5
