@@ -10,7 +10,7 @@
 #                      (BENCH_ARGS=...); PyTorch and JAX have an environment of their own, .venv-peers
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
-# make gpu             GPUs: tests (without one: with a fake device), writes docs/gpu.md's table
+# make gpu             GPUs: tests (without one: with stand-ins), writes docs/gpu.md's table
 # make gpu-first       the first quarter of an hour on a machine with a GPU: parts that stand alone, a line each
 # make gpu-bundle      all that make gpu installs, for a machine without a network (GPU_PYTHON=3.12: its Python;
 #                      make gpu-bundle-list: only names it)

@@ -1,6 +1,6 @@
 """What works of GPUs' exchanges on this machine, a line for each part: ``make gpu``, or ``python -m tests.gpu``.
 
-Without a GPU the parts are tested with the host's memory as device. With one they are tested on it, and what
+Without a GPU the parts are tested with stand-ins for it. With one they are tested on it, and what
 all-reduces and steps take is written into docs/gpu.md. Ends with 1 where a part fails. What needs no TensorFlow is
 tried by gpu_first.py, in its first quarter of an hour.
 """
@@ -109,8 +109,7 @@ def tested(*files: str) -> None:
       Failed: one fails.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-rs", *files]
-    every = {**os.environ, "WITH_EVERY_DEVICE": "1"}  # of tests/distributed/test_gpu.py
-    done = subprocess.run(command, cwd=ROOT, env=every, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Failed(done.stdout[-2000:] + done.stderr[-500:])
 
@@ -239,6 +238,7 @@ def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
         return run if machine.gpus else lambda: WAITING
 
     fake, programs = "tested with the fake device", "tests/distributed/test_gpu.py"
+    on_host = "tested on GPUs that are the host's"
     yield "the library for GPUs", lambda: machine.compiled
     yield "kernels", by_tests("tested as host code, element by element", f"{_DEVICE}/test_kernels.py")
     yield "exchanges of ops in groups, order of starts", by_tests(fake, f"{_DEVICE}/test_device.py")
@@ -247,7 +247,10 @@ def parts(machine: Machine) -> Iterator[tuple[str, Callable[[], str]]]:
     yield (
         "the same through `whale run`, profiles",
         by_tests(
-            fake, "tests/tools/profile/test_links.py", f"{programs}::test_the_same_with_the_hosts_memory_as_device"
+            on_host,
+            "tests/host_gpu/test_host_gpus.py",
+            "tests/tools/profile/test_links.py",
+            f"{programs}::test_what_gpus_of_the_host_compute_is_what_one_device_computes",
         ),
     )
     yield "CUDA IPC and NCCL between ranks", on_gpus(by_tests(where, f"{_DEVICE}/test_cuda.py"))

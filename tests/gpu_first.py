@@ -2,7 +2,7 @@
 
 Parts that stand alone: each is a process or several, with a limit of its own, and prints one line with what was seen;
 one that cannot run says why. Without TensorFlow all run but the last ones. WORDS select parts whose name has one of
-them. ``--host`` tries the parts themselves on a machine without a GPU, with the stand-ins of tests/whale_ops/gpu.
+them. ``--host`` tries the parts themselves on a machine without a GPU, with the stand-ins of tests/host_gpu.
 Ends with 1 where a part fails.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.whale_ops.gpu.host_cuda import build_host_cuda
+from tests.host_gpu.build import build_host_cuda
 from tests.whale_ops.gpu.test_cuda import Ranks
 from whale.errors import CommError
 from whale_ops import device_code, device_library, gpu_driver
@@ -130,7 +130,7 @@ def driver(machine: Machine) -> str:
 def code(machine: Machine) -> str:
     """Machine code of the kernels, for the very GPU."""
     if machine.host:
-        machine.image = build_host_cuda(machine.folder).image
+        machine.image = build_host_cuda().image
         return "kernels compiled as host code"
     found, there = [*device_code.find_nvrtcs()], gpu_driver.look()
     architecture = device_library.find_architecture(LIBRARY, 0)
@@ -337,7 +337,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="whale-gpu-") as folder:
         machine = Machine(Path(folder), host=asked.host)
         if asked.host:
-            machine.variables = {"LD_LIBRARY_PATH": folder, "FAKE_GPUS": str(8 << 30)}
+            machine.variables = build_host_cuda().variables()
         if asked.pinned:
             print(pinned(machine))
             return 0

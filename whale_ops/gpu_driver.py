@@ -22,6 +22,7 @@ class Gpu:
         capability: the major number of its compute capability.
         peers: of every GPU, by number, whether this one can read its memory; itself: yes.
         minor: the minor number of its compute capability.
+        bus_id: its place on this machine's PCI bus; "" where the driver does not say.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Gpu:
     capability: int
     peers: tuple[bool, ...]
     minor: int = 0
+    bus_id: str = ""
 
     @property
     def architecture(self) -> int:
@@ -95,4 +97,8 @@ def _read_gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_in
         same = other is device
         known = same or cuda.cuDeviceCanAccessPeer(ctypes.byref(can), device, other) == 0
         peers.append(same or (known and bool(can.value)))
-    return Gpu(name.value.decode(), memory_bytes.value, capability[0].value, tuple(peers), capability[1].value)
+    bus_id = ctypes.create_string_buffer(_NAME_BYTES)
+    if cuda.cuDeviceGetPCIBusId(bus_id, _NAME_BYTES, device):
+        bus_id.value = b""
+    major, minor = (number.value for number in capability)
+    return Gpu(name.value.decode(), memory_bytes.value, major, tuple(peers), minor, bus_id.value.decode())

@@ -1,4 +1,4 @@
-"""Programs on GPUs that exchange themselves what they compute, and the same with the host's memory as device.
+"""Programs on GPUs, and the same on GPUs that are the host's (tests/host_gpu).
 
 On GPUs: only where there is a GPU, and for NCCL one for each rank.
 
@@ -19,12 +19,12 @@ import pytest
 
 from tests.distributed.against_one_device import check_processes
 from tests.gpu import variables_of
+from tests.host_gpu.build import HostGpu, build_host_cuda, build_plugin
 from tests.launcher.helpers import ROOT, Launcher
 from tests.oracle.pool import Pool
-from tests.whale_ops.gpu.host_device import build_host_device
 from whale_ops import build, device_library
 
-ON_HOST_DEVICE = str(ROOT / "tests/whale_ops/gpu/on_host_device.py")
+ON_HOST_GPUS = str(ROOT / "tests/host_gpu/on_host_gpus.py")
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,6 @@ RUNS = {
     "groups": Run("convnet", "adam", "even,even,even,even", "split:2"),
     "replicas of stages": Run("tf1_mlp", "adam", "even,even,even,even", "stage:2", micro_batches=2),
 }
-# What is always run with the host's memory as device: each takes some seconds.
-SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned")}
-EVERY = "WITH_EVERY_DEVICE"
 
 
 @pytest.fixture(scope="module")
@@ -94,20 +91,33 @@ def test_what_gpus_exchange_is_what_one_device_computes(
     run.check(launcher, pool, tmp_path, backend)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def on_host_gpus(launcher: Launcher) -> Launcher:
+    """Ranks of the launcher have two GPUs that are the host's, unequal ones."""
     if shutil.which(build.find_compiler_command()[0]) is None:
-        pytest.skip("no C++ compiler: the device is not compiled here")
-    return build_host_device(tmp_path_factory.mktemp("device"))
+        pytest.skip("no C++ compiler: the host's GPUs are not compiled here")
+    build_plugin()
+    del launcher.environment["CUDA_VISIBLE_DEVICES"]
+    launcher.environment |= build_host_cuda().variables(HostGpu(1 << 30, name="A"), HostGpu(600 << 20, 2.0, name="B"))
+    return launcher
 
 
-@pytest.mark.parametrize(("backend", "without"), [("cuda-ipc", "none"), ("pinned", "1,3")])
-@pytest.mark.parametrize("name", RUNS)
-def test_the_same_with_the_hosts_memory_as_device(
-    launcher: Launcher, pool: Pool, tmp_path: Path, library: Path, name: str, backend: str, without: str
+# Each takes some seconds.
+SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned"), ("unequal", "whale")}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=() if (name, backend) in SHORT else pytest.mark.long)
+        for name in RUNS
+        for backend in ("cuda-ipc", "pinned", "whale")
+    ],
+)
+def test_what_gpus_of_the_host_compute_is_what_one_device_computes(
+    on_host_gpus: Launcher, pool: Pool, tmp_path: Path, name: str, backend: str
 ) -> None:
-    """With "pinned" every second rank has no device, and takes part as a rank without a GPU does."""
-    if (name, backend) not in SHORT and not os.environ.get(EVERY):
-        pytest.skip(f"{EVERY}=1 runs it, as `make gpu` does")
-    said = RUNS[name].check(launcher, pool, tmp_path, backend, (ON_HOST_DEVICE, str(library), without))
+    """With "pinned" every second rank has no GPU."""
+    without = "1,3" if backend == "pinned" else "none"
+    said = RUNS[name].check(on_host_gpus, pool, tmp_path, backend, (ON_HOST_GPUS, without))
     assert ("ranks without a GPU compute on their processors: 1" in said) == (without != "none")

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
+import tensorflow as tf
 
-from tests.whale_ops.gpu.host_cuda import build_driver
+from tests.host_gpu.build import HostGpu, build_driver
 from whale.config import Config
+from whale.distributed import device_exchange
+from whale.distributed.device_exchange import OwnGpu
 from whale.doctor import gpus
 from whale.runtime.compile import memory_plan
 from whale_ops import build, device_code, device_library, gpu_driver
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build_driver(tmp_path_factory.mktemp("driver")))
+def library() -> str:
+    return str(build_driver())
 
 
 def driver(library: str, monkeypatch: pytest.MonkeyPatch, *memory_gib: int) -> gpu_driver.Driver:
-    monkeypatch.setenv("FAKE_GPUS", ",".join(str(n << 30) for n in memory_gib))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("HOST_GPUS", ",".join(str(HostGpu(n << 30)) for n in memory_gib))
     found = gpu_driver.look(library)
     assert found is not None
     return found
@@ -32,7 +39,7 @@ def test_the_driver_is_asked_for_versions_memory_and_peers(library: str, monkeyp
     assert [(g.memory_bytes >> 30, g.capability) for g in found.gpus] == [(80, 8), (80, 8), (24, 8)]
     assert {g.architecture for g in found.gpus} == {86}
     assert [g.peers for g in found.gpus] == [(True, True, False), (True, True, False), (False, False, True)]
-    monkeypatch.setenv("FAKE_CUDA_ERROR", "803")
+    monkeypatch.setenv("HOST_GPU_INIT_ERROR", "803")
     assert driver(library, monkeypatch, 80).failure == "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
     assert gpu_driver.look("libnone.so.1") is None
 
@@ -67,23 +74,42 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
 def test_without_gpus_there_is_one_line(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/none")
     assert [one.text for one in gpus.look(None)] == ["no driver of NVIDIA"]
-    monkeypatch.setenv("FAKE_CUDA_ERROR", "803")
+    monkeypatch.setenv("HOST_GPU_INIT_ERROR", "803")
     (broken,) = gpus.look(driver(library, monkeypatch, 80))
     assert broken.status == "warning" and "DRIVER_MISMATCH" in broken.text
 
 
-def test_steps_are_planned_for_the_memory_of_the_smallest_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = driver(library, monkeypatch, 80, 24)
+def test_steps_are_planned_for_the_memory_of_the_ranks_own_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = ["first", "second"]
+    monkeypatch.setattr(gpu_driver, "LIBRARY", library)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: there)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: there)
+    driver(library, monkeypatch, 80, 24)
+    large, small = device_exchange.list_visible_gpus()
+    assert large.memory_bytes == 80 << 30 and large.bus_id != small.bus_id
 
-    def limit(backend: str, sharing: int = 1) -> tuple[float, str]:
-        return memory_plan._gpu_limit_bytes(Config({"communication.backend": backend}), there, sharing)
+    def context(gpu: OwnGpu | None = None, backend: str = "whale", **more: Any) -> Any:
+        config = Config({"communication.backend": backend})
+        planning = SimpleNamespace(dry=more.get("dry"))
+        return SimpleNamespace(config=config, own_gpu=gpu, local_ranks=3, planned_size=3, planning=planning, **place)
 
+    place = {"has_other_processes": False}
     left = 1536 << 20  # by TensorFlow, on a GPU of capability 8
-    assert limit("whale") == ((24 << 30) - left, "memory of the GPU, NVIDIA Something, without 1.5 GiB for CUDA")
-    assert limit("pinned")[0] == (24 << 30) - left  # its buffers are the host's
-    assert limit("cuda-ipc", 2) == (
+    text = "memory of the GPU, NVIDIA Something, without 1.5 GiB for CUDA"
+    assert memory_plan.limit_bytes(context(large)) == ((80 << 30) - left, text)
+    assert memory_plan.limit_bytes(context(small)) == ((24 << 30) - left, text)
+    assert memory_plan.limit_bytes(context(small, "pinned"))[0] == (24 << 30) - left  # its buffers are the host's
+    assert memory_plan.limit_bytes(context(msgspec.structs.replace(small, sharing=2), "cuda-ipc")) == (
         (12 << 30) - left - (8 << 20),
         "memory of the GPU, NVIDIA Something, divided by the 2 ranks that share it, without 1.5 GiB for CUDA and "
         "8.0 MiB for exchanges",
     )
-    assert memory_plan._gpu_limit_bytes(Config({}), None, 1)[0] == math.inf
+    # A dry run's ranks have the GPUs in turns; ranks that are threads have the first one.
+    dry = memory_plan.limits_bytes(context(dry=True), 0)
+    assert dry == [(40 << 30) - left, (24 << 30) - left, (40 << 30) - left]
+    assert memory_plan.limits_bytes(context(), 0) == [(80 << 30) / 3 - left] * 3
+    # GPUs that the driver does not list, of AMD's: nothing is known, and ranks can tell each other so.
+    there.append("third")
+    assert memory_plan.limits_bytes(context(), 0) == [math.inf] * 3
+    unknown = memory_plan._Rank.make(math.inf, "")
+    assert msgspec.json.decode(msgspec.json.encode(unknown), type=memory_plan._Rank).fits

@@ -1,9 +1,9 @@
 """The script of one rank in a run with a fault: works until something happens, and notes when, and what it was told.
 
-    rank.py <work> <kind> <victim> <after s> <folder> [<library>]
+    rank.py <work> <kind> <victim> <after s> <folder>
 
 <work> is "steps" (train steps of TensorFlow), "exchange" (operations of the core, without TensorFlow), or the value of
-communication.backend with which the devices of <library> carry out what steps exchange.
+communication.backend with which GPUs that are the host's carry out what steps exchange.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from whale.errors import CommError
 class Steps:
     """A linear model that learns."""
 
-    def __init__(self, backend: str = "whale", library: str = "") -> None:
+    def __init__(self, backend: str = "whale") -> None:
         import tensorflow as tf
 
         import whale as wh
-        from tests.whale_ops.gpu.on_host_device import take_host_device
+        from tests.host_gpu.on_host_gpus import take_host_gpus
 
-        if library:
-            take_host_device(library)
+        if backend != "whale":
+            take_host_gpus()
         wh.init(wh.Config({"communication.backend": backend}))
         self.rank = wh.rank()
         self._x, self._y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
@@ -106,8 +106,8 @@ class Exchange:
 
 
 def main() -> None:
-    work, kind, victim, after_s, folder, *library = sys.argv[1:]
-    worker = Exchange() if work == "exchange" else Steps() if work == "steps" else Steps(work, *library)
+    work, kind, victim, after_s, folder = sys.argv[1:]
+    worker = Exchange() if work == "exchange" else Steps() if work == "steps" else Steps(work)
 
     def note(what: str, **facts: object) -> None:
         part = Path(folder, f"{what}.{worker.rank}.part")

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.host_gpu.build import HostGpu, build_host_cuda, build_plugin
 from tests.launcher.helpers import PATIENT, ROOT, Launcher
-from tests.whale_ops.gpu.host_device import build_host_device
 
 # Seconds from the fault to the error on every other rank, on a machine that does nothing else.
 LIMITS_S = {"kill": 1.0, "freeze": 5.0, "raise": 1.0, "shape": 2.0, "dtype": 2.0, "op": 2.0}
 TRANSPORTS = ("memory", "mpi")
-DEVICES = ("cuda-ipc", "pinned")  # with the host's memory as device
+DEVICES = ("cuda-ipc", "pinned")  # between GPUs that are the host's
 _END_S = 60.0  # from the fault to the end of `whale run`
 _START_S = 240.0  # a loaded machine may take long to start ranks
 # What an error must say beside the rank: the operation that waited, or what differs.
@@ -93,7 +89,11 @@ def run(trial: Trial, folder: Path, limits_s: Mapping[str, float] | None = LIMIT
         launcher.environment["WHALE_COMMUNICATION_ALGORITHM"] = "hierarchical"
     script = str(ROOT / "tests" / "faults" / "rank.py")
     facts = [trial.work, trial.kind, str(trial.victim), str(trial.after_s), str(folder)]
-    facts += [str(_host_device())] if trial.work in DEVICES else []
+    if trial.work in DEVICES:
+        build_plugin()
+        del launcher.environment["CUDA_VISIBLE_DEVICES"]
+        gpus = [HostGpu(name=f"GPU {rank}") for rank in range(trial.size)]
+        launcher.environment |= build_host_cuda().variables(*gpus)
     problems: list[str] = []
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
@@ -139,13 +139,6 @@ def run(trial: Trial, folder: Path, limits_s: Mapping[str, float] | None = LIMIT
     if trial.kind in ("kill", "freeze", "raise") and not last.startswith(f"whale run: rank {trial.victim} "):
         problems.append(f"whale run ends with {last!r}")
     return Outcome(seconds if busy < trial.size - 1 else None, tuple(problems), busy)
-
-
-@cache
-def _host_device() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="whale-host-device-"))
-    atexit.register(shutil.rmtree, folder)
-    return build_host_device(folder)
 
 
 def _make_fault(trial: Trial, ready: dict[int, Any], folder: Path, process: subprocess.Popen[Any]) -> float:

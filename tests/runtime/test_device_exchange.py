@@ -219,7 +219,7 @@ def test_auto_parallel_measures_the_devices_beside_the_host(library: Path) -> No
 
 def test_the_buffers_of_nccl_are_memory_of_a_step(with_devices: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator for all ranks, and one for each axis along which something is summed or gathered."""
-    monkeypatch.setattr(memory_plan, "limit_bytes", lambda config, local: (100 << 20, "memory of the GPU, A"))
+    monkeypatch.setattr(memory_plan, "limit_bytes", lambda context: (100 << 20, "memory of the GPU, A"))
     with_devices(4, **NCCL, mesh=wh.Mesh(data=2, expert=2))
     with pytest.raises(PlanError, match=r"NCCL \d\.\d GiB") as refused:
         trained(wh.function, scope=lambda: wh.split(axis="expert"))

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import whale_ops
 from whale.config import Config
@@ -167,6 +170,49 @@ def claim_gpu(local_rank: int) -> Gpu:
     with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow has started: its memory is as the script says
         tf.config.experimental.set_memory_growth(gpu, True)
     return Gpu(gpus.index(gpu))
+
+
+class OwnGpu(msgspec.Struct, frozen=True):
+    """The GPU on which a rank computes, as NVIDIA's driver has it.
+
+    Attributes:
+      host, bus_id: which one it is.
+      memory_bytes: all that it has.
+      capability: the major number of its compute capability.
+      sharing: how many ranks of the run compute on it.
+    """
+
+    host: str
+    bus_id: str
+    name: str
+    memory_bytes: int
+    capability: int
+    sharing: int = 1
+
+
+def list_visible_gpus() -> list[OwnGpu]:
+    """Returns the GPUs that TensorFlow may use in this process, in its order; none where the driver lists them not."""
+    import tensorflow as tf
+
+    visible = tf.config.get_visible_devices("GPU")
+    driver = gpu_driver.look() if visible else None
+    gpus = tf.config.list_physical_devices("GPU")
+    if driver is None or len(driver.gpus) != len(gpus):  # GPUs of others, or a driver that does not answer
+        return []
+    return [
+        OwnGpu(platform.node(), found.bus_id, found.name, found.memory_bytes, found.capability)
+        for found in (driver.gpus[gpus.index(one)] for one in visible)
+    ]
+
+
+def find_own_gpu(comm: whale_ops.Communicator) -> OwnGpu | None:
+    """Returns the GPU of this rank, a process, and by how many ranks it is shared; None: it has none, or one that the
+    driver does not list. Collective.
+    """
+    mine = next(iter(list_visible_gpus()), None)
+    said = comm.allgather_bytes("whale/gpus", msgspec.json.encode(mine), purpose="the exchange of which GPU is whose")
+    each = [msgspec.json.decode(one, type=OwnGpu | None) for one in said]
+    return None if mine is None else msgspec.structs.replace(mine, sharing=each.count(mine))
 
 
 class ExchangeOps:

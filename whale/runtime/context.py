@@ -13,6 +13,7 @@ from whale.capture.captured import CapturedVariable
 from whale.capture.loss_scaling import LossScale, LossScaleFeed
 from whale.config import Mesh
 from whale.distributed.balance import WatchedSteps
+from whale.distributed.device_exchange import OwnGpu
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.ranks import Ranks
 from whale.distributed.socket_bootstrap import SocketBootstrap
@@ -295,6 +296,7 @@ class Context(Ranks):
       solo: whether the ranks may each train alone.
       notice: hears that the run is to end, where it may save then.
       elastic: has this rank go on when others are gone; None: the run ends then.
+      own_gpu: of this rank, where ranks are processes; None: it has none, or an unknown one.
     """
 
     variables: VariableStore = field(default_factory=VariableStore)
@@ -318,6 +320,7 @@ class Context(Ranks):
     solo: bool = False
     notice: PreemptionNotice | None = None
     elastic: ElasticHooks | None = None
+    own_gpu: OwnGpu | None = None
 
     def watch_calls(
         self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]

@@ -305,6 +305,8 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
         process.context.elastic = Elastic(process.context)
     if process.dry is None:
         device_exchange.start_device_exchange(config, place, size, comms)
+        if process.context.has_other_processes:
+            process.context.own_gpu = device_exchange.find_own_gpu(comms[0])
     for comm in comms:
         configure_communicator(comm, config)
     return process.context

@@ -181,7 +181,7 @@ class PredictionTarget:
         if any(total > limit for total, limit in zip(totals, limits)):
             # The program is normalised as it was planned; that changes nothing when it is done again.
             beside_host = on is not None and on.kinds == {"gpu"}
-            options = options_text(settings, min(limits), planned.program, None, beside_host)
+            options = options_text(settings, limits, planned.program, None, beside_host)
             raise refusal_of_plan(plan.program, memory, limits, options)
 
 

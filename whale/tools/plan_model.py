@@ -98,8 +98,8 @@ def found_for(described: Description, cluster: Cluster, budget_s: float | None =
     try:
         found = best_way(program, settings, environment, budget_s=budget_s)
     except DoesNotFitError as error:
-        limit_bytes, apart = min(environment.limits_bytes), "cpu" not in cluster.kinds
-        error.action = options_text(settings, limit_bytes, captured, lambda: captured, apart)
+        apart = "cpu" not in cluster.kinds
+        error.action = options_text(settings, environment.limits_bytes, captured, lambda: captured, apart)
         raise
     made = Planned(found.made.program, found.made.plan, found.made.settings)
     return found, _told(found.chosen.strategy, made, cluster)

@@ -1,7 +1,7 @@
 // Kernels that put tensors into one buffer, take them out of it, and add the buffers of several
 // ranks; a thread takes 16 bytes at a time where all addresses allow it. NVRTC compiles this for
 // the very GPU (whale_ops/device_code.py), without any of CUDA's headers; tests compile it as host
-// code (tests/whale_ops/gpu/cuda_as_host).
+// code (tests/host_gpu).
 #include "whale_ops/gpu/kernel_arguments.h"
 
 #ifdef __CUDACC__

@@ -98,12 +98,12 @@ def test_what_does_not_fit_is_not_chosen(
     ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function, adam=True)
     # Weight, its two moments, gradient and logits take 2 MB: one of two parts fits, the whole does not.
-    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1.9e6, "for the test"))
+    monkeypatch.setattr(auto, "limits_bytes", lambda *_: [1.9e6] * 2)
     started(classifier)
     chosen = context.require_current().planning.auto
     assert chosen is not None and (chosen.strategy.split or chosen.strategy.zero)
     wh.shutdown()
-    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e5, "for the test"))
+    monkeypatch.setattr(auto, "limits_bytes", lambda *_: [1e5] * 2)
     ranks(2, **{"mesh.auto_parallel": True})
     with pytest.raises(PlanError, match="does not fit"):
         started(Classifier(wh.function, adam=True))
@@ -130,7 +130,7 @@ def test_activations_are_computed_again_where_memory_binds(
     wh.shutdown()
     plain = taken[0]
     limit_bytes = 0.95 * min(way.bytes for way in taken)
-    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (limit_bytes, "for the test"))
+    monkeypatch.setattr(auto, "limits_bytes", lambda *_: [limit_bytes] * 2)
     taken.clear()
     ranks(2, **{"mesh.auto_parallel": True})
     deep = Deep(wh.function, 32)
@@ -141,7 +141,7 @@ def test_activations_are_computed_again_where_memory_binds(
     least = min(taken, key=lambda way: way.bytes)
     assert least.bytes <= limit_bytes < plain.bytes and chosen.step_s > plain.seconds  # memory for time
     wh.shutdown()
-    monkeypatch.setattr(auto, "limit_bytes", lambda *_: (1e3, "for the test"))
+    monkeypatch.setattr(auto, "limits_bytes", lambda *_: [1e3] * 2)
     ranks(2, **{"mesh.auto_parallel": True})
     deep = Deep(wh.function)
     with pytest.raises(PlanError, match="which takes the least") as error:

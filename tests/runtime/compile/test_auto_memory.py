@@ -33,7 +33,7 @@ class Looked:
             return self.ways[-1]
 
         monkeypatch.setattr(team, "predicted", predicted)
-        monkeypatch.setattr(auto, "limit_bytes", lambda *_: (self.limit_bytes, "for the test"))
+        monkeypatch.setattr(auto, "limits_bytes", lambda *_: [self.limit_bytes] * 4)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Exchanges that `whale profile` measures, between ranks of `whale run`; the devices are the host's memory."""
+"""Exchanges that `whale profile` measures, between ranks of `whale run`; the GPUs are the host's."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ import msgspec
 import pytest
 
 from cost_model.graph.machine_profile import Curve
+from tests.forkserver import warm_python
+from tests.host_gpu.build import HostGpu, build_host_cuda, build_plugin
 from tests.launcher.helpers import Launcher
-from tests.whale_ops.gpu.host_device import build_host_device
 from whale.errors import ClusterError
 from whale.tools.profile import links, profile
 from whale.tools.profile.links import Links
 
 _FEW = """
-import sys
-from tests.whale_ops.gpu.on_host_device import take_host_device
+import os
+from tests.host_gpu.on_host_gpus import take_host_gpus
 from whale.tools.profile import links
 
-take_host_device(sys.argv[2], [1])
+if os.environ["WHALE_LOCAL_RANK"] == "0":
+    take_host_gpus()
 links.SIZES_BYTES, links.SECONDS_PER_SIZE, links.COLD_BYTES = (64 << 10,), 0.0, 1 << 10
 links.main()
 """
 
 
 def test_exchanges_are_measured_through_the_host_and_through_the_devices(tmp_path: Path) -> None:
-    """All kinds both ways, between a rank with a device and one without."""
-    launcher, out = Launcher(tmp_path), tmp_path / "links.json"
-    launcher.environment |= {"WHALE_COMMUNICATION_BACKEND": "pinned", "CUDA_VISIBLE_DEVICES": "-1"}
-    library = build_host_device(tmp_path)
-    done = launcher.run("-np", "2", launcher.script(_FEW), str(out), str(library))
+    """All kinds both ways, between a rank with a GPU and one without."""
+    launcher, out = Launcher(tmp_path, warm_python()), tmp_path / "links.json"
+    build_plugin()
+    launcher.environment |= {"WHALE_COMMUNICATION_BACKEND": "pinned", **build_host_cuda().variables(HostGpu())}
+    launcher.environment.pop("CUDA_VISIBLE_DEVICES", None)
+    done = launcher.run("-np", "2", launcher.script(_FEW), str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found = msgspec.json.decode(out.read_bytes(), type=Links)
     kinds = {through: [c.kind for c in found.curves if c.through == through] for through in ("", "pinned")}

@@ -20,7 +20,7 @@ import pytest
 
 import whale_ops
 from tests.draws import one_of
-from tests.whale_ops.gpu.host_cuda import HostCuda, build_host_cuda
+from tests.host_gpu.build import HostCuda, build_host_cuda
 from whale.errors import CommError
 from whale_ops import device_code, device_library
 
@@ -99,8 +99,8 @@ def relay(ends: list[socket.socket], most_s: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> HostCuda:
-    return build_host_cuda(tmp_path_factory.mktemp("cuda"))
+def host() -> HostCuda:
+    return build_host_cuda()
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def image(gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_host(host: HostCuda, transport: str, size: int) -> Ranks:
-    return Ranks(device_library.PATH, host.image, transport, size, variables=[host.variables] * size)
+    return Ranks(device_library.PATH, host.image, transport, size, variables=[host.variables()] * size)
 
 
 def test_the_core_loads_it() -> None:

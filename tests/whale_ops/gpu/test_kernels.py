@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.whale_ops.gpu.host_cuda import ROOT, build_host_cuda
+from tests.host_gpu.build import ROOT, build_host_cuda
 from whale.errors import CommError
 from whale_ops import device_code, device_library
 from whale_ops.device_code import Nvrtc
@@ -21,11 +21,11 @@ OLD = Nvrtc("libnvrtc.so.12", (12, 5), (50, 60, 70, 75, 80, 86, 87, 89, 90))
 NEW = Nvrtc("libnvrtc.so.13", (13, 0), (75, 80, 86, 89, 90, 100, 120))
 
 
-def test_kernels_compute_what_numpy_does(tmp_path: Path) -> None:
+def test_kernels_compute_what_numpy_does() -> None:
     """Through the library, whose driver is the stand-in: pieces and launches are those of GPUs."""
-    host = build_host_cuda(tmp_path)
+    host = build_host_cuda()
     command = [sys.executable, "-m", "tests.whale_ops.gpu.cuda_kernels", str(device_library.PATH), str(host.image)]
-    variables = {**os.environ, **host.variables}
+    variables = {**os.environ, **host.variables()}
     done = subprocess.run([*command, "short"], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert done.stdout == "154 results: all right\n", done.stdout + done.stderr
 

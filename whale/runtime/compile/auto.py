@@ -26,7 +26,7 @@ from whale.planner.graph_search.search import best_way
 from whale.planner.graph_search.strategies import has_scopes, trains, without_scopes
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import bound
-from whale.runtime.compile.memory_plan import Options, limit_bytes
+from whale.runtime.compile.memory_plan import Options, limits_bytes
 from whale.runtime.compile.microbenchmark import measured_rates
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.plan_cache import keep_strategy, kept_strategy, know_machines
@@ -122,14 +122,14 @@ def _agreed(
     kept = None if changed else _kept(program, settings, context, number)
     if kept is not None:
         return kept, None
-    environment = _environment(program, context, captured)
+    environment = _environment(program, context, number, captured)
 
     def look(team: RankTeam | None = None) -> tuple[ChosenStrategy, Made]:
         with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
             try:
                 found = best_way(program, settings, environment, context.config["pipeline.stages"], team=team)
             except DoesNotFitError as error:
-                error.action = options(min(environment.limits_bytes))
+                error.action = options(environment.limits_bytes)
                 raise
         _say(found.chosen, found.lines)
         context.planning.searched_all = found.is_whole
@@ -143,7 +143,7 @@ def _agreed(
     return found_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, environment), look)
 
 
-def _environment(program: Program, context: Context, captured: Program | None) -> SearchEnvironment:
+def _environment(program: Program, context: Context, number: int, captured: Program | None) -> SearchEnvironment:
     """Returns the inputs of predictions: the ranks, or the target of a dry run; collective between processes."""
     size, dry, profile = context.planned_size, context.planning.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
@@ -152,8 +152,7 @@ def _environment(program: Program, context: Context, captured: Program | None) -
         return replace(environment, limits_bytes=[asked] * size) if asked else environment
     with eager_mode():  # in a session, the script's graph must not grow
         rates = measured_rates(context, dry is not None, program)
-    limit, _ = limit_bytes(context.config, context.local_ranks)
-    return SearchEnvironment(rates, profile, [limit] * size, captured)
+    return SearchEnvironment(rates, profile, limits_bytes(context, number), captured)
 
 
 def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:

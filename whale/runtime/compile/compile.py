@@ -40,7 +40,7 @@ from whale.planner.graph_search.strategies import updates
 from whale.runtime.compile.auto import Applied, seen_by_plan, spread_program
 from whale.runtime.compile.cross_rank_checks import agreed_plan, compare_programs, made_plan
 from whale.runtime.compile.exchanges import compare_exchanges
-from whale.runtime.compile.memory_plan import Options, beside_files, limit_bytes, options_text, refuse_what_does_not_fit
+from whale.runtime.compile.memory_plan import Options, beside_files, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
@@ -113,8 +113,8 @@ def compile_program(
     lying = settings.split.tiles
     captured = seen_by_plan(program, context)
 
-    def options(limit: float) -> str:
-        return options_text(settings, limit, captured, marked, has_compute_device())
+    def options(limits: Sequence[float]) -> str:
+        return options_text(settings, limits, captured, marked, has_compute_device())
 
     # Recomputation needs the marks of gradients, which steps that can be captured with them have under auto_parallel.
     recomputable = captured if marked is not None else None
@@ -162,10 +162,7 @@ def compile_program(
     lowered = [beside_files(one, in_files) for one in lowered]
     most_bytes = 0.0
     if context.planning.dry is None:
-        limit, _ = limit_bytes(context.config, context.local_ranks)
-        most_bytes = refuse_what_does_not_fit(
-            dict(zip(context.ranks, lowered)), context, number, settings, lambda: options(limit)
-        )
+        most_bytes = refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, options)
     _remember(lowered, plan, context)
     if context.watch is not None and context.rank == 0:
         context.watch.tell_plan(program.name, lambda: format_plan(plan))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from cost_model.cluster.discover import find_host_resources
 from cost_model.kernels.gpu_memory import tensorflow_bytes
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
-from whale.distributed.device_exchange import count_device_buffer_bytes
+from whale.distributed.device_exchange import OwnGpu, count_device_buffer_bytes, list_visible_gpus
 from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import format_bytes
@@ -28,46 +29,91 @@ from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
 from whale.runtime.context import Context
-from whale_ops import gpu_driver
 
 _MOST_MICRO_BATCHES = 64
 
-# Finds the settings that would make the step fit into so many bytes of a rank, in words; called only for an error.
-Options = Callable[[float], str]
+# Finds the settings that would make the step fit into so many bytes of each rank, in words; called only for an error.
+Options = Callable[[Sequence[float]], str]
 
 
-def limit_bytes(config: Config, local_ranks: int) -> tuple[float, str]:
-    """Returns (bytes that each of ``local_ranks`` ranks of this host may use, the source of the limit); infinite if
-    unknown.
+def limit_bytes(context: Context) -> tuple[float, str]:
+    """Returns (bytes that a rank of this process may use, the source of the limit); infinite if unknown.
+
+    On GPUs it is the memory of the rank's own GPU. A dry run has ranks that would have others: `limits_bytes`.
     """
-    import tensorflow as tf
-
+    config, gpu, local_ranks = context.config, context.own_gpu, context.local_ranks
     if config["memory.limit_bytes"]:
         return float(config["memory.limit_bytes"]), "memory.limit_bytes"
-    if gpus := tf.config.list_physical_devices("GPU"):
-        return _gpu_limit_bytes(config, gpu_driver.look(), math.ceil(local_ranks / len(gpus)))
+    if gpu is not None:
+        return _gpu_limit_bytes(config, gpu)
+    if _has_gpu():
+        return _limits_by_turns(context)[0]
     _, host_bytes = find_host_resources(memory_limit_bytes=memory_limit_bytes())
     return host_bytes / local_ranks, f"the host's memory, divided by its {local_ranks} ranks"
 
 
-def _gpu_limit_bytes(config: Config, driver: gpu_driver.Driver | None, sharing: int) -> tuple[float, str]:
-    """Returns the limit as `limit_bytes` does, for the smallest GPU of this process, shared by ``sharing`` ranks."""
-    if driver is None or not driver.gpus:
-        return math.inf, "no limit is known; memory.limit_bytes sets one"
-    gpu = min(driver.gpus, key=lambda one: one.memory_bytes)
+def limits_bytes(context: Context, number: int) -> list[float]:
+    """Returns the limit of each rank that programs are planned for, as `limit_bytes` has it; collective between
+    processes.
+
+    Args:
+      number: of the program in this run.
+    """
+    if context.has_other_processes and context.planning.dry is None:
+        mine = _Rank.make(*limit_bytes(context))
+        comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
+        said = comm.allgather_bytes(f"whale/memory/{number}/limits", msgspec.json.encode(mine), timeout_s)
+        return [msgspec.json.decode(one, type=_Rank).limit_bytes for one in said]
+    if not context.config["memory.limit_bytes"] and _has_gpu():
+        return [limit for limit, _ in _limits_by_turns(context)]
+    return [limit_bytes(context)[0]] * context.planned_size
+
+
+def _has_gpu() -> bool:
+    import tensorflow as tf
+
+    return bool(tf.config.get_visible_devices("GPU"))
+
+
+def _limits_by_turns(context: Context) -> list[tuple[float, str]]:
+    """Returns the limit of each rank of this host, where it is not known which GPU is whose.
+
+    In a dry run ranks have GPUs in turns, as processes of a run would (`device_exchange.claim_gpu`); ranks that are
+    threads compute on the first one.
+    """
+    gpus = list_visible_gpus()
+    if not gpus:
+        return [(math.inf, "no limit is known; memory.limit_bytes sets one")] * context.local_ranks
+    count = 1 if context.planning.dry is None else len(gpus)
+    turns = [rank % count for rank in range(context.local_ranks)]
+    shared = [msgspec.structs.replace(gpu, sharing=turns.count(place)) for place, gpu in enumerate(gpus[:count])]
+    limits = [_gpu_limit_bytes(context.config, gpu) for gpu in shared]
+    return [limits[turn] for turn in turns]
+
+
+def _gpu_limit_bytes(config: Config, gpu: OwnGpu) -> tuple[float, str]:
+    """Returns the limit as `limit_bytes` does, for each rank that shares a GPU."""
     held = {"CUDA": tensorflow_bytes(gpu.memory_bytes, gpu.capability), "exchanges": count_device_buffer_bytes(config)}
-    among = f", divided by the {sharing} ranks that share it" if sharing > 1 else ""
+    among = f", divided by the {gpu.sharing} ranks that share it" if gpu.sharing > 1 else ""
     without = " and ".join(f"{format_bytes(size)} for {what}" for what, size in held.items() if size)
-    limit = gpu.memory_bytes / sharing - sum(held.values())
+    limit = gpu.memory_bytes / max(1, gpu.sharing) - sum(held.values())
     return limit, f"memory of the GPU, {gpu.name}{among}, without {without}"
 
 
 class _Rank(msgspec.Struct):
-    """A rank's message about its program: only the limit if the program fits."""
+    """A rank's message about its program: only the limit if the program fits; None: it is not known."""
 
-    limit: float
+    limit: float | None
     source: str
     memory: dict[str, int] = {}
+
+    @classmethod
+    def make(cls, limit_bytes: float, source: str, memory: Mapping[str, int] = MappingProxyType({})) -> _Rank:
+        return cls(limit_bytes if math.isfinite(limit_bytes) else None, source, dict(memory))
+
+    @property
+    def limit_bytes(self) -> float:
+        return math.inf if self.limit is None else self.limit
 
     @property
     def bytes(self) -> int:
@@ -75,7 +121,7 @@ class _Rank(msgspec.Struct):
 
     @property
     def fits(self) -> bool:
-        return self.bytes <= self.limit
+        return self.bytes <= self.limit_bytes
 
 
 def beside_files(program: Program, in_files: Collection[str]) -> Program:
@@ -85,23 +131,28 @@ def beside_files(program: Program, in_files: Collection[str]) -> Program:
 
 
 def refuse_what_does_not_fit(
-    programs: Mapping[int, Program], context: Context, number: int, settings: PlanSettings, options: Callable[[], str]
+    programs: Mapping[int, Program],
+    context: Context,
+    number: int,
+    settings: PlanSettings,
+    options: Callable[[Sequence[float]], str],
 ) -> float:
     """Raises an error if the step does not fit; else returns the largest bytes of a rank of this process. Collective.
 
     Args:
       programs: of this process's ranks.
       number: of the program in this run.
-      options: describes settings with which it would fit; called on the first rank, and only if it does not fit.
+      options: describes settings with which it would fit into the ranks' limits; called on the first rank, and only if
+        it does not fit.
 
     Raises:
       PlanError: on every rank, if one of them would exceed its device's memory.
     """
     mine, most_bytes = [], 0.0
     for rank, program in programs.items():
-        limit, source = limit_bytes(context.config, context.local_ranks)
+        limit, source = limit_bytes(context)
         bound_bytes = at_most_bytes(program, rank, settings)
-        found = _Rank(limit, source, {} if bound_bytes <= limit else taken_bytes(program, rank, settings))
+        found = _Rank.make(limit, source, {} if bound_bytes <= limit else taken_bytes(program, rank, settings))
         most_bytes = max(most_bytes, found.bytes or bound_bytes)
         mine.append(found)
     said = dict(zip(programs, mine))
@@ -113,7 +164,7 @@ def refuse_what_does_not_fit(
         return most_bytes
     text = ""
     if context.rank == 0:
-        text = options()
+        text = options([one.limit_bytes for one in said.values()])
     if context.has_other_processes:
         comm = context.comms[0]
         key = f"whale/memory/{number}/options"
@@ -122,7 +173,7 @@ def refuse_what_does_not_fit(
 
 
 def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
-    rank, most = max(said.items(), key=lambda item: item[1].bytes - item[1].limit)
+    rank, most = max(said.items(), key=lambda item: item[1].bytes - item[1].limit_bytes)
     others = sum(not one.fits for one in said.values()) - 1
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in most.memory.items() if n)
     return PlanError(
@@ -130,7 +181,8 @@ def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
         op=name,
         device=f"rank {rank}" + (f", and {others} other ranks" if others else ""),
         given=f"predicted {format_bytes(most.bytes)} at most ({parts})",
-        expected=f"{format_bytes(most.limit)} ({most.source}), {format_bytes(most.bytes - most.limit)} less",
+        expected=f"{format_bytes(most.limit_bytes)} ({most.source}), "
+        f"{format_bytes(most.bytes - most.limit_bytes)} less",
         action=options,
     )
 
@@ -138,7 +190,7 @@ def _refusal(name: str, said: Mapping[int, _Rank], options: str) -> PlanError:
 def refusal_of_plan(name: str, memory: Mapping[str, Sequence[int]], limits: Sequence[float], options: str) -> PlanError:
     """Creates the error for a plan whose ranks would exceed ``limits``."""
     said = {
-        rank: _Rank(limit, "the device's memory", {kind: sizes[rank] for kind, sizes in memory.items()})
+        rank: _Rank.make(limit, "the device's memory", {kind: sizes[rank] for kind, sizes in memory.items()})
         for rank, limit in enumerate(limits[: len(next(iter(memory.values())))])
     }
     return _refusal(name, said, options)
@@ -157,28 +209,36 @@ class _Option:
 
 def options_text(
     settings: PlanSettings,
-    limit: float,
+    limits: Sequence[float],
     program: Program,
     marked: Callable[[], Program] | None,
     beside_host: bool,
 ) -> str:
-    """Lists other settings with which a step would fit into ``limit`` bytes, with their predicted bytes.
+    """Lists other settings with which a step would fit into ``limits`` bytes of its ranks, with their predicted bytes.
 
     Args:
+      limits: of each rank; the smallest one counts where other settings have other ranks.
       settings, program: with which it does not fit; the program is as captured.
       marked: captures it with its gradients marked, which recomputation needs; None: it cannot.
       beside_host: whether the computing device has memory of its own, separate from the host's.
     """
 
-    def size_of(option: _Option) -> int | None:
+    limit = min(limits)
+
+    # Of the rank that has the least room left, as if its limit were the smallest one.
+    def size_of(option: _Option) -> float | None:
         other = settings.but(observer=PassObserver(), **option.changes)
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
-            return max(sum(taken_bytes(p, r, other).values()) for r, p in lower_first_ranks(other, source).items())
+            programs = lower_first_ranks(other, source)
+            sizes_bytes = {rank: sum(taken_bytes(one, rank, other).values()) for rank, one in programs.items()}
+            if len(programs) != len(limits):
+                return max(sizes_bytes.values())
+            return max(size - (limits[rank] - limit) for rank, size in sizes_bytes.items())
         except WhaleError:
             return None  # this program cannot run so
 
-    def sizes(options: Sequence[_Option]) -> list[tuple[int, _Option]]:
+    def sizes(options: Sequence[_Option]) -> list[tuple[float, _Option]]:
         return sorted(((n, o) for o in options if (n := size_of(o)) is not None), key=lambda found: found[0])
 
     found = sizes(_options(settings, marked is not None, beside_host))

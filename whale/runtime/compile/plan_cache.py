@@ -165,7 +165,7 @@ def _machine(context: Context) -> tuple[object, ...]:
     """Returns what of this host, but for its name, and of the configuration `auto_parallel` depends on, beside the
     program and the settings.
     """
-    limit, _ = limit_bytes(context.config, context.local_ranks)
+    limit, _ = limit_bytes(context)
     config = {k: context.config[k] for k in ("pipeline.stages", "communication.in_process_ranks", "mesh.profile")}
     if config["mesh.profile"]:
         with contextlib.suppress(OSError):  # the search says what is wrong with it

@@ -154,7 +154,7 @@ def find(
     except (ValueError, TypeError) as error:
         log.warning(f"the lowered step that was kept of `{trace.name}` cannot be read ({error}), and is made anew")
         return name, None
-    limit, _ = limit_bytes(context.config, context.local_ranks)
+    limit, _ = limit_bytes(context)
     same = found.most_bytes <= limit and (not _is_auto(context) or is_same_link(found.exchange_s, context))
     return name, found if same else None
 

@@ -1,5 +1,4 @@
-// The kernels of whale_ops/gpu as host code, which the driver beside this launches: no part of the
-// core's test.
+// The kernels of whale_ops/gpu as host code, which driver.cc launches.
 #include <cstring>
 
 #include "whale_ops/core/collective/reduce.h"
@@ -42,3 +41,8 @@ inline unsigned short round_to_half(float x) {
 }  // namespace whale::cuda
 
 #include "whale_ops/gpu/kernels.cu"
+
+extern "C" {
+WHALE_EXPORT size_t copy_argument_bytes = sizeof(whale::cuda::CopyArguments);
+WHALE_EXPORT size_t reduce_argument_bytes = sizeof(whale::cuda::ReduceArguments);
+}

@@ -1,0 +1,103 @@
+"""The host's GPUs: what TensorFlow sees of them, and that they show what a library for GPUs gets wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import warm_python
+from tests.host_gpu.build import ROOT, HostGpu, build_host_cuda, build_plugin
+
+_LOOK = """
+import json, time
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.client import device_lib
+from tests.host_gpu.on_host_gpus import take_host_gpus
+
+take_host_gpus()
+for gpu in tf.config.list_physical_devices("GPU"):
+    tf.config.experimental.set_memory_growth(gpu, True)
+said = {"devices": [one.name for one in tf.config.list_logical_devices("GPU")]}
+said["memory"] = [one.memory_limit >> 20 for one in device_lib.list_local_devices() if one.device_type == "GPU"]
+
+def train(device):
+    with tf.device(device):
+        w = tf.Variable(tf.random.stateless_normal((30, 4), [1, 2], dtype=tf.float64))
+        x = tf.random.stateless_normal((12, 30), [1, 3], dtype=tf.float64)
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(tf.tanh(x @ w) - 1.0))
+            w.assign_sub(0.5 * tape.gradient(loss, w))
+            return loss
+
+        return [float(step()) for _ in range(3)], w.device
+
+(on_host, _), *on_gpus = [train(device) for device in ("/CPU:0", "/GPU:0", "/GPU:1")]
+said["equal"] = [np.allclose(losses, on_host, rtol=1e-14) for losses, _ in on_gpus]
+said["places"] = [device[-5:] for _, device in on_gpus]
+
+def seconds(device):
+    with tf.device(device):
+        x = tf.random.normal((400, 400))
+        product = tf.function(lambda: x @ x @ x)
+        product()
+        tf.test.experimental.sync_devices()
+        start_s = time.perf_counter()
+        for _ in range(20):
+            product()
+        tf.test.experimental.sync_devices()
+        return time.perf_counter() - start_s
+
+said["slower"] = seconds("/GPU:1") / seconds("/GPU:0")
+
+print(json.dumps(said))
+"""
+
+
+def environment(*gpus: HostGpu) -> dict[str, str]:
+    """Variables of a process with these GPUs."""
+    build_plugin()
+    inherited = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {**inherited, **build_host_cuda().variables(*gpus), "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def test_tensorflow_computes_on_unequal_gpus(tmp_path: Path) -> None:
+    script = tmp_path / "look.py"
+    script.write_text(_LOOK)
+    gpus = HostGpu(600 << 20, name="A"), HostGpu(300 << 20, slowness=6.0, name="B")
+    variables = {**environment(*gpus), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [warm_python(), str(script)], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["devices"] == ["/device:GPU:0", "/device:GPU:1"]
+    assert said["equal"] == [True, True] and said["places"] == ["GPU:0", "GPU:1"]
+    assert said["slower"] > 1.5, "kernels of the second one take six times as long"
+    first, second = said["memory"]
+    assert 300 < first <= 600 - 225 and 30 < second <= 300 - 225, "TensorFlow leaves 225 MiB of a small GPU to CUDA"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["--late-us", "20000", "--kinds", "all_reduce", "send"],
+        pytest.param([], marks=pytest.mark.long),
+    ],
+    ids=["short", "all"],
+)
+def test_faults_of_a_library_for_gpus_are_found(chosen: list[str]) -> None:
+    """Missing waits, marks that come too early or on another stream, results that are taken too early."""
+    command = [warm_python(), "-m", "tests.host_gpu.exchanges", *chosen]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    last = re.fullmatch(r"found (\d+) of (\d+) planted faults; 0 cases .*", done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and last is not None and last[1] == last[2], done.stdout + done.stderr
+    assert int(last[2]) >= (24 if chosen else 140)
