@@ -134,9 +134,9 @@ def copy(text: str, root: Root, roots: dict[str, Root]) -> None:
         return
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():
-        place = root.path / target.strip("/") / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, place)
+        copied = root.path / target.strip("/") / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copied)
 
 
 def find_python(base: str) -> str:
@@ -153,7 +153,10 @@ def find_python(base: str) -> str:
 @contextmanager
 def own_mounts() -> Iterator[Path]:
     """Gives a folder for roots; where nobody else sees what is mounted, and all of it ends with this process."""
-    os.unshare(os.CLONE_NEWNS) if hasattr(os, "unshare") else _unshare_mounts()
+    if sys.version_info >= (3, 12):
+        os.unshare(os.CLONE_NEWNS)
+    else:
+        _unshare_mounts()
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     folder = Path(tempfile.mkdtemp(prefix="images_", dir="/var/tmp"))
     try:

@@ -198,8 +198,8 @@ def main() -> None:
     options = parser.parse_args()
     order = [size.title for size in SIZES], [library.title for library in LIBRARIES]
     if options.redraw:
-        found = report.read(options.redraw / "communication.json")
-        report.plot(found, *order, options.redraw / "communication.svg")
+        kept = report.read(options.redraw / "communication.json")
+        report.plot(kept, *order, options.redraw / "communication.svg")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -86,7 +86,7 @@ def plot(results: Sequence[Result], sizes: Sequence[str], libraries: Sequence[st
 
 def read(data: Path) -> list[Result]:
     """Returns what communication.json has."""
-    return [Result(*row[:3], tuple(row[3])) for row in json.loads(data.read_text())]
+    return [Result(ranks, size, library, tuple(s)) for ranks, size, library, s in json.loads(data.read_text())]
 
 
 def write(

@@ -80,7 +80,7 @@ def build_driver() -> Path:
 def build_plugin() -> Path:
     """Compiles TensorFlow's devices; the library's path."""
     version = build.find_tensorflow_version()
-    folder, library = build._find_tensorflow()
+    folder, library = build.find_tensorflow().folder, build.FRAMEWORK_LIBRARY
     cuda = build_driver()
     flags = (
         "-D_GLIBCXX_USE_CXX11_ABI=1",

@@ -306,7 +306,7 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None:
         device_exchange.start_device_exchange(config, place, size, comms)
         if process.context.has_other_processes:
-            process.context.own_gpu = device_exchange.find_own_gpu(comms[0])
+            process.context.own_gpu = device_exchange.find_own_gpu(process.context.comms[0])
     for comm in comms:
         configure_communicator(comm, config)
     return process.context
