@@ -79,8 +79,8 @@ def run_command(given: argparse.Namespace) -> int:
 
 def _fit(given: argparse.Namespace) -> int:
     """Fits a stack to a file of measured steps; prints how well."""
-    if given.job or given.measured or given.profile or given.trace:
-        given.wrong("--fit is for measured rows, without a job file, --measured, --profile or --trace")
+    if given.job or given.measured or given.profile or given.trace or given.network:
+        given.wrong("--fit is for measured rows, without a job file, --measured, --profile, --trace or --network")
     if given.out is None:
         given.wrong("--out says where the fitted stack is written")
     require_readable(given.fit, given.cluster)
