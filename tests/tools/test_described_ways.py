@@ -125,7 +125,7 @@ def test_evaluators_answer_in_one_form() -> None:
 
 def test_what_fits_nowhere_says_what_would_help() -> None:
     tiny = cluster_file.parse("name: tiny\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]")
-    with pytest.raises(PlanError, match=r"(?s)in no way.*use more ranks"):
+    with pytest.raises(PlanError, match=r"(?s)does not fit.*use more ranks"):
         found_for(f.Classifier(classes=20_000_000, features=512, batch=64), tiny, 20.0)
 
 
