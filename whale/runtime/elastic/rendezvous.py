@@ -25,7 +25,7 @@ from whale.runtime.elastic.agreement import LoneCommunicator, gather_bytes, send
 from whale.runtime.elastic.requirements import count_hosts_left, find_fitting_changes
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.runtime.variables.variable_store import VariableStore
-from whale.started import GROWS_VARIABLE, PEERS_VARIABLE, ProcessPlace, joins
+from whale.started import APART_VARIABLE, GROWS_VARIABLE, PEERS_VARIABLE, ProcessPlace, joins
 
 
 class ElasticRun(Protocol):
@@ -76,6 +76,8 @@ class RankGroup:
         self._made = [(comm, self.members) for comm in context.comms]
         self._datasets: weakref.WeakSet[Any] = weakref.WeakSet()
         self.door = None if apart is None else apart.door
+        if self.door is not None and APART_VARIABLE not in os.environ:  # else it is there for further runs
+            context.hooks.at_end.append(self.door.close)
         if self.door is None and GROWS_VARIABLE in os.environ:
             self.door = RankListener(os.environ[PEERS_VARIABLE], context.config["fault.freeze_s"])
             self._watch.tell({"address": self.door.address})

@@ -24,8 +24,8 @@ constexpr int64_t kBrokenGraceNs = 3'000'000'000;
 constexpr int kEvents = 64;
 // Of a payload that is sent without being asked for; what is larger is not waited for by others.
 constexpr uint64_t kMostEagerBytes = 1 << 20;
-// That a rank may have of another one without having asked for it.
-constexpr uint64_t kWindowBytes = 8 << 20;
+// That a rank may have of another one without having asked for it, and of all others.
+constexpr uint64_t kWindowBytes = 8 << 20, kWindowsBytes = 128 << 20;
 // Parts of a pulled payload: messages and parts of others go in between.
 constexpr uint64_t kPartBytes = 1 << 20;
 // Read from one rank until others have their turn.
@@ -99,7 +99,7 @@ class SocketTransport final : public Transport {
     }
     const bool inlined = header.bytes <= kInlineBytes;
     const bool eager = !inlined && header.bytes <= kMostEagerBytes &&
-                       peer.sent + header.bytes - peer.taken_there <= kWindowBytes;
+                       peer.sent + header.bytes - peer.taken_there <= window_bytes_;
     Frame frame;
     frame.note_bytes = static_cast<uint32_t>(note.size());
     frame.header = header;
@@ -412,7 +412,7 @@ class SocketTransport final : public Transport {
     const uint64_t cookie = found->second.dropped ? 0 : found->second.cookie;
     if ((token & kHere) != 0) peer->taken += found->second.bytes;
     peer->incoming.erase(found);
-    if (peer->taken - peer->told > kWindowBytes / 4 && !peer->broken) {
+    if (peer->taken - peer->told > window_bytes_ / 4 && !peer->broken) {
       Frame frame;
       frame.kind = FrameKind::kTaken;
       put(peer, frame);
@@ -500,6 +500,8 @@ class SocketTransport final : public Transport {
   const int rank_;
   std::vector<Peer> peers_;
   const int events_;
+  const uint64_t window_bytes_ =
+      std::clamp<uint64_t>(kWindowsBytes / peers_.size(), kMostEagerBytes, kWindowBytes);
   uint64_t next_token_ = 1;
   std::vector<uint64_t> gone_;  // cookies of payloads that have left this memory
 };
