@@ -9,6 +9,7 @@ untried. Then the image's own command runs, `whale doctor --quick`, and a traini
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -153,10 +154,7 @@ def find_python(base: str) -> str:
 @contextmanager
 def own_mounts() -> Iterator[Path]:
     """Gives a folder for roots; where nobody else sees what is mounted, and all of it ends with this process."""
-    if sys.version_info >= (3, 12):
-        os.unshare(os.CLONE_NEWNS)
-    else:
-        _unshare_mounts()
+    _unshare_mounts()
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     folder = Path(tempfile.mkdtemp(prefix="images_", dir="/var/tmp"))
     try:
@@ -167,9 +165,8 @@ def own_mounts() -> Iterator[Path]:
 
 
 def _unshare_mounts() -> None:
-    import ctypes
-
-    if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):  # CLONE_NEWNS; os.unshare is of Python 3.12
+    """Gives this process mounts of its own."""
+    if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):  # CLONE_NEWNS
         sys.exit(f"no mount namespace: {os.strerror(ctypes.get_errno())}; run this as root")
 
 

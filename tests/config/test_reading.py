@@ -12,7 +12,7 @@ import pytest
 
 from whale.config import Config, Mesh
 from whale.config.keys import KEYS, SECTIONS
-from whale.config.reading import SETTINGS_VARIABLE, nearest, read_settings
+from whale.config.reading import _OF_DEEPSPEED, SETTINGS_VARIABLE, nearest, read_settings
 from whale.errors import ConfigError
 
 pytestmark = pytest.mark.core
@@ -197,6 +197,21 @@ def test_an_old_or_unknown_name_suggests_what_does_the_same() -> None:
         ("", ""),
     ):
         assert nearest(name) == meant, name
+
+
+def test_a_file_of_deepspeed_s_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    for text, here in (
+        ('{"zero_optimization": {"stage": 2}}', "memory.zero"),
+        ('{"bf16": {"enabled": true}}', "bfloat16"),
+    ):
+        path.write_text(text)
+        with pytest.raises(
+            ConfigError, match=rf"is a field of DeepSpeed's configuration(.|\n)*{here}(.|\n)*whale config"
+        ):
+            Config(environment={"WHALE_CONFIG": str(path)})
+    named = {word for said in _OF_DEEPSPEED.values() for word in re.findall(r"\w+\.\w+", said)}
+    assert named <= {key.name for key in KEYS}
 
 
 def test_a_mesh_is_an_object_in_code_and_text_elsewhere(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.helpers import MEET, Launcher
+from whale.launcher import script
 from whale.launcher.job import output
 from whale.launcher.job.output import Printer
 from whale.launcher.protocol import HELLO_LIMIT_BYTES, FrameKind, Unpacker, pack
@@ -135,3 +136,11 @@ def test_output_may_arrive_together_with_the_greeting() -> None:
     ]
     with pytest.raises(ValueError, match="limit"):
         Unpacker(first_bytes=HELLO_LIMIT_BYTES).feed(pack(FrameKind.STDOUT, large))
+
+
+@pytest.mark.parametrize("name, says", [("horovod.tensorflow", "write whale.horovod"), ("epl", "whale.epl as epl")])
+def test_a_package_whose_interface_whale_has_is_named(name: str, says: str) -> None:
+    missing = ModuleNotFoundError(f"No module named {name!r}", name=name)
+    assert says in script._describe(missing).splitlines()[-1]
+    other = ModuleNotFoundError("No module named 'mine.horovod'", name="mine.horovod")
+    assert "next" not in script._describe(other) and "next" not in script._describe(ValueError("horovod"))

@@ -144,6 +144,24 @@ def test_a_step_that_is_compiled_for_every_batch() -> None:
     assert worst.what == "steps are compiled, train_step 6 times" and "drop_remainder" in worst.action
 
 
+def test_a_script_with_steps_of_its_own() -> None:
+    """Of a script for Horovod the trace has exchanges and no steps."""
+    run = Run(2, 1000.0)
+    for rank in range(2):
+        run.inside(rank, "wh.init", "init", 500.0)
+    for _ in range(20):
+        run.step([10.0, 40.0], moves_ms=2.0)
+    for rank in range(2):
+        run.inside(rank, "wh.shutdown", "end", 100.0)
+    run.events = [event for event in run.events if event["cat"] != "step" and "train_step" not in event["name"]]
+    ranks = divide_time(run.events)
+    assert {kind: ranks[0].kinds_s[kind] for kind in ("waits", "moves", "script")} == pytest.approx(
+        {"waits": 0.6, "moves": 0.04, "script": 0.2}
+    )
+    costs = {cost.what.partition(" (")[0]: cost for cost in list_costs(ranks)}
+    assert "whose script takes 800.0 ms in all, the others 200.0 ms" in costs["the ranks wait for rank 1"].what
+
+
 def test_a_trace_that_was_cut_off_in_a_step() -> None:
     run = _begun(2)
     run.step([20.0, 20.0])
@@ -154,4 +172,4 @@ def test_a_trace_that_was_cut_off_in_a_step() -> None:
     assert ranks[0].end_s == pytest.approx(run.now_ms[0] / 1e3) and ranks[0].kinds_s["computes"] > 0.5
     with pytest.raises(PlanError, match="nothing of the run's ranks is in the trace"):
         format_costs([{"name": "rank 1 failed", "ph": "i", "pid": 1, "tid": 1, "ts": 1.0}], "out.json", 80)
-    assert "No step was called." in bottlenecks.format_costs(run.events[:2], "out.json", 80)
+    assert "No step of Whale's was called" in bottlenecks.format_costs(run.events[:2], "out.json", 80)

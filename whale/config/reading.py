@@ -110,6 +110,20 @@ class Config(Mapping[str, Any]):
 _BY_NAME = {key.name: key for key in KEYS}
 # Keys as scripts of the first Whale write them.
 _BARE = {"num_micro_batch": "pipeline.micro_batches", "num_task_graph": "pipeline.stages"}
+# What fields of DeepSpeed's configuration are here, by their first words.
+_THE_SCRIPTS = "nothing: it is the script's own, written for one device"
+_OF_DEEPSPEED = {
+    "train_batch_size": "nothing: the script's batch is the global one",
+    "train_micro_batch_size_per_gpu": "pipeline.micro_batches, a number of parts of the global batch",
+    "gradient_accumulation_steps": "pipeline.micro_batches",
+    "zero_optimization": "memory.zero for its stage, memory.offload for what it offloads",
+    "fp16": "precision.compute_dtype: float16",
+    "bf16": "precision.compute_dtype: bfloat16",
+    "activation_checkpointing": "memory.recompute",
+    "optimizer": _THE_SCRIPTS,
+    "scheduler": _THE_SCRIPTS,
+    "gradient_clipping": _THE_SCRIPTS,
+}
 
 
 def _known(name: object, origin: str) -> Key:
@@ -117,6 +131,14 @@ def _known(name: object, origin: str) -> Key:
         return _BY_NAME[_BARE[name]]
     if isinstance(name, str) and name in _BY_NAME:
         return _BY_NAME[name]
+    theirs = _OF_DEEPSPEED.get(str(name).partition(".")[0])
+    if theirs is not None:
+        raise ConfigError(
+            f"{name!r} is a field of DeepSpeed's configuration, and no key of Whale's",
+            source=origin,
+            expected=theirs,
+            action="write a file of Whale's keys; `whale config` asks a few questions and does (docs/migration.md)",
+        )
     near = nearest(str(name))
     raise ConfigError(
         f"unknown configuration key {name!r}",

@@ -16,6 +16,13 @@ from whale.imports import Finder, Load
 from whale.ir.collector import suspend_garbage_collection
 from whale.launcher.protocol import TEXT_LIMIT
 
+# What scripts import of libraries whose interface Whale has.
+_OWN_INTERFACES = {
+    "horovod": "write whale.horovod for horovod (`import whale.horovod.tensorflow.keras as hvd`): the script then runs "
+    "without it; see docs/guides/horovod.md",
+    "epl": "write `import whale.epl as epl`: the script then runs without it; see docs/guides/epl.md",
+}
+
 
 def run_script(target: str, arguments: list[str], as_module: bool, report: int) -> int:
     """Runs a script (or module) as ``__main__`` in this process.
@@ -87,7 +94,13 @@ def _describe(error: BaseException) -> str:
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, frames)
         return ""
-    return "".join(traceback.format_exception(type(error), error, frames))
+    return "".join(traceback.format_exception(type(error), error, frames)) + _advise(error)
+
+
+def _advise(error: BaseException) -> str:
+    """Returns what to import in the place of a package that is not there, where Whale has its interface; else ""."""
+    package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"  next: {_OWN_INTERFACES[package]}\n" if package in _OWN_INTERFACES else ""
 
 
 def _is_ours(frames: TracebackType) -> bool:

@@ -174,55 +174,72 @@ def divide_time(events: Sequence[Event]) -> dict[int, RankTime]:
                 time.calls_s[span.name.rpartition(" ")[0]].append(span.own_s)
             else:
                 time.kinds_s[span.kind] += span.own_s
-        _divide_steps(time, [span for span in spans if span.kind == "step"], exchanges[rank], last)
+        ordered = sorted(exchanges[rank], key=lambda exchange: exchange.start_s)
+        _divide_steps(time, [span for span in spans if span.kind == "step"], ordered, last)
+        if not time.calls_s:  # a script with steps of its own, as Horovod's are
+            begun_s = max(span.end_s for span in spans if span.kind == "init") if time.kinds_s.get("init") else 0.0
+            _divide_stretch(time, begun_s, time.end_s, ordered, last)
         time.kinds_s["script"] = max(0.0, time.end_s - sum(time.kinds_s.values()))
     return found
 
 
 def _divide_steps(
-    time: RankTime, steps: Sequence[Span], exchanges: Sequence[Exchange], last: Mapping[tuple[str, str, int], int]
+    time: RankTime, steps: Sequence[Span], ordered: Sequence[Exchange], last: Mapping[tuple[str, str, int], int]
 ) -> None:
     """Adds the time of a rank's steps: first calls, computation, waits and moves."""
     seen: dict[str, int] = defaultdict(int)
-    ordered = sorted(exchanges, key=lambda exchange: exchange.start_s)
-    starts = [exchange.start_s for exchange in ordered]
     for step in steps:
         program = step.name.rpartition(" ")[0]
         seen[program] += 1
         if seen[program] <= FIRST:
             time.kinds_s["first"] += step.own_s
-            continue
-        computes_s = step.own_s
-        inside = ordered[bisect.bisect_left(starts, step.start_s) : bisect.bisect_right(starts, step.end_s)]
-        for start_s, end_s, exchange, moves in _sweep(inside, step.end_s):
-            seconds = end_s - start_s
-            computes_s -= seconds
-            came_last = last.get(exchange.meeting, exchange.rank)
-            if moves or came_last == exchange.rank:
-                time.kinds_s["moves"] += seconds
-                moved_s, sent_bytes = time.moved.get(exchange.key, (0.0, 0.0))
-                time.moved[exchange.key] = moved_s + seconds, sent_bytes
-            else:
-                time.kinds_s["waits"] += seconds
-                time.blamed_s[came_last] += seconds
-                time.staged_s += seconds * (exchange.kind in ("Send", "Recv"))
-        for exchange in inside:
+        else:
+            exchanged_s = _divide_stretch(time, step.start_s, step.end_s, ordered, last)
+            time.kinds_s["computes"] += max(0.0, step.own_s - exchanged_s)
+
+
+def _divide_stretch(
+    time: RankTime,
+    begin_s: float,
+    end_s: float,
+    ordered: Sequence[Exchange],
+    last: Mapping[tuple[str, str, int], int],
+) -> float:
+    """Adds what exchanges wait and move in a stretch of a rank's time; returns the seconds of both."""
+    first = bisect.bisect_left(ordered, begin_s, key=lambda exchange: exchange.start_s)
+    inside = ordered[first : bisect.bisect_right(ordered, end_s, key=lambda exchange: exchange.start_s)]
+    exchanged_s = 0.0
+    for from_s, until_s, exchange, moves in _sweep(inside, end_s):
+        seconds = until_s - from_s
+        exchanged_s += seconds
+        came_last = last.get(exchange.meeting, exchange.rank)
+        if moves or came_last == exchange.rank:
+            time.kinds_s["moves"] += seconds
             moved_s, sent_bytes = time.moved.get(exchange.key, (0.0, 0.0))
-            time.moved[exchange.key] = moved_s, sent_bytes + exchange.sent_bytes
-        time.kinds_s["computes"] += max(0.0, computes_s)
+            time.moved[exchange.key] = moved_s + seconds, sent_bytes
+        else:
+            time.kinds_s["waits"] += seconds
+            time.blamed_s[came_last] += seconds
+            time.staged_s += seconds * (exchange.kind in ("Send", "Recv"))
+    for exchange in inside:
+        moved_s, sent_bytes = time.moved.get(exchange.key, (0.0, 0.0))
+        time.moved[exchange.key] = moved_s, sent_bytes + exchange.sent_bytes
+    return exchanged_s
 
 
 def _sweep(exchanges: Sequence[Exchange], until_s: float) -> Iterator[tuple[float, float, Exchange, bool]]:
-    """Yields stretches of time with exchanges under way: from, to, one of them, and whether bytes move in it.
+    """Yields stretches of time with exchanges, in order, under way: from, to, one of them, and whether bytes move.
 
     It is one in which bytes move, where there is one, else the one that began first.
     """
     times = sorted({min(t, until_s) for e in exchanges for t in (e.start_s, e.come_s, e.end_s)})
-    coming = sorted(exchanges, key=lambda exchange: exchange.start_s)
+    coming = iter(exchanges)
+    following = next(coming, None)
     under_way: list[Exchange] = []
     for start_s, end_s in itertools.pairwise(times):
-        while coming and coming[0].start_s <= start_s:
-            under_way.append(coming.pop(0))
+        while following is not None and following.start_s <= start_s:
+            under_way.append(following)
+            following = next(coming, None)
         under_way = [exchange for exchange in under_way if exchange.end_s > start_s]
         if under_way:
             moving = next((exchange for exchange in under_way if exchange.come_s <= start_s), None)
@@ -274,12 +291,12 @@ def _describe_moves(ranks: Mapping[int, RankTime], seconds: float) -> Cost:
         for key, (moved_s, sent_bytes) in time.moved.items():
             moved[key][0] += moved_s
             moved[key][1] += sent_bytes
-    calls = max(1, sum(time.later_calls for time in ranks.values()))
+    calls = sum(time.later_calls for time in ranks.values())
     most = max(moved, key=lambda key: moved[key][0], default="")
     sent_bytes = sum(one[1] for one in moved.values())
     return Cost(
         seconds,
-        f"bytes move between the ranks: {format_bytes(sent_bytes / calls)} a call from each, "
+        f"bytes move between the ranks: {format_bytes(sent_bytes / (calls or len(ranks)))} {_unit(ranks)} from each, "
         f"most of the time in {most!r}",
         "communication.wire_dtype=bfloat16 sends half of it, `wh.split` leaves large weights where they are, more rows "
         "a step make it rarer; `whale plan` lists what moves, largest first",
@@ -326,7 +343,7 @@ def _explain_slow_rank(ranks: Mapping[int, RankTime], slow: int, part: float) ->
     if more[kind] < _SAME * step_s:
         return what, f"rank {slow} takes no longer in any part of a step: look at how it is connected to the others"
     figures = (
-        f"{format_seconds(each(ranks[slow], kind))} a call, the others "
+        f"{format_seconds(each(ranks[slow], kind))} {_unit(ranks)}, the others "
         f"{format_seconds(statistics.fmean(each(time, kind) for time in others))}"
     )
     if kind == "computes":
@@ -348,7 +365,7 @@ def _describe_steps(ranks: Mapping[int, RankTime]) -> list[str]:
     """Returns lines about the calls of programs: how many, how long, and what a call is made of."""
     first = next(iter(ranks.values()))
     if not first.calls_s:
-        return ["No step was called."]
+        return ["No step of Whale's was called: what the script computes counts as its own time."]
     name = first.main_program
     taken = [seconds for time in ranks.values() for seconds in (time.calls_s[name][FIRST:] or time.calls_s[name])]
     lines = [
@@ -409,6 +426,11 @@ def _read_exchanges(events: Sequence[Event]) -> Iterator[Exchange]:
             come_s = min(end_s, start_s + waits_s)
             kind, sent_bytes = event.get("cat", ""), float(args.get("wire_bytes", 0.0))
             yield Exchange(event["pid"], kind, str(args["key"]), args["call"], start_s, come_s, end_s, sent_bytes)
+
+
+def _unit(ranks: Mapping[int, RankTime]) -> str:
+    """Returns what figures of a rank are of: a call of a step, or the run where the script has steps of its own."""
+    return "a call" if any(time.later_calls for time in ranks.values()) else "in all"
 
 
 def _count(number: int, what: str) -> str:

@@ -60,7 +60,8 @@ class CheckpointManager:
 
     Raises:
       ClusterError: made before ``wh.init``.
-      CheckpointError: TensorFlow does not know the store, or the first rank cannot use the directory.
+      CheckpointError: no tf.train.Checkpoint is given, TensorFlow does not know the store, or the first rank cannot use
+        the directory.
       ValueError: ``max_to_keep`` is not positive, or an interval without a counter.
     """
 
@@ -78,6 +79,13 @@ class CheckpointManager:
         asynchronous: bool = False,
     ):
         self._context: Context = require_current("wh.CheckpointManager")
+        if not isinstance(checkpoint, (tf.train.Checkpoint, tf.compat.v1.train.Checkpoint)):
+            raise CheckpointError(
+                "wh.CheckpointManager is given no tf.train.Checkpoint",
+                given=type(checkpoint).__name__,
+                expected="a tf.train.Checkpoint of what is saved",
+                action="write wh.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=optimizer), folder, ...)",
+            )
         if max_to_keep is not None and max_to_keep <= 0:
             raise ValueError(f"max_to_keep must be positive or None, not {max_to_keep}")
         if checkpoint_interval is not None and step_counter is None:
