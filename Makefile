@@ -15,7 +15,7 @@
 # make gpu-bundle      all that make gpu installs, for a machine without a network (GPU_PYTHON=3.12: its Python;
 #                      make gpu-bundle-list: only names it)
 # make sanitize        the core under the thread and the address sanitizer
-# make docs            the pages as a site in build/docs, every link checked
+# make docs            the pages as a site in build/docs; checks links, the pages' code, and the site in a browser
 # make wheels          the wheel for all TensorFlows, in dist: it needs no compiler to install
 # make test-wheels     installs it as another user would, without a compiler, beside three TensorFlows, and runs it
 # make lint            ruff, mypy, clang-format, clang-tidy    make clean            removes everything that make made
@@ -141,9 +141,20 @@ gpu-bundle-list: $(VENV)/.installed
 sanitize: $(VENV)/.installed
 	@$(RUN) -m tests.whale_ops.sanitize
 
-# Warnings, of links above all, are errors.
-docs: $(VENV)/.docs build
+# Warnings, of links above all, are errors. The site loads nothing from elsewhere: what draws its diagrams, and searches in
+# files, comes by npm where there is one, and is said to be missing where there is none.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs build build/site
 	@$(RUN) -m mkdocs build --quiet --strict
+	@$(RUN) -m tests.site build/docs
+	@$(RUN) -m pytest -q tests/test_docs.py tests/test_figures.py tests/test_blocks.py tests/test_tutorials.py
+
+build/site:
+	@mkdir -p $@
+	@if command -v npm >/dev/null; then \
+	  npm pack --silent --pack-destination $@ mermaid@11 iframe-worker@1 >/dev/null && \
+	  tar -xOzf $@/mermaid-11*.tgz package/dist/mermaid.min.js > $@/mermaid.min.js && \
+	  tar -xOzf $@/iframe-worker-1*.tgz package/shim/index.js > $@/iframe-worker.js; fi
 
 wheels: $(VENV)/.tensorflow
 	@$(RUN) -m whale_ops.build_wheel

@@ -17,6 +17,7 @@ import yaml
 
 import whale as wh
 from cost_model.cluster import cluster_file
+from tests import stand_ins
 from tests.launcher.helpers import ROOT
 from whale.cli import make_parser
 from whale.cli.cluster import EXAMPLE
@@ -54,6 +55,10 @@ class Around:
 
 MODEL = "wh.init()\nmodel, done, folder, steps = dense(4, 2), tf.Variable(0, dtype=tf.int64), 'saved', 2\n"
 LABELS = "tf.zeros(4, tf.int32)"
+TRACKED = (
+    "import os\nos.environ['MLFLOW_ALLOW_FILE_STORE'] = 'true'\nfrom tests.stand_ins import CALLS, stand_in\n"
+    "model = dense(8, 4); model.compile('sgd', 'mse')\nx, y = ones(128, 8).numpy(), ones(128, 4).numpy()\n"
+)
 AROUND = {
     "README.md": [Around("x, y = np.ones((128, 8), 'float32'), np.ones((128, 4), 'float32')")],
     "checkpoints.md": [
@@ -69,6 +74,12 @@ AROUND = {
             "programs = [partition_for_rank(program, plan, rank, 'c', None) for rank in (0, 1)]",
             "assert found.step_s > 0",
         ),
+    ],
+    "custom_loop.md": [
+        Around(
+            "x, y = np.ones((128, 8), 'float32'), np.zeros(128, 'int32')",
+            "assert np.isfinite(float(loss)) and wh.size() == 2",
+        )
     ],
     "data.md": [
         Around(
@@ -102,12 +113,30 @@ AROUND = {
         Around("wh.init()", "model.compile('sgd', 'mse'); model.fit(np.ones((4, 20)), np.ones((4, 1)), verbose=0)"),
     ],
     "keras.md": [Around("x, y = np.ones((512, 8), 'float32'), np.zeros(512, 'int32')")],
+    "largest_batch.md": [
+        Around(
+            "model = dense(8, 256, 4)\n"
+            "def step(x, y):\n"
+            "    with tf.GradientTape() as tape: loss = loss_of(model(x), tf.one_hot(y, 4))\n"
+            "    weights = model.trainable_weights\n"
+            "    optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))\n"
+            "    return loss",
+            "assert rows >= 1024 and count_peak_bytes(rows, 2) < limit_bytes <= count_peak_bytes(2 * rows, 2)",
+        )
+    ],
     "micro_batches.md": [
         Around(
             "wh.init({'memory.recompute': 'marked'})\nblock = dense(2, 2)", step="y = ones(4, 2)", value="y"
         )
     ],
-    "monitoring.md": [Around(after="logging.getLogger('whale').removeHandler(handler)")],
+    "monitoring.md": [
+        Around(after="logging.getLogger('whale').removeHandler(handler)"),
+        Around(TRACKED + "stand_in('wandb')", "assert [c[0] for c in CALLS] in ([], ['init', 'log', 'log', 'finish'])"),
+        Around(
+            TRACKED + "stand_in('mlflow')",
+            "assert [c[0] for c in CALLS] in ([], ['start_run', 'log_metrics', 'log_metrics', 'end_run'])",
+        ),
+    ],
     "pipeline.md": [
         Around(
             "first_half, second_half = dense(4, 3), dense(3, 2)\n"
@@ -144,6 +173,15 @@ AROUND = {
         ),
         Around(
             "attention, experts = dense(4, 4), dense(4, 4)", step="h = ones(8, 4)", value="tf.reduce_mean(h)", ranks=8
+        ),
+    ],
+    "tuning.md": [
+        Around(TRACKED + "stand_in('keras_tuner')", "assert best.values['width'] in range(8, 65) and wh.size() == 2"),
+        Around(
+            TRACKED + "stand_in('ray')\ndef train(rate): return (rate - 0.01) ** 2\n"
+            # Processes of a thread are those of tests/launcher/test_launch.py.
+            "wh.launch = lambda fn, args, np: [fn(*args)] * np",
+            "assert len(CALLS) in (0, 3)\ndel wh.launch",
         ),
     ],
 }  # fmt: skip
@@ -194,6 +232,7 @@ def test_a_block_runs(text: str, around: Around, tmp_path: Path, monkeypatch: py
         assert not end.code
     finally:
         wh.shutdown()
+        stand_ins.remove_all()
 
 
 def test_clusters_and_annotations_can_be_read() -> None:
@@ -207,7 +246,7 @@ def test_clusters_and_annotations_can_be_read() -> None:
 def test_command_lines_are_those_of_whale() -> None:
     seen = 0
     for page in PAGES:
-        for line in re.findall(r"^(?:    |\$ )?(whale [a-z]+ .*)$", page.read_text(), re.MULTILINE):
+        for line in re.findall(r"^(?: {4}| {8}|\$ )?(whale [a-z]+ .*)$", page.read_text(), re.MULTILINE):
             command = re.split(r"  +| \(or |&& |; ", line)[0]
             words = [re.sub(r"^\"?\$\w+\"?$", "2", word) for word in shlex.split(command, comments=True)]
             make_parser().parse_args(words[1:])  # SystemExit: no such verb or option

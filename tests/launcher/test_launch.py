@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import linecache
 import os
+import signal
+import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -22,6 +25,28 @@ def test_each_rank_returns_something(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert wh.launch(call, (5,), {"word": "a"}, np=2) == [{"value": 15 + rank, "word": "a"} for rank in range(2)]
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] here", "[1] here"]
+
+
+def test_in_a_thread_signals_stay_the_programs(capfd: pytest.CaptureFixture[str]) -> None:
+    """As Ray Tune calls a trial."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    found: list[object] = []
+
+    def fail() -> None:
+        raise KeyError("nothing here")
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            found.append(wh.launch(function, np=2))
+        except wh.ClusterError as error:
+            found.append(str(error))
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == before
+
+    for function in (lambda: int(os.environ["WHALE_RANK"]), fail):
+        thread = threading.Thread(target=run, args=(function,))
+        thread.start()
+        thread.join(60)
+    assert found[0] == [0, 1] and "exit code 1" in str(found[1])
 
 
 def test_a_function_that_fails(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ import selectors
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -147,7 +148,7 @@ class Job:
         others = [host.name for host in options.hosts if not host.is_local]
         self._local_names = {host.name for host in options.hosts if host.is_local}
         self._probe = StartProbe(others, listener.getsockname()[:2])
-        self._mpirun_gone_s = math.inf
+        self._mpirun_gone_s, self._hears_signals = math.inf, True
         self._wake, self._wake_writer = socket.socketpair()
         self._mpiruns: Mpiruns
         self._door: TokenListener
@@ -156,13 +157,18 @@ class Job:
     def run(self, starts: Sequence[MpirunStart]) -> int:
         """Starts the ranks by mpirun, and returns the exit code of the run once all of it has ended.
 
+        In another thread than the main one, which alone may, it leaves signals to the program.
+
         Raises:
             ClusterError: the ranks did not start.
         """
         for end in (self._wake, self._wake_writer, self._listener):
             end.setblocking(False)
-        previous_wake = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
-        previous = {number: signal.signal(number, lambda *_: None) for number in (*_SIGNALS, signal.SIGCHLD)}
+        previous: dict[int, Any] = {}
+        self._hears_signals = threading.current_thread() is threading.main_thread()
+        if self._hears_signals:
+            previous_wake = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+            previous = {number: signal.signal(number, lambda *_: None) for number in (*_SIGNALS, signal.SIGCHLD)}
         try:
             self._mpiruns = Mpiruns(starts, self._freeze_s)
             try:
@@ -181,7 +187,8 @@ class Job:
             finally:
                 self._end_processes()
         finally:
-            signal.set_wakeup_fd(previous_wake)
+            if self._hears_signals:
+                signal.set_wakeup_fd(previous_wake)
             for number, handler in previous.items():
                 signal.signal(number, handler)
             for source in (self._wake, self._wake_writer, self._selector):
@@ -218,7 +225,7 @@ class Job:
             deadlines_s = [*self._ending.deadlines_s, *self._lookout.deadlines_s, *self._door.deadlines_s]
             if not self._is_complete:
                 deadlines_s += [start_by_s, self._probe.find_deadline_s(begun_s)]
-            if self._mpiruns.has_ended or self._printer.has_pending:
+            if self._mpiruns.has_ended or self._printer.has_pending or not self._hears_signals:
                 deadlines_s.append(time.monotonic() + IDLE_S)
             ready = self._selector.select(max(0.0, min(deadlines_s) - time.monotonic()))
             self._look_after_mpirun()  # before the ranks' connections break for the same reason
