@@ -137,7 +137,7 @@ class Recording:
         for i, leaf in enumerate(tf.nest.flatten(result, expand_composites=True)):
             try:
                 self._note(f"{name} {self._calls[name]} [{i}]", np.asarray(leaf))
-            except (TypeError, ValueError, NotImplementedError):
+            except (TypeError, ValueError, NotImplementedError, tf.errors.OpError):
                 continue  # a resource, an object
 
     def _note(self, name: str, value: np.ndarray[Any, Any]) -> None:

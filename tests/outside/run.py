@@ -57,6 +57,9 @@ def main() -> None:
     if os.environ.get(FLOAT64):
         keras.backend.set_floatx("float64")
         source = in_float64(source)
+    shared = folder / plan  # which the ranks have in common, as a script's folder
+    shared.mkdir(exist_ok=True)
+    os.chdir(shared)
     if (program.parent / "prelude.py").exists():
         importlib.import_module("prelude")
     here = folder / f"{plan}-rank{rank}"
@@ -67,9 +70,6 @@ def main() -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     variables = vars(sys.modules["__main__"])
     variables |= {"__file__": str(script), **({} if wh is None else {"wh": wh})}
-    shared = folder / plan  # which the ranks have in common, as a script's folder
-    shared.mkdir(exist_ok=True)
-    os.chdir(shared)
     begin_s = time.process_time()
     exec(compile(source, script, "exec"), variables)
     recording.note_weights(variables)
