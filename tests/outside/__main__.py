@@ -1,7 +1,7 @@
 """``python -m tests.outside FOLDER [NAMES] [--plans replica ...] [--seconds 280] [--out docs/outside.md]``.
 
 Results are kept in the folder's ``results``; ``--out`` writes the table of all that are there. Programs that have
-results for every plan are not run again, unless they are named.
+results for every plan are not run again, unless with ``--again``; ``--seconds 0`` runs none, and writes the table.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.outside.table import (
     ROUNDED_LIMIT,
     Result,
     compare,
+    format_reasons,
     format_row,
     list_programs,
     read_results,
@@ -60,11 +61,10 @@ def main() -> int:
     asked = arguments.parse_args()
     programs, kept = list_programs(asked.folder.resolve()), asked.folder.resolve() / "results"
     end_s = time.monotonic() + asked.seconds
-    if asked.names:
-        programs = [one for name in asked.names for one in programs if one.name == name]
+    chosen = [one for name in asked.names for one in programs if one.name == name] or programs
     forkserver.open_folder()
     try:
-        for program in programs:
+        for program in chosen:
             known = {one.plan: one for one in read_results(program, kept)}
             plans = [plan for plan in asked.plans if asked.again or not {plan, ALONE} & set(known)]
             if time.monotonic() > end_s or (asked.plans and not plans):
@@ -89,7 +89,10 @@ def main() -> int:
         forkserver.close_folder()
     results = {program: read_results(program, kept) for program in programs}
     if asked.out:
-        asked.out.write_text(_HEAD + "".join(format_row(p, found) for p, found in results.items() if found))
+        shown = {program: found for program, found in results.items() if any(one.plan != ALONE for one in found)}
+        rows = "".join(format_row(program, found) for program, found in shown.items())
+        reasons = "".join(format_reasons(program, found) for program, found in shown.items())
+        asked.out.write_text(_HEAD + rows + (f"\n## What was refused\n\n{reasons}" if reasons else ""))
     everything = [one for found in results.values() for one in found]
     print(f"{sum(one.is_equal for one in everything)} of {len(everything)} equal themselves alone")
     return int(not all(one.is_equal for one in everything))

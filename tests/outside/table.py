@@ -179,6 +179,16 @@ def format_row(program: Program, results: Sequence[Result]) -> str:
     return f"| {program.name} | {program.source} | {program.unusual} | {precision} | {cells_text} {times}\n"
 
 
+def format_reasons(program: Program, results: Sequence[Result]) -> str:
+    """Returns a line for each plan under which the program ended with a message: the message's sentences."""
+    lines = ""
+    for one in results:
+        if one.plan != ALONE and one.problem:
+            said = one.problem[max(0, one.problem.rfind("Error: ") - 40) :].split()
+            lines += f"* {program.name}, {one.plan}: {' '.join(said)[:400]}\n"
+    return lines
+
+
 def _format_cell(result: Result | None) -> str:
     if result is None:
         return ""
