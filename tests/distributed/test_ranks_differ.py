@@ -11,7 +11,7 @@ from tests.launcher.helpers import Launcher
 # Words are numbered by their order in a set; tables and weights start alike, so that one process gives the same losses
 # in any order.
 PROGRAMS = """
-import os, random, sys, uuid
+import os, random, sys, time, uuid
 import keras, numpy as np, tensorflow as tf
 keras.config.set_floatx("float64")
 before = random.random(), np.random.default_rng().normal(size=(24, 5))
@@ -105,6 +105,17 @@ def seeded_by_process():
     made = keras.Sequential([layers.Dense(1)])
     made.compile("sgd", "mse")
     return made.fit(draw.normal(size=(24, 5)), y, verbose=0).history["loss"]
+def in_listed_order():
+    look_up = layers.StringLookup(vocabulary=words[:: 1 - 2 * wh.rank()])  # as os.listdir may list files
+    return losses(dataset(text).map(lambda t, y: (look_up(t), y)).batch(8))
+def by_time():
+    return losses(dataset(np.random.default_rng(time.time_ns()).integers(0, 9, size=(24, 5))).batch(8))
+def by_host():
+    name = f"host{wh.rank()}"  # as socket.gethostname() has it
+    return losses(dataset(np.full((24, 5), sum(map(ord, name)) % 9)).batch(8))
+def by_environment():
+    scale = float(os.environ["OMPI_COMM_WORLD_RANK"])
+    return losses(dataset(np.ones((24, 5), "int32")).map(lambda x, y: (x, y * scale)).batch(8))
 def drawn_after():
     rows = np.random.default_rng().integers(0, 9, size=(24, 5))
     return losses(dataset(rows).batch(8))
@@ -113,7 +124,8 @@ def drawn_by_tensorflow():
     return losses(dataset(rows).batch(8))
 def drawn_by_keras():
     return losses(dataset(np.array(keras.random.randint([24, 5], 0, 9))).batch(8))
-for call in (drawn_before, by_uuid, shuffled_by_process, seeded_by_process):
+for call in (drawn_before, by_uuid, shuffled_by_process, seeded_by_process, in_listed_order, by_time, by_host,
+             by_environment):
     told(call)
 keras.utils.set_random_seed(1)
 tf.random.set_seed(None)
@@ -151,7 +163,7 @@ def test_processes_with_other_hashes_hear_of_them(launcher: Launcher) -> None:
     found, stderr = said_by(launcher, PROGRAMS + OTHERS)
     assert stderr.count("Python's string hashes differ between the ranks") == 1, stderr
     alike = {"drawn_after", "drawn_by_tensorflow", "drawn_by_keras"}
-    assert len(found[0]) == 15
+    assert len(found[0]) == 19
     for said in found.values():
         for name, what in said.items():
             if name in alike:

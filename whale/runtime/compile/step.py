@@ -182,8 +182,16 @@ def _compiled(
         if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_description, context):
             ready = None
     if ready is None:
-        again = lambda: traced(True, drawing and drawing.repeat())  # noqa: E731
-        return _lowered(trace, local, parts, name, again, context, shared.streams, whole=shapes is not None)
+        return _lowered(
+            trace,
+            local,
+            parts,
+            name,
+            lambda: traced(True, drawing and drawing.repeat()),
+            context,
+            shared.streams,
+            whole=shapes is not None,
+        )
     return _taken(trace, ready, local, parts, layouts, name, context, shared.streams)
 
 
