@@ -39,12 +39,22 @@ TITLES = {
     "vit": "ViT, 4 x 256, 64 patches, batch 16",
     "dlrm": "DLRM, 26 tables of 10,000 x 16, batch 1,024",
     "lstm": "LSTM, 2 x 256, sequence 64, batch 16",
+    "lstm-layers": "LSTM layers alone, 2 x 256, sequence 64, batch 16",
     "fc": "FC 2048-2048-100000, batch 32",
 }
 # (cycle time in ms, fusion threshold in MiB); 5 and 128 are Horovod's own.
 HOROVOD_CANDIDATES = ((5, 128), (1, 128), (1, 16))
 # Memory of one process at its peak (TensorFlow keeps it), and which configurations share a set where not all fit.
-MEMORY_GB = {"resnet50": 1.4, "resnet50-amp": 1.4, "gpt": 1.0, "vit": 1.0, "dlrm": 0.8, "lstm": 1.0, "fc": 3.8}
+MEMORY_GB = {
+    "resnet50": 1.4,
+    "resnet50-amp": 1.4,
+    "gpt": 1.0,
+    "vit": 1.0,
+    "dlrm": 0.8,
+    "lstm": 1.0,
+    "lstm-layers": 0.8,
+    "fc": 3.8,
+}
 PRIORITY = ("horovod", "whale", "whale-split", "plain", "xla", "mirrored", "torch", "jax", "whale-horovod")
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted

@@ -79,6 +79,13 @@ def lstm(keras: Any) -> Any:
     return keras.Model(tokens, layers.Dense(WORDS)(hidden))
 
 
+def lstm_layers(keras: Any) -> Any:
+    """The recurrent layers alone, without words."""
+    layers = keras.layers
+    recurrent = [layers.LSTM(WIDTH, return_sequences=True) for _ in range(2)]
+    return keras.Sequential([layers.Input((LENGTH, WIDTH)), *recurrent, layers.Dense(10)])
+
+
 def dlrm(keras: Any) -> Any:
     """Products of all pairs of what the tables and the dense features give, as in arXiv:1906.00091."""
     layers = keras.layers
@@ -129,6 +136,10 @@ def _words_in_places(generator: np.random.Generator) -> tuple[Features, np.ndarr
     return (tokens, _places(16)), labels
 
 
+def _sequences(generator: np.random.Generator) -> tuple[Features, np.ndarray]:
+    return (_normal(generator, 16, LENGTH, WIDTH),), _below(generator, 10, 16, LENGTH)
+
+
 def _clicks(generator: np.random.Generator) -> tuple[Features, np.ndarray]:
     return (_normal(generator, 1024, DENSE), _below(generator, ROWS, 1024, TABLES)), _below(generator, 2, 1024)
 
@@ -144,5 +155,6 @@ WORKLOADS = {
     "vit": Workload(16, vit, _patches, "Adam"),
     "dlrm": Workload(1024, dlrm, _clicks, "SGD"),
     "lstm": Workload(16, lstm, _words, "Adam"),
+    "lstm-layers": Workload(16, lstm_layers, _sequences, "Adam"),
     "fc": Workload(32, wide, _features, "SGD"),
 }

@@ -19,7 +19,7 @@ from cost_model.kernels.collectives import COLLECTIVES, make_group, point_to_poi
 from cost_model.kernels.compute import SIZE_BYTES, find_rates, matmul_s, streaming_s
 from cost_model.kernels.op_work import Work
 from whale.errors import ClusterError
-from whale.ir.ops import CONTRACTIONS
+from whale.ir.ops import CONTRACTIONS, FUSED_LOOP
 from whale.ir.program import Node, Program
 
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
@@ -125,7 +125,9 @@ def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) ->
 
     def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
         def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
-            return one.start_s + max(does.flops / one.flops_per_s, does.moved_bytes / one.bytes_per_s), 0
+            return one.start_s + max(
+                does.flops / one.flops_per_s, does.moved_bytes / one.bytes_per_s
+            ), does.scratch_bytes
 
         return operation
 
@@ -221,6 +223,9 @@ def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[flo
             dtype = "float32"  # streams bytes, whatever they are
         if dtype not in known:
             known[dtype] = find_rates(device, dtype, entry.share)
+        if node.op == FUSED_LOOP:
+            compute_s = does.flops / known[dtype].matmul_flops_per_s
+            return max(compute_s, streaming_s(known[dtype], does.moved_bytes)), does.scratch_bytes
         if node.op in CONTRACTIONS and does.flops:
             out = node.outputs[0]
             columns = (out.shape or (1,))[-1] or 1

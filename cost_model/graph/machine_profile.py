@@ -19,7 +19,7 @@ from cost_model.graph.signature import signature
 from cost_model.graph.traffic import Exchange
 from cost_model.kernels.op_work import Work
 from whale.errors import ClusterError
-from whale.ir.ops import CONTRACTIONS, EINSUMS, MATMULS
+from whale.ir.ops import CONTRACTIONS, EINSUMS, FUSED_LOOP, MATMULS
 from whale.ir.program import Node, Program
 
 FORMAT_VERSION = 3
@@ -222,13 +222,15 @@ class Measured:
             return abs(moved) + abs(math.log((o.flops + 1024) / (does.flops + 1024)))
 
         near = min(known, key=far)
-        computes = {node.op, near.op} <= CONTRACTIONS and near.flops > 0
+        computes = {node.op, near.op} <= CONTRACTIONS | {FUSED_LOOP} and near.flops > 0
         ratio = does.flops / near.flops if computes else (does.moved_bytes + 4096) / (near.moved_bytes + 4096)
-        return max(near.seconds * ratio, self.table.node_s) * self.context, int(near.scratch_bytes * ratio)
+        return max(near.seconds * ratio, self.table.node_s) * self.context, does.scratch_bytes or int(
+            near.scratch_bytes * ratio
+        )
 
     def _alike(self, op: str) -> list[Operation]:
-        """Returns the measured matrix products if the op is one."""
-        products = MATMULS | EINSUMS
+        """Returns the measured matrix products if the op is one, or many."""
+        products = MATMULS | EINSUMS | {FUSED_LOOP}
         return [one for one in self.table.operations if one.op in products] if op in products else []
 
     def exchange_s(self, what: Exchange) -> float:

@@ -23,6 +23,7 @@ from whale.ir.ops import (
     CROSS_ENTROPIES,
     EINSUMS,
     FILTER_GRADIENTS,
+    FUSED_LOOP,
     LIST_PUTS,
     LIST_TAKES,
     LOOKUPS,
@@ -40,12 +41,15 @@ from whale.ir.values import TensorType, count_item_bytes
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a node: FLOPs, bytes read and written, launches (0: nothing runs, or only on the host)."""
+    """The work of a node: FLOPs, bytes read and written, launches (0: nothing runs, or only on the host), and bytes of
+    memory beside its results, where the node says so.
+    """
 
     flops: float = 0.0
     read_bytes: float = 0.0
     written_bytes: float = 0.0
     kernels: int = 0
+    scratch_bytes: int = 0
 
     @property
     def moved_bytes(self) -> float:
@@ -296,6 +300,12 @@ def _fused_elementwise(node: Node, inputs: Inputs) -> Work:
     return Work(_program_flops(node) * elements, read, written, 1)
 
 
+def _fused_loop(node: Node, inputs: Inputs) -> Work:
+    """Counts the work of all turns of a loop; tensors that stay the same are read again in each turn, from a cache."""
+    scratch_bytes = int(node.attrs["scratch_bytes"])
+    return Work(float(node.attrs["flops"]), _bytes(inputs), _bytes(node.outputs), 1, scratch_bytes)
+
+
 _TABLE: dict[str, Formula] = {
     **dict.fromkeys(_FREE, lambda node, inputs: NONE),
     **dict.fromkeys(_POINTWISE, _pointwise),
@@ -322,6 +332,7 @@ _TABLE: dict[str, Formula] = {
     "ScatterNd": _scatter,
     "WhaleUpdate": _fused_update,
     "WhaleElementwise": _fused_elementwise,
+    FUSED_LOOP: _fused_loop,
     "StridedSliceGrad": _slice_gradient,
 }
 

@@ -55,7 +55,7 @@ class Key:
         return self.name.partition(".")[0]
 
 
-KERNELS = ("updates", "elementwise", "convolutions", "products", "einsums", "padding", "nn")
+KERNELS = ("updates", "elementwise", "convolutions", "products", "einsums", "padding", "nn", "loops")
 
 KEYS: tuple[Key, ...] = (
     Key(
@@ -272,7 +272,8 @@ KEYS: tuple[Key, ...] = (
         "arithmetic, with the same results; with the same results but for rounding: elementwise: other arithmetic"
         " on elements; convolutions: small ones, as products of matrices; products: batches with one matrix in "
         "common, as one; einsums: batches of small products; padding: products that oneDNN's AVX2 code is slow "
-        "at; nn: losses of numbered classes and gradients of depthwise filters; empty = nothing",
+        "at; nn: losses of numbered classes and gradients of depthwise filters; loops: recurrent layers and other"
+        " loops of known length, by few operations; empty = nothing",
         choices=KERNELS,
     ),
     Key(

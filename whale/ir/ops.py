@@ -53,6 +53,8 @@ DATASET_LOOPS = _split_names("ReduceDataset ScanDataset")
 FRAMES = _split_names(
     "Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration"
 )
+# All turns of a loop, as the program of one operation.
+FUSED_LOOP = "WhaleLoop"
 # These decide which nodes run, and how often: they are laid out with their bodies or frames, not by a rule.
 CONTROL_FLOW = HAS_BODIES | CALLS | FRAMES | _split_names("For ControlTrigger")
 

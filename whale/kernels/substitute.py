@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from whale.ir.program import Program
 from whale.ir.text import format_program
 from whale.kernels.elementwise.fuse import fuse_elementwise
+from whale.kernels.loops.replace import replace_loops
 from whale.kernels.matmuls.batches import replace_batches
 from whale.kernels.matmuls.convolutions import replace_convolutions
 from whale.kernels.matmuls.einsums import replace_einsums
@@ -69,6 +70,12 @@ def _exchange_on_devices(programs: Programs, context: RewriteContext) -> Program
 
 # What a rank computes, and in which order. All replace operations by others that compute the same.
 KERNELS: tuple[_RewritePass, ...] = (
+    Pass(
+        "loops",
+        "computes loops of known length by few operations",
+        _apply_to_each(lambda p: replace_loops(p)),
+        _make_condition("loops"),
+    ),
     Pass(
         "convolutions",
         "computes small convolutions as products of matrices",

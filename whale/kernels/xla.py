@@ -29,12 +29,12 @@ def change_other_graphs(program: Program, change: Callable[[Program], Program]) 
     """
     if not program.functions:
         return change(program)
-    compiled = _find_compiled(program)
+    compiled = find_compiled(program)
     functions = {name: one if name in compiled else change(one) for name, one in program.functions.items()}
     return change(program.replace_nodes(program.nodes, functions=functions))
 
 
-def _find_compiled(program: Program) -> set[str]:
+def find_compiled(program: Program) -> set[str]:
     """Returns the functions that XLA compiles, and those called from them."""
     graphs = (program, *program.functions.values())
     compiled = (node for graph in graphs for node in graph.nodes if node.attrs.get(COMPILED))

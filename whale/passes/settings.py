@@ -149,6 +149,7 @@ class FuseSettings:
       einsums: batches of other products, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
       padding: matrix products, by wider ones (see ``whale.kernels.matmuls.padding``).
       nn: ops for which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
+      loops: loops of known length, by few operations (see ``whale.kernels.loops``).
     """
 
     updates: bool = False
@@ -158,6 +159,7 @@ class FuseSettings:
     einsums: bool = False
     padding: bool = False
     nn: bool = False
+    loops: bool = False
 
     @classmethod
     def all_on(cls) -> FuseSettings:

@@ -20,6 +20,7 @@ void require(bool condition, const std::string& what) {
 int main(int count, char** arguments) {
   schedules();
   products();
+  loops();
   for (const int size : {1, 2, 3, 5}) sums(size);
   disagreement();
   abort_while_waiting();

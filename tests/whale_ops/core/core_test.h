@@ -17,6 +17,9 @@ void schedules();
 // core_test_products.cc: products of small matrices, by each code that this processor has.
 void products();
 
+// core_test_loops.cc: turns of a loop, by each code that this processor has.
+void loops();
+
 // core_test_ranks.cc: ranks as threads over the in-process transport.
 void sums(int size);
 void disagreement();

@@ -24,7 +24,7 @@ void steps(Lies lies, int64_t rows, int64_t columns, int64_t* down, int64_t* acr
 }
 
 template <typename T>
-void one_product(whale::ProductCode code, int64_t rows, int64_t columns, int64_t summed,
+void one_product(whale::ProcessorCode code, int64_t rows, int64_t columns, int64_t summed,
                  Lies left_lies, Lies right_lies) {
   ProductSizes sizes{{rows, 0, 0, columns + 1}, {columns, 0, 0, 1}, {summed, 0, 0, 0}};
   steps(left_lies, rows, summed, &sizes.rows.left, &sizes.summed.left);
@@ -59,8 +59,8 @@ void one_product(whale::ProductCode code, int64_t rows, int64_t columns, int64_t
 }  // namespace
 
 void products() {
-  require(!whale::product_codes().empty(), "any processor has a code");
-  for (const whale::ProductCode code : whale::product_codes()) {
+  require(!whale::processor_codes().empty(), "any processor has a code");
+  for (const whale::ProcessorCode code : whale::processor_codes()) {
     for (const int64_t rows : {1, 2, 7, 8, 13}) {
       for (const int64_t columns : {1, 3, 8, 16, 17, 31, 33, 48, 70}) {
         for (const int64_t summed : {0, 1, 5, 32, 37}) {

@@ -26,7 +26,7 @@ from cost_model.graph.unroll_loops import unrolled
 from cost_model.kernels.op_work import Work, estimate_work
 from whale.distributed.gpus import await_gpus
 from whale.errors import ProgramError
-from whale.ir.ops import EXCHANGES, LISTS, ROW_LOOKUPS, VIEWS
+from whale.ir.ops import EXCHANGES, FUSED_LOOP, LISTS, ROW_LOOKUPS, VIEWS
 from whale.ir.program import Node, Program, Ref, Variable, make_const
 from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
 from whale.kernels.matmuls.einsums import EINSUM
@@ -42,7 +42,9 @@ ROUNDS = 5
 LEAST_S = 1e-3  # a round is at least so long, by repeated calls
 _OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
 _TAKES_INDICES = ROW_LOOKUPS | _OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
-_OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM))  # that have the same work whatever else there is
+_OURS = frozenset(
+    (UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM, FUSED_LOOP)
+)  # that have the same work whatever else there is
 _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
 # Ops that indices pass through on their way to a table; Keras adds the number of rows to indices below zero.
 _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "whale_ops/core/base/bits.h"
+#include "whale_ops/core/compute/processor.h"
 
 #define WHALE_INLINE __attribute__((always_inline)) inline
 
@@ -81,7 +82,7 @@ __attribute__((target("avx2"))) float with_avx2(const float* logits, int64_t cla
   return of_row(logits, classes, label, gradient);
 }
 
-OfRow choose_code() { return __builtin_cpu_supports("avx2") ? with_avx2 : anywhere; }
+OfRow choose_code() { return has_avx2() ? with_avx2 : anywhere; }
 #else
 OfRow choose_code() { return anywhere; }
 #endif

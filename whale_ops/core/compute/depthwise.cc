@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "whale_ops/core/compute/processor.h"
+
 #define WHALE_INLINE __attribute__((always_inline)) inline
 
 namespace whale {
@@ -120,7 +122,7 @@ __attribute__((target("avx2"))) void add_avx2(int taps, int vectors, const Walk<
 
 template <typename T>
 Adder<T> choose_adder() {
-  if (__builtin_cpu_supports("avx2")) return {add_avx2<T>, 32 / sizeof(T)};
+  if (has_avx2()) return {add_avx2<T>, 32 / sizeof(T)};
   return {add_anywhere<T>, 16 / sizeof(T)};
 }
 #else

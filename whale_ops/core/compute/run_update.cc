@@ -4,6 +4,8 @@
 #include <memory>
 #include <vector>
 
+#include "whale_ops/core/compute/processor.h"
+
 #define WHALE_INLINE __attribute__((always_inline)) inline
 
 namespace whale {
@@ -135,7 +137,7 @@ __attribute__((target("avx2"))) void apply_avx2(UpdateOp op, T* to, const T* a, 
 
 template <typename T>
 Apply<T> choose_apply() {
-  return __builtin_cpu_supports("avx2") ? apply_avx2<T> : apply_anywhere<T>;
+  return has_avx2() ? apply_avx2<T> : apply_anywhere<T>;
 }
 #else
 template <typename T>

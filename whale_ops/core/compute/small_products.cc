@@ -119,22 +119,39 @@ WHALE_INLINE void tile(const ProductSizes& sizes, const T* left, const T* panel,
   }
 }
 
-// All rows by the columns from `first` on.
+// All rows by a packed panel: the columns from `first` on.
 template <typename T, typename V, int kRows, int kVectors>
-WHALE_INLINE void columns_of(const ProductSizes& sizes, const T* left, const T* right,
-                             int64_t first, T* out, T* panel) {
+WHALE_INLINE void rows_by(const ProductSizes& sizes, const T* left, const T* panel, int64_t first,
+                          T* out) {
   constexpr int kWidth = kVectors * sizeof(V) / sizeof(T);
-  pack(sizes, right, first, kWidth, panel);
   const int64_t rows = sizes.rows.size,
                 columns = std::min<int64_t>(kWidth, sizes.columns.size - first);
   const auto from = [&](int64_t row) { return left + row * sizes.rows.left; };
   const auto to = [&](int64_t row) { return out + row * sizes.rows.out + first; };
   int64_t row = 0;
-  for (; row + kRows <= rows; row += kRows)
+  // Tiles of few rows wait for their sums: eight rows are four and four rather than six and two.
+  const auto is_whole = [&](int64_t left_over) {
+    return left_over >= 2 * kRows || left_over == kRows || left_over - kRows >= 3;
+  };
+  for (; row + kRows <= rows && is_whole(rows - row); row += kRows)
     tile<T, V, kRows, kVectors>(sizes, from(row), panel, columns, to(row));
+  if constexpr (kRows > 4) {
+    for (; row + 4 <= rows; row += 4)
+      tile<T, V, 4, kVectors>(sizes, from(row), panel, columns, to(row));
+  }
+  for (; row + 3 <= rows; row += 3)
+    tile<T, V, 3, kVectors>(sizes, from(row), panel, columns, to(row));
   for (; row + 2 <= rows; row += 2)
     tile<T, V, 2, kVectors>(sizes, from(row), panel, columns, to(row));
   for (; row < rows; ++row) tile<T, V, 1, kVectors>(sizes, from(row), panel, columns, to(row));
+}
+
+// All rows by the columns from `first` on.
+template <typename T, typename V, int kRows, int kVectors>
+WHALE_INLINE void columns_of(const ProductSizes& sizes, const T* left, const T* right,
+                             int64_t first, T* out, T* panel) {
+  pack(sizes, right, first, kVectors * sizeof(V) / sizeof(T), panel);
+  rows_by<T, V, kRows, kVectors>(sizes, left, panel, first, out);
 }
 
 template <typename T, typename V, int kRows>
@@ -148,13 +165,34 @@ WHALE_INLINE void product(const ProductSizes& sizes, const T* left, const T* rig
   if (first < sizes.columns.size) columns_of<T, V, kRows, 1>(sizes, left, right, first, out, panel);
 }
 
+// A panel of two vectors, or of one where the columns end with that.
+template <typename T, typename V, int kRows>
+WHALE_INLINE void one_panel(const ProductSizes& sizes, const T* left, const T* packed,
+                            int64_t panel, T* out) {
+  constexpr int64_t kWidth = sizeof(V) / sizeof(T);
+  const int64_t first = 2 * kWidth * panel;
+  if (first + kWidth < sizes.columns.size) {
+    rows_by<T, V, kRows, 2>(sizes, left, packed, first, out);
+  } else {
+    rows_by<T, V, kRows, 1>(sizes, left, packed, first, out);
+  }
+}
+
 template <typename T>
 using Multiply = void (*)(const ProductSizes&, const T*, const T*, T*, T*);
+template <typename T>
+using MultiplyPanel = void (*)(const ProductSizes&, const T*, const T*, int64_t, T*);
 
 template <typename T>
 void anywhere(const ProductSizes& sizes, const T* left, const T* right, T* out, T* panel) {
   typedef T Vector __attribute__((vector_size(16)));
   product<T, Vector, 4>(sizes, left, right, out, panel);
+}
+template <typename T>
+void panel_anywhere(const ProductSizes& sizes, const T* left, const T* packed, int64_t panel,
+                    T* out) {
+  typedef T Vector __attribute__((vector_size(16)));
+  one_panel<T, Vector, 4>(sizes, left, packed, panel, out);
 }
 
 #if defined(__x86_64__)
@@ -164,6 +202,12 @@ __attribute__((target("avx2,fma"))) void with_avx2(const ProductSizes& sizes, co
   typedef T Vector __attribute__((vector_size(32)));
   product<T, Vector, 6>(sizes, left, right, out, panel);
 }
+template <typename T>
+__attribute__((target("avx2,fma"))) void panel_with_avx2(const ProductSizes& sizes, const T* left,
+                                                         const T* packed, int64_t panel, T* out) {
+  typedef T Vector __attribute__((vector_size(32)));
+  one_panel<T, Vector, 6>(sizes, left, packed, panel, out);
+}
 
 template <typename T>
 __attribute__((target("avx512f"))) void with_avx512(const ProductSizes& sizes, const T* left,
@@ -171,18 +215,36 @@ __attribute__((target("avx512f"))) void with_avx512(const ProductSizes& sizes, c
   typedef T Vector __attribute__((vector_size(64)));
   product<T, Vector, 8>(sizes, left, right, out, panel);
 }
+template <typename T>
+__attribute__((target("avx512f"))) void panel_with_avx512(const ProductSizes& sizes, const T* left,
+                                                          const T* packed, int64_t panel, T* out) {
+  typedef T Vector __attribute__((vector_size(64)));
+  one_panel<T, Vector, 8>(sizes, left, packed, panel, out);
+}
 
 template <typename T>
-Multiply<T> code_of(ProductCode code) {
+Multiply<T> code_of(ProcessorCode code) {
   switch (code) {
-    case ProductCode::kAvx512: return with_avx512<T>;
-    case ProductCode::kAvx2: return with_avx2<T>;
+    case ProcessorCode::kAvx512: return with_avx512<T>;
+    case ProcessorCode::kAvx2: return with_avx2<T>;
     default: return anywhere<T>;
+  }
+}
+template <typename T>
+MultiplyPanel<T> panel_code_of(ProcessorCode code) {
+  switch (code) {
+    case ProcessorCode::kAvx512: return panel_with_avx512<T>;
+    case ProcessorCode::kAvx2: return panel_with_avx2<T>;
+    default: return panel_anywhere<T>;
   }
 }
 #else
 template <typename T>
-Multiply<T> code_of(ProductCode) {
+MultiplyPanel<T> panel_code_of(ProcessorCode) {
+  return panel_anywhere<T>;
+}
+template <typename T>
+Multiply<T> code_of(ProcessorCode) {
   return anywhere<T>;
 }
 #endif
@@ -194,36 +256,56 @@ int64_t scratch_elements(const ProductSizes& sizes) {
   return sizes.summed.size * (kPanelBytes / sizeof(T));
 }
 
-std::vector<ProductCode> product_codes() {
-  std::vector<ProductCode> found;
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) found.push_back(ProductCode::kAvx512);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    found.push_back(ProductCode::kAvx2);
-#endif
-  found.push_back(ProductCode::kAnywhere);
-  return found;
-}
-
 template <typename T>
 void multiply(const ProductSizes& sizes, const T* left, const T* right, T* out, T* scratch) {
-  static const Multiply<T> best = code_of<T>(product_codes().front());
+  static const Multiply<T> best = code_of<T>(processor_codes().front());
   best(sizes, left, right, out, scratch);
 }
 
 template <typename T>
-void multiply_by(ProductCode code, const ProductSizes& sizes, const T* left, const T* right, T* out,
-                 T* scratch) {
+void multiply_by(ProcessorCode code, const ProductSizes& sizes, const T* left, const T* right,
+                 T* out, T* scratch) {
   code_of<T>(code)(sizes, left, right, out, scratch);
 }
 
+template <typename T>
+int64_t panel_columns(ProcessorCode code) {
+  const int64_t bytes = code == ProcessorCode::kAvx512 ? 64
+                        : code == ProcessorCode::kAvx2 ? 32
+                                                       : 16;
+  return 2 * bytes / static_cast<int64_t>(sizeof(T));
+}
+
+template <typename T>
+void pack_panel(ProcessorCode code, const ProductSizes& sizes, const T* right, int64_t panel,
+                T* packed) {
+  const int64_t columns = panel_columns<T>(code), first = panel * columns;
+  const bool both = first + columns / 2 < sizes.columns.size;
+  pack(sizes, right, first, static_cast<int>(both ? columns : columns / 2), packed);
+}
+
+template <typename T>
+void multiply_panel(ProcessorCode code, const ProductSizes& sizes, const T* left, const T* packed,
+                    int64_t panel, T* out) {
+  panel_code_of<T>(code)(sizes, left, packed, panel, out);
+}
+
+template int64_t panel_columns<float>(ProcessorCode);
+template int64_t panel_columns<double>(ProcessorCode);
+template void pack_panel<float>(ProcessorCode, const ProductSizes&, const float*, int64_t, float*);
+template void pack_panel<double>(ProcessorCode, const ProductSizes&, const double*, int64_t,
+                                 double*);
+template void multiply_panel<float>(ProcessorCode, const ProductSizes&, const float*, const float*,
+                                    int64_t, float*);
+template void multiply_panel<double>(ProcessorCode, const ProductSizes&, const double*,
+                                     const double*, int64_t, double*);
 template int64_t scratch_elements<float>(const ProductSizes&);
 template int64_t scratch_elements<double>(const ProductSizes&);
 template void multiply<float>(const ProductSizes&, const float*, const float*, float*, float*);
 template void multiply<double>(const ProductSizes&, const double*, const double*, double*, double*);
-template void multiply_by<float>(ProductCode, const ProductSizes&, const float*, const float*,
+template void multiply_by<float>(ProcessorCode, const ProductSizes&, const float*, const float*,
                                  float*, float*);
-template void multiply_by<double>(ProductCode, const ProductSizes&, const double*, const double*,
+template void multiply_by<double>(ProcessorCode, const ProductSizes&, const double*, const double*,
                                   double*, double*);
 
 }  // namespace whale

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "whale_ops/core/base/types.h"
+#include "whale_ops/core/compute/processor.h"
 
 namespace whale {
 
@@ -24,17 +25,31 @@ struct ProductSizes {
 template <typename T>
 WHALE_EXPORT int64_t scratch_elements(const ProductSizes& sizes);
 
-// What a product may be computed by; libraries are compiled for any processor.
-enum class ProductCode { kAnywhere, kAvx2, kAvx512 };
-// The codes that this processor has, the fastest one first.
-WHALE_EXPORT std::vector<ProductCode> product_codes();
-
 template <typename T>
 WHALE_EXPORT void multiply(const ProductSizes& sizes, const T* left, const T* right, T* out,
                            T* scratch);
 template <typename T>
-WHALE_EXPORT void multiply_by(ProductCode code, const ProductSizes& sizes, const T* left,
+WHALE_EXPORT void multiply_by(ProcessorCode code, const ProductSizes& sizes, const T* left,
                               const T* right, T* out, T* scratch);
+
+// A product by panels of columns, whose right operand may be packed once for many products. Panel p
+// has the columns from p * `panel_columns` on, and `panel_elements` elements where it is packed.
+template <typename T>
+int64_t panel_columns(ProcessorCode code);
+template <typename T>
+int64_t panel_elements(ProcessorCode code, int64_t summed) {
+  return panel_columns<T>(code) * summed;
+}
+template <typename T>
+int64_t count_panels(ProcessorCode code, int64_t columns) {
+  return (columns + panel_columns<T>(code) - 1) / panel_columns<T>(code);
+}
+template <typename T>
+void pack_panel(ProcessorCode code, const ProductSizes& sizes, const T* right, int64_t panel,
+                T* packed);
+template <typename T>
+void multiply_panel(ProcessorCode code, const ProductSizes& sizes, const T* left, const T* packed,
+                    int64_t panel, T* out);
 
 extern template int64_t scratch_elements<float>(const ProductSizes&);
 extern template int64_t scratch_elements<double>(const ProductSizes&);
@@ -42,9 +57,9 @@ extern template void multiply<float>(const ProductSizes&, const float*, const fl
                                      float*);
 extern template void multiply<double>(const ProductSizes&, const double*, const double*, double*,
                                       double*);
-extern template void multiply_by<float>(ProductCode, const ProductSizes&, const float*,
+extern template void multiply_by<float>(ProcessorCode, const ProductSizes&, const float*,
                                         const float*, float*, float*);
-extern template void multiply_by<double>(ProductCode, const ProductSizes&, const double*,
+extern template void multiply_by<double>(ProcessorCode, const ProductSizes&, const double*,
                                          const double*, double*, double*);
 
 }  // namespace whale

@@ -1,0 +1,1 @@
+"""Computes loops of known length, such as recurrent layers, by few operations instead of many small ones a turn."""

@@ -1,0 +1,574 @@
+"""Replaces one loop: what turns do not change stands before it, products of all turns before or behind it, and the rest
+is one operation, WhaleLoop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+
+from whale.ir.ops import FUSED_LOOP, IDENTITIES, MATMULS
+from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs
+from whale.ir.values import DType, Shape, TensorType, count_item_bytes, find_numpy_dtype, require_static_shape
+from whale.kernels.loops.code import (
+    NEXT,
+    NUMBER,
+    SAME,
+    SLICE,
+    STACKED,
+    STATE,
+    SUPPORTED,
+    TurnCode,
+    View,
+    find_tensors,
+    make_number,
+    make_view,
+)
+from whale.kernels.loops.stacked import GraphNodes, Operand, can_stack, find_steps, stack_node, sum_product
+from whale.kernels.loops.turns import (
+    ZEROS,
+    Item,
+    Items,
+    Made,
+    NotFollowed,
+    Row,
+    Turns,
+    Whole,
+    find_root,
+    is_zero,
+    makes_list,
+)
+
+_DTYPES = ("float32", "float64")
+_FEW_ELEMENTS = 1 << 13  # of what is stacked only to be summed over turns
+_ADDS = frozenset(("AddV2", "Add", "AddN"))
+
+
+class _Kind(Enum):
+    """What the tensors of a body depend on."""
+
+    SAME = 0  # the same in each turn
+    SLICE = 1  # a turn's part of a tensor that is there before the loop
+    EARLY = 2  # computed of such ones only
+    TURN = 3  # on what the turn before left
+    OTHER = 4  # lists and counters
+
+
+@dataclass
+class LoopRewrite:
+    """The replacement of one loop.
+
+    Attributes:
+        graph: in which the loop stands, before anything is replaced.
+        loop: its node; body: of it.
+        turns: what is known of them.
+        g: collects the nodes that replace it.
+        others: the loops of the graph that are replaced, by name.
+    """
+
+    graph: Program
+    loop: Node
+    body: Program
+    turns: Turns
+    g: GraphNodes
+    others: dict[str, LoopRewrite]
+    kinds: dict[Ref, _Kind] = field(default_factory=dict)
+    states: list[int] = field(default_factory=list)  # numbers of variables that turns change
+    sums: dict[int, Ref] = field(default_factory=dict)  # variables to which turns only add -> what they add
+    stacked: dict[Ref, int] = field(default_factory=dict)  # tensors of turns that are wanted of all turns
+    same: dict[Ref, Ref] = field(default_factory=dict)
+    early: dict[Ref, Ref] = field(default_factory=dict)
+    late: dict[Ref, Ref] = field(default_factory=dict)
+    reads: dict[Ref, Items] = field(default_factory=dict)
+    waits: list[str] = field(default_factory=list)  # reads of variables that stand before the loop now
+    feeding: set[str] = field(default_factory=set)  # nodes that states are computed by
+    _known: dict[tuple[str, Ref], bool] = field(default_factory=dict)
+
+    # -- analysis
+
+    def prepare(self, needed: Iterable[int]) -> None:
+        """Finds out what turns change.
+
+        Args:
+            needed: numbers of the loop's results that others read.
+
+        Raises:
+            NotFollowed: the loop is none of which WhaleLoop is made.
+        """
+        body = self.body
+        for node in body.nodes:
+            reads = node.op == "ReadVariableOp"
+            if (node.stateful and not reads and node.op != "Placeholder") or node.attrs.get(COMPILED):
+                raise NotFollowed(f"{node.op} in the loop")
+            if any(True for _ in iterate_function_refs(node)):
+                raise NotFollowed(f"{node.op} in the loop")
+        self._classify()
+        self._find_states(needed)
+
+    def _classify(self) -> None:
+        body, kinds = self.body, self.kinds
+        for i, name in enumerate(body.inputs):
+            t = body.find_type(Ref(name))
+            if find_root(body, body.outputs[i]) == Ref(name) and t.dtype != "variant":
+                kinds[Ref(name)] = _Kind.SAME
+            elif t.dtype == "variant" or (t.dtype not in _DTYPES and t.shape == ()):
+                kinds[Ref(name)] = _Kind.OTHER
+            else:
+                kinds[Ref(name)] = _Kind.TURN
+        for node in body.nodes:
+            if node.name in body.inputs:
+                continue
+            if makes_list(body, node):
+                for k in range(len(node.outputs)):
+                    kinds[Ref(node.name, k)] = self._classify_read(Ref(node.name, k))
+                continue
+            kind = max([kinds[ref] for ref in node.inputs], key=lambda one: one.value, default=_Kind.SAME)
+            if kind is _Kind.OTHER and node.op == "Cast" and self._counts(node.inputs[0]):
+                kind = _Kind.SLICE  # a counter that is computed with
+            elif kind is _Kind.SLICE and node.op not in IDENTITIES:
+                kind = _Kind.EARLY
+            for k in range(len(node.outputs)):
+                kinds[Ref(node.name, k)] = kind
+
+    def _counts(self, ref: Ref) -> bool:
+        return len(self.turns.numbers.get(ref, ())) == self.turns.count
+
+    def _classify_read(self, ref: Ref) -> _Kind:
+        items = self.turns.reads.get(ref)
+        if items is None or len(items) != self.turns.count:
+            return _Kind.OTHER
+        first = items[0]
+        found = {item if not isinstance(item, Made) else item._replace(turn=0) for item in items}
+        if len(found) == 1 and (first == ZEROS or isinstance(first, Whole) or self._is_same_elsewhere(first)):
+            return _Kind.SAME
+        return _Kind.SLICE
+
+    def _is_same_elsewhere(self, item: Item) -> bool:
+        return isinstance(item, Made) and self.others[item.loop].kind_of(item.ref) is _Kind.SAME
+
+    def kind_of(self, ref: Ref) -> _Kind:
+        """Tells what a tensor of the body depends on."""
+        return self.kinds[find_root(self.body, ref)]
+
+    def is_passed_on(self, number: int) -> bool:
+        """Tells whether turns leave a variable as it is."""
+        return self.kinds[Ref(self.body.inputs[number])] is _Kind.SAME
+
+    def _find_states(self, needed: Iterable[int]) -> None:
+        """Finds the variables that turns change and someone reads, and those to which turns only add."""
+        body = self.body
+        number = {Ref(name): i for i, name in enumerate(body.inputs)}
+        readers: dict[int, list[Node]] = {}
+        for node in body.nodes:
+            for ref in node.inputs:
+                root = find_root(body, ref)
+                if root in number and node.op not in IDENTITIES:
+                    readers.setdefault(number[root], []).append(node)
+        adds: dict[int, Ref] = {}
+        for i, name in enumerate(body.inputs):
+            if self.kinds[Ref(name)] is not _Kind.TURN:
+                continue
+            root = find_root(body, body.outputs[i])
+            node = body.by_name[root.node]
+            mine = [k for k, ref in enumerate(node.inputs) if find_root(body, ref) == Ref(name)]
+            alone = [reader.name for reader in readers.get(i, ())] == [node.name]
+            if node.op in _ADDS and len(mine) == 1 and alone and len(self._readers_of(root)) == 0:
+                others = [ref for k, ref in enumerate(node.inputs) if k != mine[0]]
+                shape = node.outputs[0].shape
+                if len(others) == 1 and body.find_type(others[0]).shape == shape == body.find_type(Ref(name)).shape:
+                    adds[i] = others[0]
+        wanted = {i for i in needed if self.kinds[Ref(body.inputs[i])] is _Kind.TURN}
+        waiting = [i for i in wanted if i not in adds]
+        self.sums = {i: ref for i, ref in adds.items() if i in wanted and self._can_sum(ref)}
+        waiting += [i for i in adds if i in wanted and i not in self.sums]
+        self._need_states(waiting)
+        for ref in self.sums.values():
+            self._need_ancestors(ref)
+
+    def _readers_of(self, root: Ref) -> list[Node]:
+        """Returns the nodes that read a tensor, through identities."""
+        found, waiting = [], [root]
+        while waiting:
+            ref = waiting.pop()
+            for reader, _ in self.body.consumers.get(ref, ()):
+                if reader.op in IDENTITIES:
+                    waiting.append(Ref(reader.name))
+                else:
+                    found.append(reader)
+        return found
+
+    def _need_states(self, numbers: Iterable[int]) -> None:
+        """Adds states, and those that turns need for them; ``feeding`` are the nodes that these are computed by."""
+        body = self.body
+        of = {name: i for i, name in enumerate(body.inputs)}
+        waiting = [i for i in numbers if i not in self.states]
+        while waiting:
+            i = waiting.pop()
+            if i in self.states:
+                continue
+            self.states.append(i)
+            stack = [body.outputs[i].node]
+            while stack:
+                name = stack.pop()
+                if name in self.feeding:
+                    continue
+                self.feeding.add(name)
+                if name in of:
+                    if self.kinds[Ref(name)] is _Kind.TURN:
+                        waiting.append(of[name])
+                    continue
+                if self._is_turns_own(name):
+                    stack += [ref.node for ref in body.by_name[name].inputs]
+        self.states.sort()
+
+    def _is_turns_own(self, name: str) -> bool:
+        return self.kinds[Ref(name)] in (_Kind.TURN, _Kind.EARLY)
+
+    def _can_sum(self, ref: Ref) -> bool:
+        """Tells whether a sum over turns is one operation on what all turns give."""
+        ref = find_root(self.body, ref)
+        node, t = self.body.by_name[ref.node], self.body.find_type(ref)
+        if self.kinds[ref] in (_Kind.SAME, _Kind.OTHER):
+            return False
+        if node.op == "MatMul" and node.attrs.get("transpose_a") and not node.attrs.get("transpose_b"):
+            return all(self.kind_of(one) is not _Kind.SAME for one in node.inputs)
+        if node.op == "Reshape":
+            return self._can_sum(node.inputs[0])
+        if node.op == "AddN":
+            return all(map(self._can_sum, node.inputs))
+        return t.is_static and t.elements <= _FEW_ELEMENTS
+
+    # -- what stands outside of the loop
+
+    def argument(self, ref: Ref) -> Ref:
+        """Returns the tensor that a variable of the loop has before the first turn."""
+        return self.loop.inputs[self.body.inputs.index(ref.node)]
+
+    def find_same(self, ref: Ref) -> Ref:
+        """Returns a tensor that is the same in each turn, as one of the graph."""
+        body = self.body
+        ref = find_root(body, ref)
+        if ref in self.same:
+            return self.same[ref]
+        node = body.by_name[ref.node]
+        if node.name in body.inputs:
+            found = self.argument(ref)
+        elif ref in self.turns.reads:
+            item = self.turns.reads[ref][0]
+            t = body.find_type(ref)
+            if isinstance(item, Made):
+                found = self.others[item.loop].find_same(item.ref)
+            elif isinstance(item, Whole):
+                found = item.ref
+            else:
+                found = self.g.zeros(t.dtype, require_static_shape(t))
+        else:
+            inputs = tuple([self.find_same(one) for one in node.inputs])
+            controls: tuple[str, ...] = ()
+            name = self.g.name(node.name.rpartition("/")[2])
+            if node.op == "ReadVariableOp":
+                controls = self.loop.controls
+                self.waits.append(name)
+            self.g.keep(replace(node, name=name, inputs=inputs, controls=controls))
+            for k in range(len(node.outputs)):
+                self.same[Ref(node.name, k)] = Ref(name, k)
+            return self.same[ref]
+        self.same[ref] = found
+        return found
+
+    def items_of(self, ref: Ref) -> Items:
+        """Returns the items that a tensor of kind SLICE is in each turn, as rows of tensors of the graph."""
+        if ref not in self.reads:
+            node = self.body.by_name[ref.node]
+            if node.op == "Cast":
+                values = np.array(self.turns.numbers[node.inputs[0]])
+                vector = self.g.const(values.astype(find_numpy_dtype(node.outputs[0].dtype)))
+                self.reads[ref] = tuple([Row(vector, i) for i in range(self.turns.count)])
+            else:
+                self.reads[ref] = tuple([self.settle(item) for item in self.turns.reads[ref]])
+        return self.reads[ref]
+
+    def settle(self, item: Item) -> Item:
+        """Returns an item without names of loops' turns: as a tensor of the graph, or a row of one."""
+        if not isinstance(item, Made):
+            return item
+        return self.others[item.loop].item_at(item.ref, item.turn)
+
+    def item_at(self, ref: Ref, turn: int) -> Item:
+        """Returns what a tensor of the body is in a turn, as an item of the graph."""
+        ref = find_root(self.body, ref)
+        if is_zero(self.body, ref):
+            return ZEROS
+        kind = self.kinds[ref]
+        if kind is _Kind.SAME:
+            return Whole(self.find_same(ref))
+        if kind is _Kind.SLICE:
+            return self.items_of(ref)[turn]
+        if kind is _Kind.OTHER:
+            raise NotFollowed("lists or counters in lists")
+        return Row(self.find_stacked(ref), turn)
+
+    def find_stacked(self, ref: Ref) -> Ref:
+        """Returns a tensor of the body for all turns, in their order: [turns, ...]."""
+        ref = find_root(self.body, ref)
+        node, kind = self.body.by_name[ref.node], self.kinds[ref]
+        if kind is _Kind.SLICE:
+            if ref not in self.early:
+                self.early[ref] = self.g.stack(self.items_of(ref), self.body.find_type(ref))
+            return self.early[ref]
+        if kind is _Kind.EARLY and (ref in self.early or self._is_worth_it(ref)):
+            return self._compute_early(ref)
+        if kind is _Kind.TURN:
+            self._need_ancestors(ref)  # first: what feeds them is computed in turns
+        if kind is _Kind.TURN and self._is_late(ref):
+            if ref not in self.late:
+                self.late[ref] = self._stack(node)
+            return self.late[ref]
+        if kind not in (_Kind.EARLY, _Kind.TURN):
+            raise NotFollowed("counters of a loop are read")
+        t = self.body.find_type(ref)
+        if not t.is_static or t.dtype not in (*_DTYPES, "bool"):
+            raise NotFollowed(f"turns give {t}")
+        number = self.stacked.setdefault(ref, len(self.stacked))
+        result = Ref(self.name, -1 - number)  # which of the results it is will be known when all states are
+        self.g.types[result] = TensorType(self.find_dtype(), (self.turns.count, *require_static_shape(t)))
+        return self.g.cast(result, t.dtype)
+
+    def find_results(self) -> dict[Ref, Ref]:
+        """Returns the results of the operation that stand for what ``find_stacked`` has returned."""
+        return {Ref(self.name, -1 - k): Ref(self.name, len(self.states) + k) for k in self.stacked.values()}
+
+    def find_dtype(self) -> str:
+        """Returns the element type in which turns compute.
+
+        Raises:
+            NotFollowed: there are several.
+        """
+        types = [self.body.find_type(ref) for ref in self.kinds if self.kinds[ref] in (_Kind.TURN, _Kind.EARLY)]
+        found = {t.dtype for t in types} & {*_DTYPES, "float16", "bfloat16"}
+        if len(found) != 1 or not found <= set(_DTYPES):
+            raise NotFollowed(f"turns compute with {', '.join(sorted(found))}")
+        return found.pop()
+
+    def _need_ancestors(self, ref: Ref) -> None:
+        """Adds the states that a tensor of a turn is computed from."""
+        of = {name: i for i, name in enumerate(self.body.inputs)}
+        seen: set[str] = set()
+        stack, states = [ref.node], []
+        while stack:
+            name = stack.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name in of:
+                if self.kinds[Ref(name)] is _Kind.TURN:
+                    states.append(of[name])
+            elif self._is_turns_own(name):
+                stack += [one.node for one in self.body.by_name[name].inputs]
+        self._need_states(states)
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the operation."""
+        return f"{self.loop.name}/{FUSED_LOOP}"
+
+    def _stack(self, node: Node) -> Ref:
+        operands = [self._operand(ref) for ref in node.inputs]
+        return stack_node(self.g, self.body, node, operands, self.turns.count)
+
+    def _compute_early(self, ref: Ref) -> Ref:
+        """Returns a tensor that no state decides, for all turns: computed before the loop, with what it needs."""
+        if ref not in self.early:
+            self.early[ref] = self._stack(self.body.by_name[ref.node])
+        return self.early[ref]
+
+    def _operand(self, ref: Ref) -> Operand:
+        ref = find_root(self.body, ref)
+        if self.kinds[ref] is _Kind.SAME:
+            return Operand(self.find_same(ref), False)
+        if self.kinds[ref] is _Kind.EARLY and self._can_be_early(ref):
+            return Operand(self._compute_early(ref), True)
+        return Operand(self.find_stacked(ref), True)
+
+    def _varies(self, ref: Ref) -> bool:
+        return self.kind_of(ref) is not _Kind.SAME
+
+    def _is_worth_it(self, ref: Ref) -> bool:
+        """Tells whether a tensor that no state decides is computed before the loop: if it needs a product."""
+        if not self._can_be_early(ref):
+            return False
+        return self._has_product(ref) or self.body.find_type(ref).dtype not in (*_DTYPES, "bool")
+
+    def _can_be_early(self, ref: Ref) -> bool:
+        ref = find_root(self.body, ref)
+        node, key = self.body.by_name[ref.node], ("early", ref)
+        if self.kinds[ref] is not _Kind.EARLY:
+            return self.kinds[ref] is not _Kind.OTHER
+        if key not in self._known:
+            self._known[key] = can_stack(self.body, node, self._varies) and all(map(self._can_be_early, node.inputs))
+        return self._known[key]
+
+    def _has_product(self, ref: Ref) -> bool:
+        ref = find_root(self.body, ref)
+        node, key = self.body.by_name[ref.node], ("product", ref)
+        if self.kinds[ref] is not _Kind.EARLY:
+            return False
+        if key not in self._known:
+            self._known[key] = node.op in MATMULS or any(map(self._has_product, node.inputs))
+        return self._known[key]
+
+    def _is_late(self, ref: Ref) -> bool:
+        """Tells whether a tensor is computed behind the loop: a product that no later turn needs, or of one."""
+        ref = find_root(self.body, ref)
+        node = self.body.by_name[ref.node]
+        if self.kinds[ref] is not _Kind.TURN or node.name in self.feeding or node.name in self.body.inputs:
+            return False
+        if not can_stack(self.body, node, self._varies):
+            return False
+        if any(self.kind_of(one) is _Kind.OTHER for one in node.inputs):
+            return False
+        return node.op in MATMULS or any(map(self._is_late, node.inputs))
+
+    def _sum(self, ref: Ref) -> Ref:
+        """Returns the sum over turns of what they add (``_can_sum``)."""
+        ref = find_root(self.body, ref)
+        node = self.body.by_name[ref.node]
+        if node.op == "MatMul":
+            found = sum_product(self.g, node, [self._operand(one) for one in node.inputs])
+            if found is not None:
+                return found
+        if node.op == "Reshape" and self._can_sum(node.inputs[0]):
+            return self.g.reshape(self._sum(node.inputs[0]), require_static_shape(node.outputs[0]))
+        if node.op == "AddN" and all(map(self._can_sum, node.inputs)):
+            total = self._sum(node.inputs[0])
+            for one in node.inputs[1:]:
+                total = self.g.plus(total, self._sum(one))
+            return total
+        summed = _find_summed_rows(self.body, node)
+        if summed is not None and self.kind_of(node.inputs[0]) is not _Kind.SAME:
+            whole = self.g.sum(self.find_stacked(node.inputs[0]), (0, *[axis + 1 for axis in summed]))
+            return self.g.reshape(whole, require_static_shape(node.outputs[0]))
+        return self.g.sum(self.find_stacked(ref), (0,))
+
+    def add_sums(self) -> dict[int, Ref]:
+        """Adds the sums over turns; returns the results of the loop that they are."""
+        found: dict[int, Ref] = {}
+        for i, ref in self.sums.items():
+            total, before = self._sum(ref), self.loop.inputs[i]
+            found[i] = total if is_zero(self.graph, before) else self.g.plus(before, total)
+        return found
+
+    # -- the operation
+
+    def emit(self) -> dict[int, Ref]:
+        """Adds the operation; returns the results of the loop that states are at last.
+
+        Raises:
+            NotFollowed: a turn does what WhaleLoop cannot.
+        """
+        if not self.states and not self.stacked:
+            return {}
+        body, dtype = self.body, self.find_dtype()
+        slices: list[tuple[Ref, int, int]] = []
+        same: list[Ref] = []
+
+        def find_view(ref: Ref) -> View | None:
+            ref = find_root(body, ref)
+            t, kind = body.find_type(ref), self.kinds[ref]
+            if t.dtype not in (dtype, "bool") or not t.is_static:
+                raise NotFollowed(f"{t} in a loop of {dtype}")
+            if kind is _Kind.SAME:
+                given = self.find_same(ref)
+                value = body.const(ref)
+                if value is None:
+                    value = self._constant(given)
+                if value is not None and value.size == 1:
+                    return replace(make_number(float(value.reshape(()))), shape=value.shape, strides=(0,) * value.ndim)
+                given = self.g.cast(given, dtype)
+                if given not in same:
+                    same.append(given)
+                return make_view(SAME, same.index(given), t)
+            if kind is _Kind.TURN and ref.node in body.inputs:
+                return make_view(STATE, self.states.index(body.inputs.index(ref.node)), t)
+            if kind is _Kind.SLICE or (kind is _Kind.EARLY and self._is_worth_it(ref)):
+                found = find_steps(self.items_of(ref)) if kind is _Kind.SLICE else None
+                whole, first, step = found or (self.find_stacked(ref), 0, 1)
+                key = (self.g.cast(whole, dtype), first, step)
+                if key not in slices:
+                    slices.append(key)
+                return make_view(SLICE, slices.index(key), t)
+            return None
+
+        code = TurnCode(body, find_view)
+        goals = {i: find_root(body, body.outputs[i]) for i in self.states}
+        self._write_turn(code, goals)
+        lines, flops, elements = code.finish()
+        states = [self.loop.inputs[i] for i in self.states]
+        state_types = [self.g.type_of(ref) for ref in states]
+        stacked_types = [self.g.types[ref] for ref in self.find_results()]
+        packed = sum(self.g.type_of(ref).elements for ref in same)
+        count = 2 * sum(t.elements for t in state_types) + elements + packed
+        attrs = {
+            "program": lines,
+            "turns": self.turns.count,
+            "first": tuple([first for _, first, _ in slices]),
+            "step": tuple([step for _, _, step in slices]),
+            "stacked_shapes": tuple([Shape(t.shape) for t in stacked_types]),
+            "flops": flops * self.turns.count,
+            "scratch_bytes": count * count_item_bytes(dtype),
+            "X": len(slices),
+            "W": len(same),
+            "S": len(states),
+            "Y": len(stacked_types),
+            "T": DType(dtype),
+        }
+        inputs = (*[ref for ref, _, _ in slices], *same, *states)
+        node = Node(self.name, FUSED_LOOP, inputs, (), attrs, (*state_types, *stacked_types), self.loop.scope)
+        self.g.keep(replace(node, marks=self.loop.marks))
+        return {i: Ref(self.name, k) for k, i in enumerate(self.states)}
+
+    def _constant(self, ref: Ref) -> np.ndarray | None:
+        node = self.g.nodes.get(ref.node)
+        if node is None:
+            return self.graph.const(ref)
+        return node.attrs["value"].numpy() if node.op == "Const" else None
+
+    def _write_turn(self, code: TurnCode, goals: dict[int, Ref]) -> None:
+        body = self.body
+        needed: set[str] = set()
+        waiting = [*goals.values(), *self.stacked]
+        while waiting:
+            ref = find_root(body, waiting.pop())
+            if ref.node in needed or ref.node in body.inputs:
+                continue
+            kind = self.kinds[ref]
+            if kind is _Kind.TURN or (kind is _Kind.EARLY and not self._is_worth_it(ref)):
+                needed.add(ref.node)
+                waiting += find_tensors(body.by_name[ref.node])
+        places = {ref: make_view(STACKED, k, body.find_type(ref)) for ref, k in self.stacked.items()}
+        for i, ref in goals.items():
+            places.setdefault(ref, make_view(NEXT, self.states.index(i), body.find_type(ref)))
+        for node in body.nodes:
+            if node.name not in needed:
+                continue
+            if node.op not in SUPPORTED:
+                raise NotFollowed(f"{node.op}: no instruction")
+            code.compute(node, places.get(Ref(node.name)) if len(node.outputs) == 1 else None)
+        ends = [(ref, places[ref]) for ref in self.stacked]
+        ends += [(ref, make_view(NEXT, self.states.index(i), body.find_type(ref))) for i, ref in goals.items()]
+        for ref, to in ends:
+            view = code.view(ref)
+            if (view.buffer, view.number, view.first) != (to.buffer, to.number, 0):
+                code.add("Copy", to, view if view.buffer == NUMBER else view.broadcast(to.shape))
+
+
+def _find_summed_rows(body: Program, node: Node) -> tuple[int, ...] | None:
+    """Returns the dimensions over which a node sums its first operand; None: it does not."""
+    rank = len(body.find_type(node.inputs[0]).shape or ()) if node.inputs else 0
+    if node.op == "BiasAddGrad" and node.attrs.get("data_format", "NHWC") == "NHWC":
+        return tuple(range(rank - 1))
+    axes = body.const(node.inputs[1]) if node.op == "Sum" else None
+    return None if axes is None else tuple(sorted({int(axis) % rank for axis in axes.reshape(-1)}))

@@ -1,0 +1,64 @@
+// Runs the turns of a loop.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "whale_ops/core/base/types.h"
+#include "whale_ops/core/compute/loop_program.h"
+#include "whale_ops/core/compute/processor.h"
+
+namespace whale {
+
+// Where the tensors of a loop lie.
+template <typename T>
+struct LoopBuffers {
+  // A tensor of which each turn reads a part: turn t from element `first + t * step` on.
+  struct Sliced {
+    const T* data;
+    int64_t first, step;
+  };
+  // A state: what it is before the first turn, and where it goes after the last one.
+  struct State {
+    const T* initial;
+    T* last;
+    int64_t elements;
+  };
+  // A result to which each turn adds a part: turn t from element `t * elements` on.
+  struct Stacked {
+    T* data;
+    int64_t elements;
+  };
+  std::vector<Sliced> slices;
+  std::vector<const T*> same;
+  std::vector<State> states;
+  std::vector<Stacked> stacked;
+};
+
+// Calls `work(begin, end)` for parts of [0, count), perhaps side by side; each of them takes about
+// so many cycles.
+using Parallel = std::function<void(int64_t count, int64_t cycles,
+                                    const std::function<void(int64_t, int64_t)>& work)>;
+
+// Turns of a loop, one after the other. Products are divided by columns and elements by rows among
+// threads, so results are the same for any number of them.
+template <typename T>
+WHALE_EXPORT void run_loop(const LoopProgram& program, const LoopBuffers<T>& buffers, int64_t turns,
+                           const Parallel& parallel);
+// The same by one of the processor's codes.
+template <typename T>
+WHALE_EXPORT void run_loop_by(ProcessorCode code, const LoopProgram& program,
+                              const LoopBuffers<T>& buffers, int64_t turns,
+                              const Parallel& parallel);
+
+extern template void run_loop<float>(const LoopProgram&, const LoopBuffers<float>&, int64_t,
+                                     const Parallel&);
+extern template void run_loop<double>(const LoopProgram&, const LoopBuffers<double>&, int64_t,
+                                      const Parallel&);
+extern template void run_loop_by<float>(ProcessorCode, const LoopProgram&,
+                                        const LoopBuffers<float>&, int64_t, const Parallel&);
+extern template void run_loop_by<double>(ProcessorCode, const LoopProgram&,
+                                         const LoopBuffers<double>&, int64_t, const Parallel&);
+
+}  // namespace whale
