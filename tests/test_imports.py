@@ -128,7 +128,18 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "lower",
         "verify_saved_plan",
     ),
-    "whale.planner": ("analytic_search", "graph_search", "evaluate", "report", "run_described", "ask", "why", "offers"),
+    "whale.planner": (
+        "analytic_search",
+        "graph_search",
+        "evaluate",
+        "report",
+        "run_described",
+        "ask",
+        "replan",
+        "why",
+        "offers",
+        "jobs",
+    ),
     "whale.runtime": ("variables", "graph_semantics", "saved_plan", "context", "elastic", "scopes", "annotate", "*")
     + ("start", "input", "compile", "function", "checkpoint"),
     "whale.frontends": (

@@ -1,4 +1,4 @@
-"""What is known about the planner: `python -m benchmarks.planner optimality|race|monotone|scale|published|whale22`."""
+"""What is known of the planner: `optimality`, `race`, `monotone`, `hands`, `jobs`, `scale`, `published`, `whale22`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import NamedTuple
 import msgspec
 
 import cost_model.validation.cases as published_cases
+from benchmarks.planner.hands import hands
 from benchmarks.planner.instances import enumerate_best, instance
+from benchmarks.planner.jobs import place_jobs
 from benchmarks.planner.monotone import monotone
 from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.stacks import stack
@@ -28,7 +30,7 @@ from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, divide_chunks
 from whale.planner.analytic_search.candidates import Constraints
-from whale.planner.analytic_search.search_rounds import search
+from whale.planner.analytic_search.search_sequence import search
 from whale.planner.analytic_search.whale22 import flops_of, formula_1
 
 GPT_175B = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
@@ -44,7 +46,9 @@ def main() -> None:
     verb.add_argument("--count", type=int, default=200, help="instances in which something fits (default 200)")
     verb.add_argument("-v", action="store_true", dest="verbose")
     verb.set_defaults(call=optimality)
-    verbs.add_parser("scale", help="seconds and memory of large problems").set_defaults(call=scale)
+    verb = verbs.add_parser("scale", help="seconds and memory of large problems")
+    verb.add_argument("--cases", type=int, help="the first so many of them (default: all)")
+    verb.set_defaults(call=scale)
     verb = verbs.add_parser("race", help="what is found beside all plans of small problems and published ones of large")
     verb.add_argument("--first", type=int, default=0)
     verb.add_argument("--count", type=int, default=300, help="instances in which something fits (default 300)")
@@ -52,7 +56,22 @@ def main() -> None:
     verb = verbs.add_parser("monotone", help="whether more devices or more time ever give a slower plan")
     verb.add_argument("--first", type=int, default=0)
     verb.add_argument("--count", type=int, default=200, help="cases (default 200)")
+    verb.add_argument("--budget", type=float, default=2.5, help="of each search, in seconds (default 2.5)")
     verb.set_defaults(call=monotone)
+    verb = verbs.add_parser("hands", help="whether random legal changes, or fixed choices, ever give a faster plan")
+    verb.add_argument("--first", type=int, default=0)
+    verb.add_argument("--count", type=int, default=300, help="cases in which something fits (default 300)")
+    verb.add_argument("--moves", type=int, default=10_000, help="changes of each plan at most (default 10,000)")
+    verb.add_argument("--sets", type=int, default=50, help="fixed choices of each plan at most (default 50)")
+    verb.add_argument("--budget", type=float, default=2.5, help="of each search, in seconds (default 2.5)")
+    verb.add_argument("-v", action="store_true", dest="verbose")
+    verb.set_defaults(call=hands)
+    verb = verbs.add_parser("jobs", help="jobs placed on a cluster beside all schedules of them")
+    verb.add_argument("--first", type=int, default=0)
+    verb.add_argument("--count", type=int, default=100, help="cases in which something fits (default 100)")
+    verb.add_argument("--budget", type=float, default=0.1, help="of each search, in seconds (default 0.1)")
+    verb.add_argument("-v", action="store_true", dest="verbose")
+    verb.set_defaults(call=place_jobs)
     verb = verbs.add_parser("published", help="the planner's choice beside published configurations")
     verb.add_argument("--rows", type=Path, default=published_cases.DATA / "megatron_sc21_table1_visible.csv")
     verb.set_defaults(call=published)
@@ -145,23 +164,23 @@ def hosts(*groups: tuple[str, int, int]) -> Cluster:
     return cluster_file.parse(f"name: mixed\nnetworks: {{fabric: {{type: infiniband-hdr-200}}}}\nhosts:\n{rows}\n")
 
 
-def scale(_: argparse.Namespace) -> None:
+def scale(options: argparse.Namespace) -> None:
     """Seconds on one core and the process's largest memory."""
     mixed = hosts(("v100-sxm2-32gb", 500, 1), ("a100-sxm-80gb", 500, 4), ("h100-sxm-80gb", 250, 8))
     small = hosts(("v100-sxm2-32gb", 32, 1), ("a100-sxm-80gb", 32, 4))
     deep = Transformer(layers=1024, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
     four = [("v100-sxm2-32gb", 1), ("a100-sxm-40gb", 4), ("a100-sxm-80gb", 4), ("h100-sxm-80gb", 8)]
-    few, many = (hosts(*((name, count, nics) for name, nics in four)) for count in (2, 313))
+    few, many = (hosts(*((name, count, nics) for name, nics in four)) for count in (2, 512))
     gpt_2b = Transformer(layers=32, hidden=2560, heads=32, sequence=2048, vocabulary=51200)
     cases = [
-        ("2.7B on 64 devices of four types", gpt_2b, few, 512, 4.0),
-        ("175B on 10,016 devices of four types", GPT_175B, many, 3072, 8.0),
+        ("2.7B on 64 devices of four types", gpt_2b, few, 512, 2.5),
+        ("175B on 16,384 devices of four types", GPT_175B, many, 3072, 8.0),
         ("175B on 512 mixed devices", GPT_175B, small, 1536, 10.0),
         ("175B on 512 mixed devices, 0.4 s allowed", GPT_175B, small, 1536, 0.4),
         ("175B on 10,000 mixed devices", GPT_175B, mixed, 3072, 8.0),
         ("1,024 layers on 64 devices", deep, hosts(("a100-sxm-80gb", 8, 4)), 256, 8.0),
     ]
-    for name, transformer, machines_file, batch, budget_s in cases:
+    for name, transformer, machines_file, batch, budget_s in cases[: options.cases]:
         start_s, clock_s = time.process_time(), time.monotonic()
         machines = Machines(machines_file)
         model = TransformerModel(transformer, stack("megatron-2022"), machines)

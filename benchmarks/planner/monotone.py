@@ -12,11 +12,12 @@ from cost_model.cluster.cluster_file import Cluster, parse
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.planner.analytic_search.candidates import Constraints
-from whale.planner.analytic_search.search_rounds import search
+from whale.planner.analytic_search.search_sequence import search
 
 KINDS = ("v100-sxm2-32gb", "p100-pcie-16gb", "a100-sxm-40gb", "t4", "a100-sxm-80gb", "h100-sxm-80gb")
 NETWORKS = ("ethernet-25g", "infiniband-edr-100", "infiniband-hdr-200")
 ROUNDING = 1e-9
+HURRIED = 0.1  # of the budget, which gives a plan that the whole budget may not make slower
 MODELS = (
     (4, 512, 8, 128),
     (8, 1024, 16, 512),
@@ -50,7 +51,7 @@ def _cluster(network: str, groups: list[tuple[str, int, int]]) -> Cluster:
     return parse(f"name: random\nnetworks: {{f: {{type: {network}}}}}\nhosts:\n{rows}")
 
 
-def best_s(model: Transformer, where: Cluster, batch: int, budget_s: float = float("inf")) -> float:
+def best_s(model: Transformer, where: Cluster, batch: int, budget_s: float) -> float:
     """Seconds of the step that is found; infinite where nothing fits."""
     machines = Machines(where)
     described = TransformerModel(model, stack("megatron-2022"), machines)
@@ -60,13 +61,13 @@ def best_s(model: Transformer, where: Cluster, batch: int, budget_s: float = flo
         return float("inf")
 
 
-def compare(seed: int) -> tuple[float, float]:
+def compare(seed: int, budget_s: float) -> tuple[float, float]:
     """By what part more devices, and more time, made the plan of a case slower; not positive: they did not."""
     model, batch, whole, part = case(seed)
     more_s, fewer_s, hurried_s = (
-        best_s(model, whole, batch),
-        best_s(model, part, batch),
-        best_s(model, whole, batch, 0.5),
+        best_s(model, whole, batch, budget_s),
+        best_s(model, part, batch, budget_s),
+        best_s(model, whole, batch, HURRIED * budget_s),
     )
     return _slower(more_s, fewer_s), _slower(more_s, hurried_s)
 
@@ -81,7 +82,7 @@ def monotone(options: argparse.Namespace) -> None:
     """Counts the cases in which more devices or more time gave a slower plan."""
     found = []
     for seed in range(options.first, options.first + options.count):
-        found.append(compare(seed))
+        found.append(compare(seed, options.budget))
         if max(found[-1]) > ROUNDING:
             print(
                 f"case {seed}: {found[-1][0]:.2%} slower with more devices, {found[-1][1]:.2%} with more time",

@@ -19,11 +19,18 @@ from cost_model.cluster.pools import Machines
 from cost_model.hardware import Device
 from cost_model.kernels.collectives import all_reduce_s
 from cost_model.kernels.interval import UNKNOWN, compute_interval_s
-from cost_model.simulator import Tasks, Timeline, one_f_one_b_ends_s, pipeline_tasks, simulate
+from cost_model.simulator import (
+    Tasks,
+    Timeline,
+    interleaved_ends_s,
+    one_f_one_b_ends_s,
+    pipeline_tasks,
+    simulate,
+)
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule, make_schedule
 from whale.ir.prediction import Prediction, RankPrediction
-from whale.ir.strategy import ParallelStrategy, count_live_chunks
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, count_live_chunks
 
 SCHEDULES = ("1f1b", "gpipe")  # of whole backward passes
 
@@ -35,6 +42,7 @@ class Evaluation:
     Attributes:
         step_s: the whole step; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the
             last pass.
+        tied_s: part of `reduce_s`, to sum the gradients of weights that the first and the last stage share.
         lacking_bytes: by how much the worst rank's memory is too small; not positive: it fits.
         passes_s: until the last pass of all stages ends.
     """
@@ -49,6 +57,7 @@ class Evaluation:
     stages: tuple[StageCost, ...]
     busiest: int
     passes_s: float
+    tied_s: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -74,13 +83,15 @@ def evaluate(
         costs, ends = _sharded(model, machines, strategy, costs)
     elif strategy.schedule == "1f1b" and strategy.chunks == 1:
         ends = one_f_one_b_ends_s([c.forward_s[0] for c in costs], [c.backward_s[0] for c in costs], count)
+    elif strategy.schedule == "1f1b":
+        ends = interleaved_ends_s([c.forward_s for c in costs], [c.backward_s for c in costs], count)
     else:
         orders = _orders(strategy)
         timeline = simulate(_tasks(orders, costs))
         ends = [timeline.end_s[length - 1] for length in accumulate(len(order) for order in orders)]
     ready_s = max(end + one.reduce_s for end, one in zip(ends, costs))
-    if stages > 1 and model.tied_parameters:
-        ready_s += _tied_s(model, machines, strategy)
+    shared_s = tied_s(model, machines, strategy)
+    ready_s += shared_s
     update_s = max(one.update_s for one in costs)
     step_s = ready_s + update_s + model.stack.step_ms * 1e-3
     busy = [count * (sum(one.forward_s) + sum(one.backward_s)) for one in costs]
@@ -99,6 +110,7 @@ def evaluate(
         stages=tuple(costs),
         busiest=busiest,
         passes_s=max(ends),
+        tied_s=shared_s,
     )
 
 
@@ -216,11 +228,18 @@ def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
     return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
 
 
-def _tied_s(model: Model, machines: Machines, strategy: ParallelStrategy) -> float:
+def tied_s(model: Model, machines: Machines, strategy: ParallelStrategy) -> float:
     """Returns the seconds to sum the gradients of the weights that the first and the last stage share."""
-    first, last = strategy.stages[0].parts[0], strategy.stages[-1].parts[0]
+    stages = strategy.stages
+    if len(stages) == 1 or not model.tied_parameters:
+        return 0.0
+    between = stages[0].ranks * (len(stages) - 1)
+    return tied_between_s(model, machines, stages[0].parts[0], stages[-1].parts[0], between)
+
+
+def tied_between_s(model: Model, machines: Machines, first: DeviceGroup, last: DeviceGroup, between: int) -> float:
+    """Returns the seconds of `tied_s` for the first parts of both stages, whose ranks are so many apart."""
     pool = machines.pools[first.pool]
-    apart = first.pool != last.pool or strategy.stages[0].ranks * (len(strategy.stages) - 1) >= pool.host_devices
-    tensor = min(first.tensor, last.tensor)
-    tied_bytes = model.stack.gradient_bytes * model.tied_parameters / tensor
+    apart = first.pool != last.pool or between >= pool.host_devices
+    tied_bytes = model.stack.gradient_bytes * model.tied_parameters / min(first.tensor, last.tensor)
     return all_reduce_s(machines.pair(first.pool, last.pool, apart), tied_bytes)

@@ -21,6 +21,7 @@ class StageCosts:
         self._model, self._machines = model, machines
         self._known: dict[tuple[object, ...], StageCost] = {}
         self._passes: dict[tuple[object, ...], Passes] = {}
+        self.computed = 0  # costs that were not cached
 
     def __call__(self, strategy: ParallelStrategy, index: int, live: int, ranks: int) -> StageCost:
         """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the strategy's settings."""
@@ -44,6 +45,7 @@ class StageCosts:
                 self._passes.clear()
             if (passes := self._passes.get(own)) is None:
                 passes = self._passes[own] = passes_of(self._model, self._machines, strategy, stage, ranks)
+            self.computed += 1
             cost = stage_cost(self._model, self._machines, strategy, index, live, ranks, passes)
             self._known[key] = cost
         return cost

@@ -25,7 +25,7 @@ from cost_model.analytic.memory import Footprint, offloaded_bytes, part_memory, 
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster.pools import Machines, Pool
 from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
-from cost_model.kernels.compute import Rates, find_rates, streaming_s
+from cost_model.kernels.compute import Rates, streaming_s
 from cost_model.simulator import not_hidden_s
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute, Stage
 
@@ -315,8 +315,7 @@ def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) ->
 
 def rates_of_part(model: Model, machines: Machines, part: DeviceGroup) -> Rates:
     """Returns the rates of one device of a part."""
-    entry = machines.pools[part.pool].entry
-    return find_rates(entry.device, model.stack.dtype, entry.share, slower=model.stack.kernel_time)
+    return machines.rates(part.pool, model.stack.dtype, model.stack.kernel_time)
 
 
 def sharding_groups(machines: Machines, parts: Sequence[DeviceGroup], ways: int) -> tuple[Group | None, Group | None]:

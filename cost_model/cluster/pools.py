@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from cost_model.hardware import Device
 from cost_model.kernels.collectives import Group, make_group
+from cost_model.kernels.compute import Rates, find_rates
 from whale.errors import ClusterError
 
 # The part of a host's memory that a job may use for offloaded data; the rest is the system's and the program's.
@@ -32,7 +33,7 @@ class Pool:
     host: HostEntry
     entry: DeviceEntry
 
-    @property
+    @cached_property
     def device(self) -> Device:
         """Returns the catalogue's entry of the devices."""
         return self.entry.device
@@ -47,17 +48,17 @@ class Pool:
         """Returns the number of the pool's devices on each host."""
         return self.entry.count
 
-    @property
+    @cached_property
     def host_devices(self) -> int:
         """Returns the number of all devices of such a host, including other pools."""
         return sum(e.count for e in self.host.devices)
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Returns the number of the pool's devices on all hosts."""
         return self.hosts * self.per_host
 
-    @property
+    @cached_property
     def memory_bytes(self) -> float:
         """Returns the memory of one device that the job may use."""
         return self.device.memory_bytes * self.entry.share
@@ -94,11 +95,17 @@ class Machines:
         self.data_group = lru_cache(maxsize=None)(self._make_data_group)
         self.send_path = lru_cache(maxsize=None)(self._find_send_path)
         self.pair = lru_cache(maxsize=None)(self._make_pair)
+        self.rates = lru_cache(maxsize=None)(self._find_rates)
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Returns the number of devices of all pools."""
         return sum(pool.devices for pool in self.pools)
+
+    def _find_rates(self, number: int, dtype: str, slower: float) -> Rates:
+        """Returns the rates of one device of a pool for a dtype, with kernels that take so many times as long."""
+        entry = self.pools[number].entry
+        return find_rates(entry.device, dtype, entry.share, slower=slower)
 
     def _make_tensor_group(self, number: int, tensor: int) -> Group:
         """Returns the group of tensor-parallel ranks of one pool: neighbours, on as few hosts as possible."""

@@ -86,26 +86,33 @@ def matmul_flops(m: int, n: int, k: int, batch: int = 1) -> float:
 
 
 @lru_cache(maxsize=65536)
-def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Returns the seconds of `batch` products [m, k] x [k, n] by the fastest tiles and splits, at least the memory's
-    time.
-    """
-    per_unit = on.matmul_flops_per_s / on.units
-    e = on.element_bytes
-    best = float("inf")
+def _least_tile_flops(units: int, fill_k: float, m: int, n: int, k: int, batch: int) -> tuple[tuple[int, float], ...]:
+    """Returns (split, FLOPs of a multiprocessor with the fastest tiles, slowdown included) for each possible split."""
+    least: dict[int, float] = {}
     for rows, columns in TILES:
         slowdown = 1.0 + TILE_SLOPE * max(0.0, 1.0 / rows + 1.0 / columns - LEAST_TRAFFIC)
         tiles = -(-m // rows) * -(-n // columns) * batch
         for split in SPLITS:
-            if split > 1 and (k < LEAST_K * split or tiles * split > MOST_WAVES * on.units):
+            if split > 1 and (k < LEAST_K * split or tiles * split > MOST_WAVES * units):
                 break
-            waves = -(-tiles * split // on.units)
-            main_s = waves * 2.0 * rows * columns * (k / split + on.fill_k) * slowdown / per_unit
-            partial_bytes = 2.0 * SIZE_BYTES["float32"] * m * n * batch * split  # written and read again
-            partial_s = partial_bytes / on.memory_bytes_per_s if split > 1 else 0.0
-            best = min(best, main_s + partial_s)
-    memory_s = e * batch * (m * k + k * n + m * n) / on.memory_bytes_per_s
-    return max(best, memory_s) + on.kernel_s
+            waves = -(-tiles * split // units)
+            flops = waves * 2.0 * rows * columns * (k / split + fill_k) * slowdown
+            least[split] = min(flops, least.get(split, float("inf")))
+    return tuple(least.items())
+
+
+@lru_cache(maxsize=65536)
+def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
+    """Returns the seconds of `batch` products [m, k] x [k, n] by the fastest tiles and splits, at least the memory's
+    time.
+    """
+    per_unit, rate, e = on.matmul_flops_per_s / on.units, on.memory_bytes_per_s, on.element_bytes
+    best = float("inf")
+    for split, flops in _least_tile_flops(on.units, on.fill_k, m, n, k, batch):
+        # Partial results are written and read again.
+        partial_s = 2.0 * SIZE_BYTES["float32"] * m * n * batch * split / rate if split > 1 else 0.0
+        best = min(best, flops / per_unit + partial_s)
+    return max(best, e * batch * (m * k + k * n + m * n) / rate) + on.kernel_s
 
 
 def streaming_s(on: Rates, moved_bytes: float) -> float:

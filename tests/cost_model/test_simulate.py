@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.simulator import Tasks, memory_curve, one_f_one_b_ends_s, pipeline_tasks, simulate
+from cost_model.simulator import (
+    Tasks,
+    interleaved_ends_s,
+    memory_curve,
+    one_f_one_b_ends_s,
+    pipeline_tasks,
+    simulate,
+)
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import compute_bubble_fraction, count_live_micro_batches, make_schedule
 
@@ -53,7 +63,7 @@ def test_ends_of_one_f_one_b_are_those_of_its_tasks(times: list[tuple[float, flo
     tasks = pipeline_tasks(make_schedule("1f1b", stages, 1, micro_batches), ahead, back, [[0.0]] * stages)
     timeline = simulate(tasks)
     ends = [max(e for e, on in zip(timeline.end_s, tasks.resource) if on == s) for s in range(stages)]
-    assert one_f_one_b_ends_s([f for f, _ in times], [b for _, b in times], micro_batches) == ends
+    assert one_f_one_b_ends_s([f for f, _ in times], [b for _, b in times], micro_batches) == pytest.approx(ends, 1e-12)
 
 
 def test_streams_overlap_and_a_shared_link_takes_turns() -> None:
@@ -83,3 +93,27 @@ def test_streams_alone_give_the_same_timeline_in_any_order_of_events(given_tasks
     for number, (resource, seconds, after) in enumerate(given_tasks):
         tasks.add(resource, float(seconds), tuple({one % number for one in after} if number else ()))
     assert simulate(tasks) == simulate(tasks, shared=frozenset({99}))
+
+
+@pytest.mark.parametrize(
+    "stages, chunks, micro_batches", [(2, 2, 1), (3, 2, 5), (4, 3, 4), (3, 2, 7), (2, 3, 60), (4, 2, 100), (3, 4, 75)]
+)
+@pytest.mark.parametrize("alike", [True, False])
+def test_ends_of_interleaved_stages_are_those_of_their_tasks(
+    stages: int, chunks: int, micro_batches: int, alike: bool
+) -> None:
+    """Also where only some groups of micro-batches are simulated, because all move alike."""
+    r = random.Random(stages + micro_batches)
+    ahead = [[1.0 if alike else r.uniform(0.5, 1.5)] * chunks for _ in range(stages)]
+    back = [[2 * seconds for seconds in own] for own in ahead]
+    orders = make_schedule("1f1b", stages, chunks, micro_batches)
+    timeline = simulate(pipeline_tasks(orders, ahead, back, [[0.0] * chunks] * stages))
+    ends = [timeline.end_s[length - 1] for length in accumulate(map(len, orders))]
+    assert interleaved_ends_s(ahead, back, micro_batches) == pytest.approx(ends, 1e-12)
+
+
+def test_long_pipelines_are_not_simulated_to_the_end() -> None:
+    """A hundred thousand micro-batches take no longer than some hundreds, once the stages keep step."""
+    ends = one_f_one_b_ends_s([1.0, 1.5, 1.0], [2.0, 3.0, 2.0], 100_000)
+    few = one_f_one_b_ends_s([1.0, 1.5, 1.0], [2.0, 3.0, 2.0], 100)
+    assert [a - b for a, b in zip(ends, few)] == pytest.approx([4.5 * 99_900] * 3)

@@ -22,7 +22,7 @@ from whale.planner import ask
 from whale.planner.analytic_search import layer_profiles as tables
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.plan_check import check
-from whale.planner.analytic_search.search_rounds import search
+from whale.planner.analytic_search.search_sequence import search
 from whale.planner.analytic_search.whale22 import algorithm_1, formula_1
 from whale.planner.report import planfile
 from whale.planner.report.show import against, diff, explain_layer, show
@@ -93,9 +93,9 @@ def test_a_uniform_spread_is_predicted_as_a_job(p):
     fixed = Constraints(p.stages, p.tensor, p.data, p.micro_batch, p.micro_batches, p.recompute, p.zero, p.chunks)
     found = search(TransformerModel(t, software, machines), machines, p.batch, fixed)
     job = predict(t, p, software, machines.cluster)
-    assert job.strategy == found.strategy
-    assert job.step_s == found.evaluation.step_s
-    assert job.evaluation.stages == found.evaluation.stages
+    own = evaluate(TransformerModel(t, software, machines), machines, job.strategy)
+    assert (job.step_s, job.evaluation.stages) == (own.step_s, own.stages)
+    assert 0.9 * job.step_s < found.evaluation.step_s <= job.step_s * (1 + 1e-9)  # layers need not be divided evenly
     assert check(TransformerModel(t, software, machines), machines, job.strategy, p.batch) == []
 
 
@@ -209,8 +209,6 @@ def test_what_is_fixed_stays_fixed(plan):
         ("tensor=8 chunks=2 data=2", "32 devices are needed, and unequal has 16"),
         ("chunks=2 stages=1", "one stage is not interleaved in 2 chunks"),
         ("chunks=13", "24 layers are not enough for 2 stages of 13 chunks"),
-        ("chunks=2 stages=3", "chunks of stages are interleaved where micro-batches are a multiple of the stages: "
-         "256 of them are none of 3"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_fixed_says_why(fixed, reason):
@@ -376,3 +374,33 @@ def test_replicas_on_several_kinds_of_devices_can_be_asked_for():
     fixed = ask.limits(["stages=1", "tensor=1", "data=8", "zero=3", "micro_batches=2"])
     small = cluster_file.parse(UNEQUAL.replace("count: 8", "count: 4"))  # no kind has eight devices of its own
     assert ask.plan(small, batch, model, limits=fixed).strategy.stages[0].replicas == 8
+
+
+def test_the_page_says_that_a_search_was_cut_and_what_tied_weights_take():
+    where = cluster_file.parse(
+        "name: slow\nnetworks: {f: {type: ethernet-10g}}\nhosts:\n"
+        "- {name: g, count: 2, devices: [{type: rtx-4090, count: 4}], networks: {f: {nics: 1}}}\n"
+    )
+    model, _ = ask.describe("gpt:layers=8,hidden=1024,heads=16,sequence=512,vocabulary=128256")
+    found = ask.plan(where, 32, model, limits=ask.limits(["stages=8"], 0.05))
+    words = " ".join(show(found).split())
+    assert found.cut == "the budget" and "search ended by the budget before all was looked at" in words
+    share = int(re.search(r"the weights that they share: [\d.]+ m?s \((\d+)% of the step\)", words)[1])
+    assert share == round(100 * found.evaluate()[2].tied_s / found.step_s)
+
+
+def test_unequal_devices_gain_as_much_as_was_published():
+    """BERT-large on 8 V100 and 8 P100 was 1.45 times as fast as on the V100 alone."""
+    where = cluster_file.parse(
+        "name: v100p100\nnetworks: {f: {type: ethernet-25g}}\nhosts:\n"
+        "- {name: v, devices: [{type: v100-sxm2-32gb, count: 8}], networks: {f: {nics: 2}}}\n"
+        "- {name: p, devices: [{type: p100, count: 8}], networks: {f: {nics: 2}}}\n"
+    )
+    model, batch = ask.describe("gpt:layers=24,hidden=1024,heads=16,sequence=128,vocabulary=30720,batch=512")
+    limits = ask.limits([], 0.2)
+    both = ask.plan(where, batch, model, software="tensorflow-fp32", limits=limits)
+    fast = msgspec.structs.replace(where, hosts=where.hosts[:1])
+    alone = ask.plan(fast, batch, model, software="tensorflow-fp32", limits=limits)
+    assert alone.step_s / both.step_s == pytest.approx(1.45, abs=0.05)
+    (stage,) = both.strategy.stages
+    assert {part.pool: part.rows for part in stage.parts} == {0: 41, 1: 23}

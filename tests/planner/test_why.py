@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from cost_model.cluster import cluster_file
 from whale.errors import PlanError, WhaleError
-from whale.planner import ask
+from whale.planner import ask, replan
 from whale.planner.report.planfile import PlanFile
 from whale.planner.why import answer
 
@@ -78,3 +81,39 @@ def test_what_is_no_question(plan: PlanFile, question: str, words: str) -> None:
     with pytest.raises(WhaleError, match=words) as error:
         answer(plan, question, BUDGET_S)
     assert isinstance(error.value, PlanError) or "ethernet" in words
+
+
+def _cluster(hosts: int) -> str:
+    return (
+        "name: c\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts:\n"
+        f"- {{name: a, count: {hosts}, devices: [{{type: a100-sxm-40gb, count: 2}}], networks: {{f: {{nics: 1}}}}}}\n"
+    )
+
+
+def test_a_changed_cluster_is_answered_by_what_moves_and_when_it_pays(tmp_path: Path) -> None:
+    model, _ = ask.describe("gpt:layers=8,hidden=2048,heads=16,sequence=1024,vocabulary=30720")
+    two = ask.plan(cluster_file.parse(_cluster(2)), 32, model, limits=ask.limits([], BUDGET_S))
+    (tmp_path / "more.yaml").write_text(_cluster(4))
+    (tmp_path / "less.yaml").write_text(_cluster(1))
+    more = answer(two, f"cluster={tmp_path / 'more.yaml'}", BUDGET_S).splitlines()
+    assert [line.split()[0] for line in more] == ["plan", "best", "move", "pays"]
+    assert "between hosts and devices" in more[2] and "checkpoint" not in more[2]
+    assert re.search(r"pays +after [\d,]+ steps", more[3])
+    less = answer(two, f"cluster={tmp_path / 'less.yaml'}", BUDGET_S).splitlines()
+    assert "does not fit there" in less[0] and less[3] == "pays       at once: the plan cannot go on as it is"
+
+
+def test_what_moves_is_what_a_device_lacks() -> None:
+    """Two replicas with sharded state become four: each lacks the state it takes over, new ones the weights too."""
+    model, _ = ask.describe("gpt:layers=2,hidden=256,heads=4,sequence=128,vocabulary=1024")
+    fixed = ["stages=1", "tensor=1", "zero=1", "micro_batches=1"]
+    two = ask.plan(cluster_file.parse(_cluster(1)), 8, model, limits=ask.limits([*fixed, "data=2"], BUDGET_S))
+    four = ask.plan(cluster_file.parse(_cluster(2)), 8, model, limits=ask.limits([*fixed, "data=4"], BUDGET_S))
+    found = replan.moves(two, four)
+    both = float(model.parameters)
+    assert found.lost_bytes == 0
+    # The first device keeps the quarter of the state that it had half of, the second one gets another quarter.
+    assert found.moved_bytes == pytest.approx(both * (2 * 2 + 12 * 0.75), rel=0.02)
+    assert replan.moves(four, four).moved_bytes == 0
+    gone = replan.moves(four, two)
+    assert gone.lost_bytes == pytest.approx(both * 12 * 0.5, rel=0.02)  # halves of the state were on the host that left

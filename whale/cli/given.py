@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -69,6 +70,17 @@ def parse_seconds(text: str) -> float:
         found = 0.0
     if not 0 < found < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return found
+
+
+def parse_amount(text: str) -> float:
+    """Parses a number above 0, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return found
 
 

@@ -11,6 +11,7 @@ from whale.cli.given import (
     Parser,
     add_config,
     hide_startup_lines,
+    parse_amount,
     parse_positive,
     parse_seconds,
     refuse_inconsistent,
@@ -24,9 +25,6 @@ from whale.errors import PlanError
 if TYPE_CHECKING:
     from cost_model.analytic.transformer import Transformer
     from whale.planner.analytic_search.layer_profiles import LayerProfile
-
-
-BUDGET_S = 8.0  # of the search for transformers and tables
 
 
 def add_parser(verbs: Any) -> None:
@@ -48,13 +46,16 @@ def add_parser(verbs: Any) -> None:
     )
     verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
-    verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), packed on the one cluster")
+    verb.add_argument("--rows", type=parse_amount, metavar="N", help="with --offers: rows to train on, all together")
+    verb.add_argument("--deadline", type=parse_amount, metavar="HOURS", help="the cheapest offer that ends by then")
+    verb.add_argument("--spend", type=parse_amount, metavar="MONEY", help="the offer that ends soonest for as much")
+    verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), placed on the one cluster")
     verb.add_argument("--batch", type=parse_positive, metavar="ROWS", help="rows of the global batch")
     verb.add_argument(
         "--budget",
         type=parse_seconds,
         metavar="S",
-        help="seconds for the search (default 8, or 30 as auto_parallel has)",
+        help="seconds of a core for the search (default 2.5, 8 for more than 64 devices, or 30 as auto_parallel has)",
     )
     verb.add_argument(
         "--stack", default="megatron-2022", help="software stack of the cost model's catalogue, or a YAML file of yours"
@@ -189,6 +190,9 @@ def _plan_described(given: argparse.Namespace) -> int:
         return _plan_captured(given)
     if given.offers:
         return _compare_offers(given)
+    for option in ("rows", "deadline", "spend"):
+        if getattr(given, option) is not None:
+            raise PlanError("this is for offers", given=f"--{option}", action="add --offers FILE")
     if given.fixed and given.planner != "whale":
         raise PlanError(
             "the published planner decides everything itself", given=f"--set with --planner {given.planner}"
@@ -197,14 +201,15 @@ def _plan_described(given: argparse.Namespace) -> int:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
     machines = read_named_cluster(given.cluster, given.network, cpu_quota())
     transformer, table, batch = _read_model(given)
-    limits = ask.limits(given.fixed, given.budget or BUDGET_S)
-    with show_progress(f"searching, for {given.budget or BUDGET_S:g} s at most"):
+    budget_s = given.budget or ask.find_budget_s(machines)
+    limits = ask.limits(given.fixed, budget_s)
+    with show_progress(f"searching, for {budget_s:g} s of a core at most"):
         plan = ask.plan(machines, batch, transformer, table, given.stack, limits, given.planner)
     if given.out:
         planfile.save(plan, given.out)
     print(show.show(plan, show.terminal_width()))
     if given.fixed:
-        free = ask.plan(machines, batch, transformer, table, given.stack, ask.limits([], given.budget or BUDGET_S))
+        free = ask.plan(machines, batch, transformer, table, given.stack, ask.limits([], budget_s))
         line = f"{', '.join(given.fixed)}: {show.against(plan, free)}"
         if show.is_faster(plan, free):
             line += "; faster than what was found without it: keep it, or search longer with --budget"
@@ -248,24 +253,26 @@ def _compare_offers(given: argparse.Namespace) -> int:
     if given.cluster or given.advise or given.planner != "whale":
         raise PlanError("offers bring their clusters", given="--offers with --cluster, --advise or --planner")
     transformer, table, batch = _read_model(given)
-    limits = ask.limits(given.fixed, given.budget or BUDGET_S)
+    wanted = offers.Wanted(given.rows, given.deadline, given.spend)
+    limits = ask.limits(given.fixed, given.budget or ask.BUDGET_S)
     with show_progress("searching"):
         answers = offers.rank(offers.read_offers(given.offers), batch, transformer, table, given.stack, limits)
-    best = answers[0].plan
-    if best is not None and given.out:
-        planfile.save(best, given.out)
-    print("\n".join(offers.ranking(answers)))
-    return 0 if best is not None else 1
+    chosen = offers.choose(answers, wanted)
+    if chosen is not None and chosen.plan is not None and given.out:
+        planfile.save(chosen.plan, given.out)
+    print("\n".join(offers.ranking(answers, wanted)))
+    return 0 if chosen is not None else 1
 
 
 def _place_jobs(given: argparse.Namespace) -> int:
     from cost_model.cluster.allocation import read_named_cluster
     from whale.cgroup import cpu_quota
-    from whale.planner import offers
+    from whale.planner import jobs
 
     if given.cluster is None or given.describe or given.profile or given.offers:
         raise PlanError("jobs bring their models, and need one cluster", action="give --jobs FILE --cluster FILE")
     machines = read_named_cluster(given.cluster, given.network, cpu_quota())
-    packed = offers.pack(offers.read_jobs(given.jobs), machines, given.stack)
-    print("\n".join(offers.packing(packed, machines)))
+    with show_progress("placing jobs"):
+        placed = jobs.place(jobs.read_jobs(given.jobs), machines, given.stack)
+    print("\n".join(jobs.placement(placed, machines)))
     return 0

@@ -44,7 +44,8 @@ def add_parser(verbs: Any) -> None:
         "what",
         metavar="OP",
         help="an operation's name; for a described model a layer's number, from 0, or a question: tensor=4 (why not), "
-        "stage=2, device=t4, batch=512 (what if), a host's name and count, a network's and kind",
+        "stage=2, device=t4, batch=512 (what if), a host's name and count, a network's and kind, cluster=FILE (what to "
+        "move when the cluster has changed, and when that pays)",
     )
     verb.add_argument(
         "--budget", type=float, default=8.0, metavar="S", help="seconds for a question's search (default 8)"

@@ -378,9 +378,10 @@ def count_live_chunks(schedule: str, stages: int, chunks: int, micro_batches: in
         return micro_batches
     if chunks == 1:
         return min(micro_batches, stages - stage)
-    if micro_batches == stages:
+    groups = max(1, micro_batches // stages)  # as `schedule_interleaved` forms them
+    if groups == 1:
         return micro_batches * chunks
-    return min(micro_batches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1)
+    return min(micro_batches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * -(-micro_batches // groups) + 1)
 
 
 def format_count(count: int, name: str, plural: str = "s") -> str:

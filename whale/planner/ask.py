@@ -17,7 +17,7 @@ from whale.errors import PlanError, find_similar
 from whale.ir.strategy import Degrees
 from whale.planner.analytic_search.candidates import FIXED, Constraints
 from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
-from whale.planner.analytic_search.search_rounds import search
+from whale.planner.analytic_search.search_sequence import search
 from whale.planner.analytic_search.whale22 import plan22
 from whale.planner.report.planfile import PlanFile, of_search
 
@@ -37,6 +37,7 @@ MOST = {"layers": 4096}
 MOST_OTHERWISE = 10**12
 MOST_DIGITS = 15
 LEVELS = (0, 3)  # of ZeRO
+BUDGET_S, MANY_DEVICES, MANY_BUDGET_S = 2.5, 64, 8.0  # of a search, and of one for more devices than that
 
 
 def describe(text: str) -> tuple[Transformer, int | None]:
@@ -129,7 +130,12 @@ def plan(
     return of_search(found, found.cluster, software, batch, transformer, table, planner)
 
 
-def limits(fixed: list[str], budget_s: float = 8.0) -> Constraints:
+def find_budget_s(cluster: Cluster) -> float:
+    """Returns the seconds of work that a search for a cluster has unless told otherwise."""
+    return MANY_BUDGET_S if cluster.device_count > MANY_DEVICES else BUDGET_S
+
+
+def limits(fixed: list[str], budget_s: float = BUDGET_S) -> Constraints:
     """Parses choices fixed by `--set name=value`; `attention/*.split=8` is the tensor-parallel degree, equal for all
     layers.
     """
@@ -201,26 +207,16 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
     groups = sum(pool.tensor_groups(tensor) for pool in machines.pools)
     if (needed := stages * replicas) > groups:
         return f"{needed} groups of {tensor} devices of one host are needed, and {machines.cluster.name} has {groups}"
-    return _not_interleaved(model.count, batch, limits)
+    return _not_interleaved(model.count, limits)
 
 
-def _not_interleaved(layers: int, batch: int, limits: Constraints) -> str:
+def _not_interleaved(layers: int, limits: Constraints) -> str:
     """Explains why no number of stages can be interleaved as was fixed; empty: one can."""
-    chunks = limits.chunks or 1
-    if chunks == 1:
-        return ""
-    if limits.stages == 1:
+    chunks, stages = limits.chunks or 1, limits.stages or 2
+    if chunks > 1 and limits.stages == 1:
         return f"one stage is not interleaved in {chunks} chunks"
-    most = layers // chunks
-    if (limits.stages or 2) > most:
-        return f"{layers} layers are not enough for {limits.stages or 2} stages of {chunks} chunks"
-    # Micro-batches that are not fixed are at most as many as each replica has rows.
-    count = limits.micro_batches or batch // ((limits.data or 1) * (limits.micro_batch or 1))
-    if all(count % stages for stages in ([limits.stages] if limits.stages else range(2, most + 1))):
-        return (
-            f"chunks of stages are interleaved where micro-batches are a multiple of the stages: {count} of them are "
-            f"none of {limits.stages or f'2 to {most}'}"
-        )
+    if chunks > 1 and stages * chunks > layers:
+        return f"{layers} layers are not enough for {stages} stages of {chunks} chunks"
     return ""
 
 

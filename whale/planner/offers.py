@@ -1,27 +1,27 @@
-"""Ranks several offers of devices for one job by time and cost, and packs several jobs on one cluster.
+"""Ranks offers of devices, and combinations of them, for one job by time and cost.
 
 offers:
   - {name: old, cluster: v100.yaml, price_per_hour: 24.0}    # a path from this file's folder, or a cluster itself
-  - {name: new, cluster: h100.yaml, price_per_hour: 98.0}
-
-jobs:
-  - {name: small, describe: "gpt:layers=24,hidden=2048,heads=16,batch=512", rows: 1000000}
-  - {name: large, describe: "gpt:layers=48,hidden=8192,heads=64,batch=1024", rows: 200000}
+  - {name: new, cluster: h100.yaml, price_per_hour: 98.0, startup_hours: 0.5, startup_price: 20.0, together: zone-a}
+  - {name: spot, cluster: more.yaml, price_per_hour: 40.0, interruptions_per_hour: 0.05, together: zone-a}
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from cost_model.analytic.transformer import Transformer
 from cost_model.cluster import cluster_file as clusters
 from cost_model.cluster import yaml_files
-from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.cluster_file import Cluster, HostEntry, NetworkEntry
 from whale.errors import ClusterError, PlanError
 from whale.ir.plan_text import format_seconds
 from whale.planner import ask
@@ -30,81 +30,173 @@ from whale.planner.analytic_search.layer_profiles import LayerProfile
 from whale.planner.report.planfile import PlanFile
 
 EXAMPLE = "offers: [{name: ..., cluster: FILE, price_per_hour: ...}]"
-MOST_HOSTS = 256  # of a shared cluster
+MOST_TOGETHER = 6  # offers that may be taken together, of which all combinations are planned
 SECONDS_PER_HOUR = 3600
+NAME = 28  # characters of an offer's name, or of several
+
+Amount = Annotated[float, Meta(ge=0)]
 
 
-class Offer(msgspec.Struct, forbid_unknown_fields=True):
-    """An offer of devices: a cluster file (or the cluster itself) and its price per hour; 0: free of charge."""
+class Offer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """An offer of devices: a cluster file (or the cluster itself) and its price.
+
+    Attributes:
+        price_per_hour: while the devices are held; 0: free of charge.
+        startup_hours, startup_price: until the first step, and once besides.
+        interruptions_per_hour: how often the devices are taken away on average (spot prices).
+        hours_per_interruption: what each costs: the wait for other devices, the restart, and half of the time between
+            two checkpoints, whose steps are done again.
+        together: offers with the same word here may be taken together, as one cluster; networks of one name are one.
+    """
 
     name: str
     cluster: str | dict[str, Any]
-    price_per_hour: float = 0.0
-
-
-class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """A model by its description, with its batch, and the number of rows to train on."""
-
-    name: str
-    describe: str
-    rows: float
+    price_per_hour: Amount = 0.0
+    startup_hours: Amount = 0.0
+    startup_price: Amount = 0.0
+    interruptions_per_hour: Amount = 0.0
+    hours_per_interruption: Amount = 0.5
+    together: str = ""
 
 
 class _Offers(msgspec.Struct, forbid_unknown_fields=True):
     offers: list[Offer]
 
 
-class _Jobs(msgspec.Struct, forbid_unknown_fields=True):
-    jobs: list[Job]
+@dataclass(frozen=True)
+class Wanted:
+    """What a job is to cost at most.
+
+    Attributes:
+        rows: to train on, all together; None: not known, so that only speeds and prices are compared.
+        deadline_hours: the job's end; None: as soon as can be.
+        money: for the whole job; None: any.
+    """
+
+    rows: float | None = None
+    deadline_hours: float | None = None
+    money: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is None and (self.deadline_hours is not None or self.money is not None):
+            raise PlanError("a deadline or a budget is for a whole job", action="add --rows, all that it trains on")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An offer with its best plan, or the reason why there is none."""
+    """Offers that are taken together, mostly one, with their best plan, or the reason why there is none."""
 
-    offer: Offer
+    offers: tuple[Offer, ...]
     plan: PlanFile | None
     why: str = ""
 
     @property
+    def name(self) -> str:
+        """Returns the names of the offers."""
+        return " + ".join(offer.name for offer in self.offers)
+
+    @property
+    def price_per_hour(self) -> float:
+        """Returns what all of them cost in an hour."""
+        return sum(offer.price_per_hour for offer in self.offers)
+
+    @property
+    def useful_part(self) -> float:
+        """Returns the part of the time that is not lost by interruptions, of any of the offers; 0: all is lost.
+
+        While steps take t hours, t + n h pass for n interruptions of h hours each, which come all of the time: n is
+        their rate times t + n h (Young, "A first order approximation to the optimum checkpoint interval", 1974).
+        """
+        lost = sum(offer.interruptions_per_hour * offer.hours_per_interruption for offer in self.offers)
+        return max(0.0, 1.0 - lost)
+
+    @property
+    def rows_per_s(self) -> float:
+        """Returns the rows that are trained on in a second on average, interruptions included."""
+        return 0.0 if self.plan is None else self.useful_part * self.plan.batch / self.plan.step_s
+
+    @property
     def cost_per_million_rows(self) -> float:
-        """Returns the cost of a million rows in the currency of the offer's price."""
-        assert self.plan is not None
-        return self.offer.price_per_hour / SECONDS_PER_HOUR * self.plan.step_s / self.plan.batch * 1e6
+        """Returns the cost of a million rows in the currency of the offers' prices."""
+        if not self.rows_per_s:
+            return math.inf
+        return self.price_per_hour / SECONDS_PER_HOUR / self.rows_per_s * 1e6
+
+    def hours(self, rows: float) -> float:
+        """Returns the hours until so many rows are trained on, start included; infinite: never."""
+        if not self.rows_per_s:
+            return math.inf
+        return max(offer.startup_hours for offer in self.offers) + rows / self.rows_per_s / SECONDS_PER_HOUR
+
+    def cost(self, rows: float) -> float:
+        """Returns the money for so many rows; devices cost from their start on."""
+        if not self.rows_per_s:
+            return math.inf
+        return sum(offer.startup_price for offer in self.offers) + self.price_per_hour * self.hours(rows)
 
 
-def read_offers(path: str) -> list[tuple[Offer, Cluster]]:
-    """Reads the offers of a file with their clusters.
+def read_offers(path: str) -> list[tuple[tuple[Offer, ...], Cluster]]:
+    """Reads the offers of a file, and what can be taken together of them, each with its cluster.
 
     Raises:
         PlanError: the file cannot be read, or does not list offers.
-        ClusterError: a cluster cannot be read.
+        ClusterError: a cluster cannot be read, or two do not fit together.
     """
-    offers = _decoded(path, _Offers, EXAMPLE).offers
+    offers = decode(path, _Offers, EXAMPLE).offers
     if not offers:
         raise PlanError("a file of offers lists no offers", given=path, expected=EXAMPLE)
-    found = []
+    if len({offer.name for offer in offers}) < len(offers):
+        raise PlanError("offers need names of their own", given=path)
+    where: dict[str, Cluster] = {}
     for offer in offers:
         if isinstance(offer.cluster, str):
-            found.append((offer, clusters.read(Path(path).parent / offer.cluster)))
+            where[offer.name] = clusters.read(Path(path).parent / offer.cluster)
         else:
-            found.append((offer, clusters.parse(msgspec.yaml.encode(offer.cluster).decode(), offer.name)))
+            where[offer.name] = clusters.parse(msgspec.yaml.encode(offer.cluster).decode(), offer.name)
+    found: list[tuple[tuple[Offer, ...], Cluster]] = [((offer,), where[offer.name]) for offer in offers]
+    for several in _combinations(offers, path):
+        found.append((several, join_clusters([(offer.name, where[offer.name]) for offer in several])))
     return found
 
 
-def read_jobs(path: str) -> list[Job]:
-    """Reads the jobs of a file.
+def _combinations(offers: Sequence[Offer], path: str) -> Iterator[tuple[Offer, ...]]:
+    for word in dict.fromkeys(offer.together for offer in offers if offer.together):
+        own = [offer for offer in offers if offer.together == word]
+        if len(own) > MOST_TOGETHER:
+            raise PlanError(
+                "too many offers may be taken together",
+                given=f"{path}: {len(own)} of {word}",
+                expected=f"at most {MOST_TOGETHER}, of which all combinations are planned",
+            )
+        for count in range(2, len(own) + 1):
+            yield from itertools.combinations(own, count)
+
+
+def join_clusters(parts: Sequence[tuple[str, Cluster]]) -> Cluster:
+    """Returns one cluster of several, by their offers' names, which are put before the names of their hosts.
 
     Raises:
-        PlanError: the file cannot be read, or does not list jobs.
+        ClusterError: a network of one name is another one in another cluster, or hosts share no network.
     """
-    jobs = _decoded(path, _Jobs, "jobs: [{name: ..., describe: gpt:layers=..., rows: ...}]").jobs
-    if not jobs or len({job.name for job in jobs}) < len(jobs):
-        raise PlanError("jobs need names of their own, and at least one is needed", given=path)
-    return jobs
+    hosts: list[HostEntry] = []
+    networks: dict[str, NetworkEntry] = {}
+    for name, one in parts:
+        for network, entry in one.networks.items():
+            if networks.setdefault(network, entry) != entry:
+                raise ClusterError(
+                    "offers that are taken together have unlike networks of one name",
+                    given=f"{network} of {name}",
+                    action="give one of them another name",
+                )
+        hosts += [msgspec.structs.replace(host, name=f"{name}-{host.name}") for host in one.hosts]
+    joined = Cluster(" + ".join(name for name, _ in parts), hosts, networks)
+    for first, second in itertools.combinations(hosts, 2):
+        joined.find_path(first, second)
+    return joined
 
 
-def _decoded(path: str, kind: Any, expected: str) -> Any:
+def decode(path: str, kind: Any, expected: str) -> Any:
+    """Reads a YAML file as a type; raises PlanError if it cannot be."""
     try:
         return yaml_files.YamlFile(yaml_files.read_text(path, "file"), path, "file").decode(kind)
     except ClusterError as error:
@@ -112,154 +204,88 @@ def _decoded(path: str, kind: Any, expected: str) -> Any:
 
 
 def rank(
-    offers: Sequence[tuple[Offer, Cluster]],
+    offers: Sequence[tuple[tuple[Offer, ...], Cluster]],
     batch: int,
     transformer: Transformer | None,
     table: LayerProfile | None,
     software: str,
     limits: Constraints,
 ) -> list[Answer]:
-    """Plans each offer and returns them fastest first; offers on which no strategy fits come last."""
+    """Plans all offers and returns them fastest first; those on which no strategy fits come last."""
     found = []
-    for offer, cluster in offers:
+    for several, cluster in offers:
         try:
-            found.append(Answer(offer, ask.plan(cluster, batch, transformer, table, software, limits)))
+            found.append(Answer(several, ask.plan(cluster, batch, transformer, table, software, limits)))
         except PlanError as error:
-            found.append(Answer(offer, None, error.message))
-    return sorted(found, key=lambda a: a.plan.step_s if a.plan else float("inf"))
+            found.append(Answer(several, None, error.message))
+    return sorted(found, key=lambda a: -a.rows_per_s)
 
 
-def ranking(answers: Sequence[Answer]) -> list[str]:
-    """Formats a row for each offer, and a line with the fastest and the cheapest one."""
-    fitting = [a for a in answers if a.plan is not None]
-    priced = [a for a in fitting if a.offer.price_per_hour]
-    cheapest = min(priced, key=lambda a: a.cost_per_million_rows, default=None)
-    rows = [f"{'offer':20} {'step':>10} {'rows/s':>12} {'per hour':>10} {'per 1M rows':>12}  plan"]
+def choose(answers: Sequence[Answer], wanted: Wanted) -> Answer | None:
+    """Returns the answer to take; None: none is as was wanted.
+
+    The cheapest that ends by the deadline; without one, what ends soonest for the money, or at all.
+    """
+    able = [a for a in answers if a.rows_per_s]
+    rows = wanted.rows
+    if rows is None:
+        return able[0] if able else None
+    able = [
+        a
+        for a in able
+        if (wanted.deadline_hours is None or a.hours(rows) <= wanted.deadline_hours)
+        and (wanted.money is None or a.cost(rows) <= wanted.money)
+    ]
+    if wanted.deadline_hours is not None:
+        return min(able, key=lambda a: (a.cost(rows), a.hours(rows)), default=None)
+    return min(able, key=lambda a: (a.hours(rows), a.cost(rows)), default=None)
+
+
+def ranking(answers: Sequence[Answer], wanted: Wanted) -> list[str]:
+    """Formats a row for each answer, the fastest and the cheapest marked, and a line that says what to take."""
+    fitting = [a for a in answers if a.rows_per_s]
+    rows, chosen = wanted.rows, choose(answers, wanted)
+    priced = [a for a in fitting if a.price_per_hour]
+    cheapest = min(priced, key=lambda a: a.cost_per_million_rows if rows is None else a.cost(rows), default=None)
+    whole = f" {'hours':>9} {'cost':>10}" if rows is not None else ""
+    head = f"{'offer':{NAME}} {'step':>10} {'rows/s':>12} {'per hour':>10} {'per 1M rows':>12}{whole}  plan"
+    lines = [head]
     for answer in answers:
-        plan, offer = answer.plan, answer.offer
-        if plan is None:
-            rows.append(
-                f"{offer.name[:20]:20} {'-':>10} {'-':>12} {offer.price_per_hour:>10.2f} {'-':>12}  {answer.why}"
-            )
+        plan, price = answer.plan, answer.price_per_hour
+        start = f"{answer.name[:NAME]:{NAME}}"
+        if plan is None or not answer.rows_per_s:
+            why = answer.why or "it is interrupted sooner than it goes on"
+            empty = f" {'-':>9} {'-':>10}" if rows is not None else ""
+            lines.append(f"{start} {'-':>10} {'-':>12} {price:>10.2f} {'-':>12}{empty}  {why}")
             continue
-        step_s = plan.step_s
-        cost = f"{answer.cost_per_million_rows:.2f}" if offer.price_per_hour else "-"
+        cost = f"{answer.cost_per_million_rows:.2f}" if price else "-"
+        whole = f" {answer.hours(rows):>9.2f} {answer.cost(rows):>10.2f}" if rows is not None else ""
         marks = [word for word, one in (("fastest", fitting[0]), ("cheapest", cheapest)) if one is answer]
         mark = f"({', '.join(marks)}) " if marks else ""
-        rows.append(
-            f"{offer.name[:20]:20} {format_seconds(step_s):>10} {plan.batch / step_s:>12,.1f} "
-            f"{offer.price_per_hour:>10.2f} {cost:>12}  {mark}{plan.strategy.format_summary()}"
+        lines.append(
+            f"{start} {format_seconds(plan.step_s):>10} {answer.rows_per_s:>12,.1f} {price:>10.2f} {cost:>12}{whole}  "
+            f"{mark}{plan.strategy.format_summary()}"
         )
-    return rows
+    if rows is not None:
+        lines.append(_advice(chosen, fitting, wanted, rows))
+    return lines
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A job with its number of hosts of each kind, and its plan on these."""
-
-    job: Job
-    hosts: tuple[int, ...]
-    plan: PlanFile
-
-    @property
-    def hours(self) -> float:
-        """Returns the hours of the whole job, for all its rows."""
-        return self.job.rows / self.plan.batch * self.plan.step_s / SECONDS_PER_HOUR
-
-
-class _Packer:
-    """Assigns hosts one by one, each to the job that would end last."""
-
-    def __init__(self, jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float) -> None:
-        self.jobs, self.cluster, self.software = jobs, cluster, software
-        self.limits = Constraints(budget_s=budget_s)
-        self.known: dict[tuple[int, tuple[int, ...]], PlanFile | None] = {}
-        self.described = []
-        for job in jobs:
-            transformer, batch = ask.describe(job.describe)
-            if batch is None:
-                raise PlanError("a job's batch is not known", given=job.describe, action="add batch=ROWS")
-            self.described.append((transformer, batch))
-
-    def plan(self, number: int, hosts: tuple[int, ...]) -> PlanFile | None:
-        """Returns a job's plan on `hosts` of each kind; None: no strategy fits."""
-        key = number, hosts
-        if key not in self.known:
-            chosen = [msgspec.structs.replace(h, count=n) for h, n in zip(self.cluster.hosts, hosts) if n]
-            transformer, batch = self.described[number]
-            self.known[key] = None
-            if chosen:
-                part = msgspec.structs.replace(self.cluster, hosts=chosen)
-                try:
-                    self.known[key] = ask.plan(part, batch, transformer, None, self.software, self.limits)
-                except PlanError:
-                    pass
-        return self.known[key]
-
-    def hours(self, number: int, hosts: tuple[int, ...]) -> float:
-        """Returns a job's hours on `hosts` of each kind; infinite: no strategy fits."""
-        plan = self.plan(number, hosts)
-        return float("inf") if plan is None else Packed(self.jobs[number], hosts, plan).hours
-
-    def run(self) -> list[Packed]:
-        """Returns the jobs with their hosts; raises PlanError if a job has none on which it fits."""
-        free = [host.count for host in self.cluster.hosts]
-        given = [(0,) * len(free) for _ in self.jobs]
-        done: set[int] = set()  # jobs that no further host makes faster
-        while any(free) and len(done) < len(self.jobs):
-            number = max((n for n in range(len(self.jobs)) if n not in done), key=lambda n: self.hours(n, given[n]))
-            now = self.hours(number, given[number])
-            options = [
-                tuple(h + (k == kind) for k, h in enumerate(given[number])) for kind, left in enumerate(free) if left
-            ]
-            best = min(options, key=lambda hosts: (self.hours(number, hosts), -self._memory(hosts)))
-            if now < float("inf") and self.hours(number, best) >= now:
-                done.add(number)
-                continue
-            free = [left - (a - b) for left, a, b in zip(free, best, given[number])]
-            given[number] = best
-        found = []
-        for number, job in enumerate(self.jobs):
-            plan = self.plan(number, given[number])
-            if plan is None:
-                raise PlanError(
-                    "the jobs do not fit on the cluster together",
-                    given=f"{job.name} on {sum(given[number])} hosts of {self.cluster.name}",
-                    expected="enough memory for every job",
-                    action="run fewer jobs at a time, or add hosts",
-                )
-            found.append(Packed(job, given[number], plan))
-        return found
-
-    def _memory(self, hosts: tuple[int, ...]) -> float:
-        each = [sum(e.count * e.device.memory_bytes * e.share for e in host.devices) for host in self.cluster.hosts]
-        return sum(n * own for n, own in zip(hosts, each))
-
-
-def pack(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float = 0.4) -> list[Packed]:
-    """Gives whole hosts to jobs so that the last job ends early: each host in turn to the job that would end last.
-
-    Args:
-        budget_s: of the search for one plan.
-
-    Raises:
-        PlanError: the jobs do not fit together, or the cluster is too large for this.
-    """
-    if (hosts := sum(host.count for host in cluster.hosts)) > MOST_HOSTS:
-        raise PlanError("the cluster is too large to pack host by host", given=hosts, expected=f"at most {MOST_HOSTS}")
-    return _Packer(jobs, cluster, software, budget_s).run()
-
-
-def packing(packed: Sequence[Packed], cluster: Cluster) -> list[str]:
-    """Formats a row for each job: its hosts, step time and hours."""
-    rows = [f"{'job':20} {'hosts':32} {'step':>10} {'hours':>10}  plan"]
-    for one in packed:
-        hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)
-        step = format_seconds(one.plan.step_s)
-        rows.append(
-            f"{one.job.name[:20]:20} {hosts[:32]:32} {step:>10} {one.hours:>10.2f}  "
-            f"{one.plan.strategy.format_summary()}"
-        )
-    left = [host.count - sum(one.hosts[k] for one in packed) for k, host in enumerate(cluster.hosts)]
-    free = ", ".join(f"{n} {host.name}" for n, host in zip(left, cluster.hosts) if n)
-    return [*rows, f"All end within {max(one.hours for one in packed):.2f} hours" + (f"; free: {free}" if free else "")]
+def _advice(chosen: Answer | None, fitting: Sequence[Answer], wanted: Wanted, rows: float) -> str:
+    limits = []
+    if wanted.deadline_hours is not None:
+        limits.append(f"within {wanted.deadline_hours:g} hours")
+    if wanted.money is not None:
+        limits.append(f"for at most {wanted.money:g}")
+    words = " ".join(limits) or "as soon as can be"
+    if chosen is not None:
+        hours, cost = chosen.hours(rows), chosen.cost(rows)
+        return f"Take {chosen.name}: {words}, it ends after {hours:.2f} hours and costs {cost:.2f}."
+    if not fitting:
+        return f"None of the offers trains the model: nothing ends {words}."
+    soonest = min(fitting, key=lambda a: a.hours(rows))
+    cheapest = min(fitting, key=lambda a: a.cost(rows))
+    return (
+        f"None ends {words}: {soonest.name} ends soonest, after {soonest.hours(rows):.2f} hours, and {cheapest.name} "
+        f"costs least, {cheapest.cost(rows):.2f}."
+    )

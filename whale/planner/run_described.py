@@ -167,35 +167,43 @@ def _other_model(program: Program, path: str, given: str, expected: str) -> Plan
     )
 
 
+Device = tuple[int, int, int]  # pool, host of the pool, number on that host
+
+
+def devices_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[Device, ...], ...]:
+    """Returns the devices of each stage, part after part; neighbours divide tensors."""
+    free = {pool.number: [list(range(pool.per_host)) for _ in range(pool.hosts)] for pool in machines.pools}
+    taken: dict[tuple[int, int], list[Device]] = {}
+    parts = [(s, i, part) for s, stage in enumerate(strategy.stages) for i, part in enumerate(stage.parts)]
+    for s, i, part in sorted(parts, key=lambda found: -found[2].tensor):
+        taken[s, i] = _take(free[part.pool], part)
+    return tuple(
+        tuple(device for i in range(len(stage.parts)) for device in taken[s, i])
+        for s, stage in enumerate(strategy.stages)
+    )
+
+
 def ranks_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of each stage, numbered as the devices in the cluster file; neighbours divide tensors.
 
     Devices that the plan leaves idle have no rank.
     """
-    free = {pool.number: [list(range(pool.per_host)) for _ in range(pool.hosts)] for pool in machines.pools}
-    taken: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    parts = [(s, i, part) for s, stage in enumerate(strategy.stages) for i, part in enumerate(stage.parts)]
-    for s, i, part in sorted(parts, key=lambda found: -found[2].tensor):
-        taken[s, i] = _take(free[part.pool], part)
-    order = sorted(device for devices in taken.values() for device in devices)
-    by_place = sorted(order, key=lambda d: _place(machines, d))
+    stages = devices_of(strategy, machines)
+    by_place = sorted((device for stage in stages for device in stage), key=lambda d: _place(machines, d))
     rank = {device: number for number, device in enumerate(by_place)}
-    return tuple(
-        tuple(rank[device] for i in range(len(stage.parts)) for device in taken[s, i])
-        for s, stage in enumerate(strategy.stages)
-    )
+    return tuple(tuple(rank[device] for device in stage) for stage in stages)
 
 
-def _take(hosts: list[list[int]], part: DeviceGroup) -> list[tuple[int, int, int]]:
+def _take(hosts: list[list[int]], part: DeviceGroup) -> list[Device]:
     """Takes the devices of a part from the free ones: (pool, host, number on it) of each."""
-    found: list[tuple[int, int, int]] = []
+    found: list[Device] = []
     for host, left in enumerate(hosts):
         while len(left) >= part.tensor and len(found) < part.ranks:
             found += [(part.pool, host, left.pop(0)) for _ in range(part.tensor)]
     return found
 
 
-def _place(machines: Machines, device: tuple[int, int, int]) -> tuple[int, int, int, int]:
+def _place(machines: Machines, device: Device) -> tuple[int, int, int, int]:
     """Returns a device's position in the cluster file: its host entry, the host, its device entry, its number."""
     number, host, own = device
     pool = machines.pools[number]

@@ -11,11 +11,12 @@ from functools import partial
 
 import msgspec
 
+from cost_model.cluster import cluster_file as clusters
 from cost_model.cluster.cluster_file import Cluster, NetworkEntry
 from cost_model.hardware import catalogue
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import explain_operations, format_bytes, format_seconds
-from whale.planner import ask
+from whale.planner import ask, replan
 from whale.planner.analytic_search.candidates import FIXED
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.show import against, explain_layer, is_faster
@@ -23,7 +24,7 @@ from whale.planner.report.show import against, explain_layer, is_faster
 FORMS = (
     "a layer's number, stage=N, device=KIND, "
     + ", ".join(f"{name}=..." for name in FIXED)
-    + ", batch=ROWS, HOST=COUNT, NETWORK=KIND"
+    + ", batch=ROWS, HOST=COUNT, NETWORK=KIND, cluster=FILE"
 )
 
 
@@ -51,6 +52,8 @@ def answer(plan: PlanFile, question: str, budget_s: float) -> str:
         raise _unknown(plan, question)
     if name == "stage":
         return _stage(plan, question, value)
+    if name == "cluster":
+        return "\n".join(replan.compare(plan, clusters.read(value), budget_s))
     if name == "device":
         return _device(plan, value, budget_s)
     if name in FIXED or name.endswith(".split"):

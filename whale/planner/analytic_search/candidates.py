@@ -19,8 +19,7 @@ class Constraints:
     """The choices that the user has fixed; None: free.
 
     Attributes:
-        budget_s: wall-clock seconds; then the best strategy so far is returned.
-        hurried: only powers of two of rows, and stages that divide the layers, are tried.
+        budget_s: seconds of work (see `work`); then the best strategy so far is returned.
         faster_than_s: only strategies with a lower estimate are tried.
         exact_devices: up to so many devices, every assignment of devices to stages is tried.
         runnable: the replicas of a stage have equal tensor-parallel degrees, as the runtime's meshes require.
@@ -35,10 +34,9 @@ class Constraints:
     zero: int | None = None
     chunks: int | None = None
     offload: Offload | None = None
-    budget_s: float = 8.0
+    budget_s: float = 2.5
     exact_devices: int = 8
     runnable: bool = True
-    hurried: bool = False
     faster_than_s: float = float("inf")
 
 
@@ -92,10 +90,10 @@ class SearchResult:
         strategy, evaluation: the best strategy, and its predicted cost.
         others: other strategies that fit, fastest first; misfits: some that do not.
         estimated, simulated: number of strategies that were estimated, and simulated.
-        seconds: wall-clock time.
+        seconds: wall-clock time; work_s: of work.
         cluster: the cluster of the strategy: the search's, or the same with fewer devices of each host.
         bound_s: a lower bound of the step time of any strategy of the model on these devices.
-        exhausted: whether the budget sufficed for all promising candidates.
+        cut: what ended the search before all was looked at, the budget or the clock; empty: nothing.
     """
 
     strategy: ParallelStrategy
@@ -105,6 +103,7 @@ class SearchResult:
     estimated: int
     simulated: int
     seconds: float
+    work_s: float
     bound_s: float
-    exhausted: bool
     cluster: Cluster
+    cut: str = ""

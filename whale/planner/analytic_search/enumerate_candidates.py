@@ -11,12 +11,15 @@ from whale.ir.strategy import DeviceGroup
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.estimate import Estimates, divisors
 from whale.planner.analytic_search.row_shares import row_shares
+from whale.planner.analytic_search.work import Work
 
 MOST_SETS = 31  # sets of pools that pure strategies are listed for: those of five pools
 MOST_POOLS = 5  # of which all sets are looked at for mixed strategies
 NEAR = 4  # factor by which tensor degrees of three pools may differ; of more pools they are alike
-CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of a stage, where the schedule interleaves them
+SOME = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of stages that are tried whatever number of layers there is
+SOME_CHUNKS = (1, 2, 3, 4, 6, 8)  # of stages among which layers are not divided evenly
 LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch is never full
+ROUGHLY = 0.8  # of an estimate by rows that are divided at will, below which no division lies
 
 
 def stage_counts(layers: int, most: int) -> list[int]:
@@ -28,23 +31,25 @@ def stage_counts(layers: int, most: int) -> list[int]:
 class Families(Estimates):
     """Enumerates the candidates of each family."""
 
-    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
-        super().__init__(model, machines, batch, limits)
-        self.stage_counts: dict[int, list[int]] = {}
+    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work) -> None:
+        super().__init__(model, machines, batch, limits, work)
+        self.hurried = False  # only powers of two of rows, and stages that divide the layers, are listed
+        self.stage_counts: dict[tuple[int, bool], list[int]] = {}
 
     def counts(self, most: int) -> list[int]:
         """Returns the numbers of stages to try, at most ``most``; where the user has fixed one, that."""
         key = min(most, self.model.count)
         if (fixed := self.limits.stages) is not None:
             return [fixed] if fixed <= key else []
-        if key not in self.stage_counts:
+        if (key, self.hurried) not in self.stage_counts:
             found = stage_counts(self.model.count, key)
             if self.limits.chunks not in (None, 1):  # of stages that are interleaved, not the fewest are the best
                 found = list(range(1, key + 1))
-            elif self.limits.hurried:
+            elif self.hurried:
                 found = [n for n in found if self.model.count % n == 0 or n == key]
-            self.stage_counts[key] = found
-        return self.stage_counts[key]
+                found = sorted({*found, *(n for n in SOME if n <= key)})
+            self.stage_counts[key, self.hurried] = found
+        return self.stage_counts[key, self.hurried]
 
     def pure(self) -> Iterator[Candidate]:
         """Enumerates candidates with each stage on one pool, and equal numbers of replicas and rows for all stages."""
@@ -63,21 +68,23 @@ class Families(Estimates):
                     if self.batch % rows or limits.micro_batch not in (None, rows):
                         continue
                     left_free = limits.micro_batch is None and limits.micro_batches is None
-                    if limits.hurried and left_free and rows & (rows - 1):
+                    if self.hurried and left_free and rows & (rows - 1):
                         continue
                     yield from self._pure_of(chosen, tensors, units, rows)
 
     def _combinations(self, degrees: list[list[int]]) -> list[tuple[int, ...]]:
-        if len(degrees) <= 2:
+        if len(degrees) <= (1 if self.hurried else 2):
             return list(itertools.product(*degrees))
         alike = [(d,) * len(degrees) for d in sorted(set.intersection(*map(set, degrees)))]
-        near = [c for c in itertools.product(*degrees) if max(c) <= NEAR * min(c)] if len(degrees) <= 3 else []
+        near: list[tuple[int, ...]] = []
+        if len(degrees) <= (2 if self.hurried else 3):
+            near = [c for c in itertools.product(*degrees) if max(c) <= (2 if self.hurried else NEAR) * min(c)]
         return list(dict.fromkeys(alike + near))
 
     def _pure_of(
         self, chosen: Sequence[int], tensors: tuple[int, ...], units: list[int], rows: int
     ) -> Iterator[Candidate]:
-        limits, count = self.limits, self.model.count
+        limits, count, hidden = self.limits, self.model.count, self.model.stack.overlaps_sends
         for how in self.recomputes():
             per_layer = [self.whole(k, t, rows, how)[2] for k, t in zip(chosen, tensors)]
             order = sorted(range(len(chosen)), key=lambda i: per_layer[i])
@@ -88,6 +95,10 @@ class Families(Estimates):
                 if limits.micro_batches not in (None, micro_batches):
                     continue
                 most = [u // data for u in units]
+                # All of these devices, without a bubble.
+                speed = sum(min(n, count) / c for n, c in zip(most, per_layer))
+                if speed and self.far_behind(micro_batches * count / speed):
+                    continue
                 if len(chosen) > 1 and min(most) == 0:
                     continue
                 settings = self.settings(micro_batches, how)
@@ -106,22 +117,26 @@ class Families(Estimates):
                     speed = sum(n / c for n, c in zip(own, per_layer))
                     slowest = max(count / speed, min(per_layer) if stages > 1 else 0.0)
                     if len(chosen) == 1:
-                        slowest = max(slowest, per_layer[0] * -(-(count + 0.0) // stages))
+                        slowest = max(slowest, per_layer[0] * -(-count // stages))
+                    tied_s = self.tied_s(ranks[order[0]], ranks[order[-1]], stages)
                     if stages not in after_s:
                         part = DeviceGroup(chosen[0], tensors[0], data, rows)
                         after_s[stages] = self.after_s((part,), how, stages)
                     for chunks in self._chunks(stages, micro_batches, len(chosen)):
-                        passes_s = slowest + (sends_s * chunks if stages > 1 else 0.0)
+                        even = chunks > 1 and len(chosen) == 1
+                        layers = -(-count // (stages * chunks)) * chunks if even else 0  # of a stage
+                        sent_s = 0.0 if stages == 1 or (hidden and chunks > 1) else sends_s * chunks
+                        passes_s = max(slowest, per_layer[0] * layers) + sent_s
                         wait_s = (stages - 1) * passes_s / chunks
                         reduce_s, update_s = after_s[stages]
                         reduce_s = self.reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
-                        estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s
+                        estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s + tied_s
                         if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
                             kinds = tuple(
                                 ((DeviceGroup(chosen[i], tensors[i], data, rows),), own[i])
                                 for i in self._by_memory(chosen)
                             )
-                            yield Candidate(estimate_s, kinds, settings, chunks)
+                            yield self.noted(Candidate(estimate_s, kinds, settings, chunks))
 
     def _by_memory(self, chosen: Sequence[int]) -> list[int]:
         """Orders pools by memory, largest first: the first stages keep the most activations."""
@@ -130,11 +145,12 @@ class Families(Estimates):
     def _chunks(self, stages: int, micro_batches: int, pools: int) -> list[int]:
         fixed, count = self.limits.chunks, self.model.count
         if fixed is not None:
-            legal = fixed == 1 or (stages > 1 and micro_batches % stages == 0 and stages * fixed <= count)
+            legal = fixed == 1 or (stages > 1 and stages * fixed <= count)
             return [fixed] if legal else []
-        if stages == 1 or pools > 1 or micro_batches % stages:
+        if stages == 1 or micro_batches < stages:
             return [1]
-        return [v for v in CHUNKS if count % (stages * v) == 0]
+        most = count // stages
+        return divisors(most) if count % stages == 0 and pools == 1 else [v for v in SOME_CHUNKS if v <= most]
 
     def mixed(self) -> Iterator[Candidate]:
         """Enumerates candidates with equal stages, each with replicas on all pools and rows by speed."""
@@ -195,10 +211,15 @@ class Families(Estimates):
                 continue
             if rows < replicas and (micro_batches > 1 or stages > 1):
                 continue
+            each = max(1, rows // replicas)  # rows of a replica, if all had as many
+            speed = sum(n * each / self.shared_s(pool, tensor, min(each, m), self.recomputes()[0])
+                        for (pool, tensor, n), m in zip(kinds, most))  # fmt: skip
+            if self.far_behind(ROUGHLY * (micro_batches + stages - 1) * rows / speed / stages):
+                continue
             for how in self.recomputes():
 
                 def whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
-                    return self.whole(pool, tensor, n, how)[1]
+                    return self.shared_s(pool, tensor, n, how)
 
                 if (fixed := limits.micro_batch) is None:
                     parts = row_shares(kinds, rows, whole_s, most)
@@ -212,7 +233,8 @@ class Families(Estimates):
                 reduce_s = self.reduced_s(reduce_s, slowest, stages, 1, micro_batches)
                 slowest += self.sends_s(parts, how) if stages > 1 else 0.0
                 estimate_s = (micro_batches + stages - 1) * slowest + reduce_s + update_s
+                estimate_s += self.tied_s(parts[0], parts[0], stages)
                 shape = how[0], stages.bit_length(), max(k[1] for k in kinds), tuple(k[0] for k in kinds), "mixed"
                 if not self.keeps(estimate_s, shape):
                     continue
-                yield Candidate(estimate_s, ((parts, stages),), self.settings(micro_batches, how))
+                yield self.noted(Candidate(estimate_s, ((parts, stages),), self.settings(micro_batches, how)))

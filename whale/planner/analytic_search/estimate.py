@@ -5,9 +5,11 @@ each.
 from __future__ import annotations
 
 import heapq
-import time
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
+from cost_model.analytic.evaluate import tied_between_s
 from cost_model.analytic.layer_costs import LayerCosts, Model
 from cost_model.analytic.memory import states
 from cost_model.analytic.stage_costs import reduction_s
@@ -15,10 +17,13 @@ from cost_model.cluster.pools import Machines
 from cost_model.simulator import not_hidden_s
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute
 from whale.planner.analytic_search.candidates import Candidate, Constraints
+from whale.planner.analytic_search.work import ESTIMATE_S, LAYERS_S, Work
 
 KEPT_PER_SHAPE = 40  # candidates
 MOST_ROWS = 128  # of a rank's micro-batch, where all sizes are known
+GRID_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # for which layers' seconds are computed
 BACKWARD = 2 / 3  # of both passes
+FAR_BEHIND = 1.6  # times the best estimate, which a candidate may not exceed
 
 
 def divisors(n: int) -> list[int]:
@@ -32,26 +37,23 @@ class Estimates:
     cached.
     """
 
-    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
-        self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
-        self.started, self.was_late = time.monotonic(), False
+    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work) -> None:
+        self.model, self.machines, self.batch, self.limits, self.work = model, machines, batch, limits, work
         self.ranks = machines.devices
         self.zero = 1 if limits.zero is None else limits.zero
         self.offload: Offload = limits.offload or "none"
         self.shapes: dict[tuple[object, ...], list[float]] = {}
         self.estimated, self.kept_per_shape = 0, KEPT_PER_SHAPE
+        # Whether candidates are left out that are far behind the best one with room, and that one.
+        self.prunes, self.best_estimate_s = True, math.inf
         self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
-
-    def late(self, part: float = 1.0) -> bool:
-        """Tells whether a part of the budget is used up, and remembers that the search was then incomplete."""
-        late = time.monotonic() - self.started > part * self.limits.budget_s
-        self.was_late = self.was_late or late
-        return late
+        self.tied: dict[tuple[int, int, int, int], float] = {}
 
     def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[LayerCosts, float, float]:
         """Returns (costs, seconds of all layers' passes, mean seconds of one layer)."""
         key = (pool, tensor, rows, *how)
         if key not in self.each:
+            self.work.spend(LAYERS_S)
             # Experts are taken to be divided over all of the pool's devices, until a stage is known.
             replicas = self.machines.pools[pool].tensor_groups(tensor) if self.model.experts else 1
             one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas)
@@ -59,6 +61,21 @@ class Estimates:
             total = one.forward(0, count) + one.backward(0, count)
             self.each[key] = one, total, total / count
         return self.each[key]
+
+    def shared_s(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> float:
+        """Returns the seconds of all layers' passes, by which unequal replicas share rows.
+
+        By formulas they are computed for some numbers of rows only; between these they grow evenly.
+        """
+        if rows < GRID_ROWS[2] or rows > GRID_ROWS[-1] or self.model.row_choices(pool, tensor) is not None:
+            return self.whole(pool, tensor, rows, how)[1]
+        at = bisect_left(GRID_ROWS, rows)
+        high, low = GRID_ROWS[at], GRID_ROWS[at - 1]
+        high_s = self.whole(pool, tensor, high, how)[1]
+        if rows == high:
+            return high_s
+        low_s = self.whole(pool, tensor, low, how)[1]
+        return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
     def rows_of(self, pool: int, tensor: int) -> list[int]:
         """Returns the micro-batch sizes of a rank that are tried, in growing order."""
@@ -143,6 +160,15 @@ class Estimates:
         counts = [max(1, self.model.count // (stages * chunks))] * chunks
         return not_hidden_s(reduce_s, counts, [BACKWARD * passes_s / chunks] * chunks, min(stages, micro_batches))
 
+    def tied_s(self, first: DeviceGroup, last: DeviceGroup, stages: int) -> float:
+        """Returns the seconds to sum the gradients of the weights that the first and the last of equal stages share."""
+        if stages == 1 or not self.model.tied_parameters:
+            return 0.0
+        key = first.pool, last.pool, min(first.tensor, last.tensor), first.ranks * (stages - 1)
+        if key not in self.tied:
+            self.tied[key] = tied_between_s(self.model, self.machines, first, last, key[-1])
+        return self.tied[key]
+
     def sends_s(self, parts: Sequence[DeviceGroup], how: tuple[str, bool]) -> float:
         """Estimates the seconds to send a micro-batch to an equal stage and its gradient back, over the slowest
         path.
@@ -154,9 +180,16 @@ class Estimates:
             each = max(each, self.model.send_s(cut, part.tensor, part.rows, how[1], path))
         return 2 * each
 
+    def far_behind(self, estimate_s: float) -> bool:
+        """Tells whether an estimate is so far behind the best candidate that has room that it is not worth a look."""
+        return self.prunes and estimate_s > min(FAR_BEHIND * self.best_estimate_s, self.limits.faster_than_s)
+
     def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
         """Tells whether a candidate is among the best so far with its shape (recompute, stages, tensors, pools)."""
         self.estimated += 1
+        self.work.spend(ESTIMATE_S)
+        if self.far_behind(estimate_s):
+            return False
         best = self.shapes.setdefault(shape, [])
         if len(best) < self.kept_per_shape:
             heapq.heappush(best, -estimate_s)
@@ -165,6 +198,12 @@ class Estimates:
             return False
         heapq.heapreplace(best, -estimate_s)
         return True
+
+    def noted(self, one: Candidate) -> Candidate:
+        """Returns a candidate, whose estimate is noted where it is the best one with room."""
+        if self.prunes and one.estimate_s < self.best_estimate_s and self.roomy(one):
+            self.best_estimate_s = one.estimate_s
+        return one
 
     def roomy(self, one: Candidate) -> bool:
         """Tells whether the stages' memory could hold all layers if layers were divisible at will."""
@@ -190,13 +229,34 @@ class Estimates:
             at += count
         return room >= self.model.count
 
+    def rates(self) -> dict[tuple[str, float], float]:
+        """Returns the most rows that a device of each kind, by its name and share, trains in a second."""
+        found: dict[tuple[str, float], float] = {}
+        for (number, tensor, rows, *_), (_, total, _) in self.each.items():
+            pool = self.machines.pools[number]
+            kind = pool.device.name, pool.entry.share
+            found[kind] = max(found.get(kind, 0.0), rows / total / tensor)
+        return found
+
     def bound_s(self) -> float:
         """Returns a lower bound of the step: all devices at peak throughput all of the time, without communication."""
-        speed = 0.0
-        for pool in self.machines.pools:
-            rates = [0.0]
-            for (k, tensor, rows, *_), (_, total, _) in self.each.items():
-                if k == pool.number:
-                    rates.append(rows / total / tensor)
-            speed += pool.devices * max(rates)
-        return self.batch / speed if speed else 0.0
+        return least_s(self.machines, self.batch, self.rates())
+
+
+def least_s(machines: Machines, batch: int, rates: dict[tuple[str, float], float]) -> float:
+    """Returns the seconds of a step on all devices without any loss; 0: no device's rate is known."""
+    speed = sum(pool.devices * rates.get((pool.device.name, pool.entry.share), 0.0) for pool in machines.pools)
+    return batch / speed if speed else 0.0
+
+
+def peak_rates(model: Model, machines: Machines, batch: int) -> dict[tuple[str, float], float]:
+    """Returns at most how many rows a device of each kind, by name and share, trains in a second, without any loss."""
+    one = Estimates(model, machines, batch, Constraints(), Work(math.inf))
+    one.ranks = 1  # nobody waits for a slower one
+    for pool in machines.pools:
+        for tensor in model.tensor_degrees(pool.number):
+            known = model.row_choices(pool.number, tensor)
+            for rows in GRID_ROWS if known is None else known:
+                if rows <= batch:
+                    one.whole(pool.number, tensor, rows, one.recomputes()[0])
+    return one.rates()

@@ -10,7 +10,7 @@ the best few chains are simulated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +19,8 @@ import numpy as np
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage
 from whale.planner.analytic_search.estimate import Estimates, divisors
 from whale.planner.analytic_search.neighbours import StageRanks
-from whale.planner.analytic_search.stage_options import BUDGET_PART, StageOption, stage_options, undominated
+from whale.planner.analytic_search.stage_options import StageOption, stage_options, undominated
+from whale.planner.analytic_search.work import ELEMENT_S, Work
 
 GRID = 24  # limits on the slowest stage, at most
 # Limits lie so close that a step loses at most this part of itself by the distance of two.
@@ -28,6 +29,7 @@ WORK = 60_000  # pairs of (devices of a stage, devices of later ones) x numbers 
 ELEMENTS = 20_000_000  # limits x numbers of later stages x ranges of layers, at most: what one array of them holds
 CHAINS = 60  # that are handed on, of each number of micro-batches, and...
 HANDED_ON = 200  # ...of all together, as long as they are at most...
+AT_ONCE = 4  # of each number of micro-batches, before others are looked at
 BEHIND = 1.25  # ...so many times as long as the best, by this program
 
 
@@ -54,15 +56,15 @@ def exact(
         if search.limits.micro_batches not in (None, micro_batches):
             continue
         for parallel in sorted({parallel for _, parallel in search.recomputes()}):
-            if search.late(BUDGET_PART):
-                break
             kinds = [search.settings(micro_batches, (kind, parallel)) for kind in search.recompute_kinds(parallel)]
             options = undominated([o for s in kinds for o in stage_options(search, states, s, reductions)])
             choices[micro_batches, parallel] = list(dict.fromkeys((o.used, o.parts) for o in options))
             if options:
                 grid = _grid(search.model.count, sizes, micro_batches, options, fastest_s)
                 solver = _Solver(kinds[0], states, options, grid, search.model.count, search.limits.stages)
-                found += solver.best(lambda: search.late(BUDGET_PART))
+                some = solver.best(search.work)
+                yield from (strategy for _, strategy in some[:AT_ONCE])
+                found += some
     found.sort(key=lambda e: e[0])
     for seconds, strategy in found[:HANDED_ON]:
         if seconds > BEHIND * found[0][0]:
@@ -157,15 +159,14 @@ class _Solver:
         # The stages put before chains: (devices of the chain, its head, option).
         self.log: list[tuple[tuple[int, ...], int, StageOption]] = []
 
-    def best(self, late: Callable[[], bool]) -> list[tuple[float, ParallelStrategy]]:
-        """Returns the strategies found until ``late`` is true, as (seconds of a step, strategy), fastest first."""
+    def best(self, work: Work) -> list[tuple[float, ParallelStrategy]]:
+        """Returns the strategies that are found, as (seconds of a step, strategy), fastest first."""
         for used in sorted(self.states, key=sum)[1:]:
             for own, options in self.by_use.items():
                 rest = tuple(a - b for a, b in zip(used, own))
                 if min(rest) >= 0:
                     for option in options:
-                        if late():
-                            break
+                        work.spend(ELEMENT_S * self.chains[used].came.size * (self.count + 1))
                         self._put_before(option, rest, self.chains[used])
         result: dict[ParallelStrategy, float] = {}
         for used in self.states[1:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -37,15 +37,13 @@ def move_cut(strategy: ParallelStrategy, at: int, move: int) -> ParallelStrategy
     return msgspec.structs.replace(strategy, stages=tuple(stages))
 
 
-def neighbours(strategy: ParallelStrategy, few: bool) -> Iterator[ParallelStrategy]:
-    """Yields strategies with a cut moved by a layer; with few devices also with two stages' ranks exchanged."""
+def neighbours(strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
+    """Yields strategies with a cut moved by a layer or two, or with two stages' ranks exchanged."""
     count = len(strategy.stages)
     for at in range(count - 1):
-        for move in (1, -1, 2, -2) if few else (1, -1):
+        for move in (1, -1, 2, -2):
             if (moved := move_cut(strategy, at, move)) is not None:
                 yield moved
-    if not few:
-        return
     for one, other in itertools.combinations(range(count), 2):
         a, b = strategy.stages[one], strategy.stages[other]
         if a.parts == b.parts:
@@ -86,32 +84,6 @@ def other_orders(ranks: Sequence[tuple[DeviceGroup, ...]]) -> Iterator[list[tupl
         if tuple(order) not in known:
             known.add(tuple(order))
             yield order
-
-
-def with_idle(
-    strategy: ParallelStrategy,
-    machines: Machines,
-    tensors: Callable[[int], Sequence[int]],
-    allowed: Callable[[DeviceGroup], bool],
-) -> Iterator[list[tuple[DeviceGroup, ...]]]:
-    """Yields the stages' ranks with one more stage at any position, on idle devices of one pool.
-
-    Args:
-        tensors: pool -> tensor-parallel degrees there.
-        allowed: tells whether a stage may consist of these ranks.
-    """
-    ranks = [stage.parts for stage in strategy.stages]
-    rows = sum(part.replicas * part.rows for part in ranks[0])
-    free = [pool.devices for pool in machines.pools]
-    for part in itertools.chain(*ranks):
-        free[part.pool] -= part.ranks
-    for pool in machines.pools:
-        for tensor in tensors(pool.number):
-            most = min(rows, free[pool.number] // tensor, pool.tensor_groups(tensor))
-            for replicas in (n for n in range(1, most + 1) if rows % n == 0):
-                own = DeviceGroup(pool.number, tensor, replicas, rows // replicas)
-                if allowed(own):
-                    yield from ([*ranks[:at], (own,), *ranks[at:]] for at in range(len(ranks) + 1))
 
 
 def other_ranks(

@@ -1,5 +1,5 @@
-"""Searches for the fastest strategy: estimates rank many, the best are cut into stages, the best of these are
-simulated.
+"""Searches for the fastest strategy on given devices: estimates rank many, the best are cut into stages and simulated,
+and from the best of these on changes are made as long as the step gets shorter.
 
 The families of strategies together contain the strategies known to be good:
 
@@ -10,7 +10,8 @@ The families of strategies together contain the strategies known to be good:
 
 Within a family an estimate costs microseconds: the layers' seconds over the ranks' speed, the pipeline's bubble, the
 reduction. Repeated layers are computed once. Candidates with the best estimates are cut by `layer_partition`, then
-simulated.
+simulated. What no family contains (other tensor-parallel degrees in the first and last stage, a stage more on idle
+devices, uneven chunks) is reached by `moves`, one change after the other.
 
 Decision: 0048.
 """
@@ -19,24 +20,27 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from cost_model.analytic.evaluate import Evaluation, evaluate
+from cost_model.analytic.evaluate import Evaluation, evaluate, tied_s
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stage_cache import StageCosts
+from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, count_live_chunks
-from whale.planner.analytic_search.candidates import Candidate, Constraints, SearchResult
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage, count_live_chunks, divide_chunks
+from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.enumerate_candidates import Families
 from whale.planner.analytic_search.exact import exact
-from whale.planner.analytic_search.layer_partition import Chain
-from whale.planner.analytic_search.neighbours import StageRanks, neighbours, other_orders, other_ranks, with_idle
+from whale.planner.analytic_search.layer_partition import Chain, Room
+from whale.planner.analytic_search.moves import Moves, Ranks, layer_moves, with_counts
+from whale.planner.analytic_search.neighbours import StageRanks, neighbours, other_orders, other_ranks
 from whale.planner.analytic_search.recompute_stages import RecomputeChoice
+from whale.planner.analytic_search.work import COST_S, CUT_S, FIT_S, LOOKUP_S, PASS_S, Work
 
 
 @dataclass(frozen=True)
@@ -54,28 +58,38 @@ class _Effort:
     misfits: int
 
 
-THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=8, simulated=2, misfits=0)
-# Spreads that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may get
-# other ranks.
-IMPROVED, IMPROVED_FEW, IMPROVED_WIDELY = 4, 100, 40
-CUT_ANEW = 16  # stages at most of a strategy that may get one more, on devices that are idle, or another order
-# Parts of the budget after which a step of the search ends: listing candidates, cutting them, simulating the best.
-LISTED, CUT, SIMULATED = 0.6, 0.75, 0.85
+THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=16, simulated=6, misfits=2)
+# Strategies that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may
+# get other ranks.
+IMPROVED_FEW, IMPROVED_WIDELY = 100, 40
+CUT_ANEW = 16  # stages at most of a strategy whose order is changed by more than its neighbouring runs
 BEHIND = 1.3  # what is estimated at so many times the best is not looked at
-LISTED_AT_ONCE = 64  # candidates between two looks at the clock
 MISFITS = 50  # that are kept, of at most...
 MISFIT_PASSES = 5000  # ...so many passes of a step, which take long to play
-SHORTER = 1e-9  # part by which a step must be shorter than another to count as faster, against rounding
+# Parts of a step by which another is shorter: of the first changes of a strategy, of later ones, of the last ones,
+# against rounding.
+LEAP, STEP, SHORTER = 1e-2, 1e-3, 1e-9
+MOST_KEPT, KEPT = 400, 200  # simulated strategies: of so many, so many are left
+NEARLY = 1.25  # times the step, up to which other cuts may make it shorter
+MANY = 10  # times that a chain is walked until its best cuts are found
+MOST_CHUNKS = 32  # of a stage
+SHAKEN, PATIENCE = 3, 4  # random changes that are improved, and times that they may be of no use
+WORSE = 1.5  # times the step, which a random change may make it longer
+CHUNKS_TRIED = 4  # numbers of chunks of a strategy that are simulated, of those with the best estimates
 
 
 @dataclass
 class _Simulated:
-    """The simulated strategies: (seconds, strategy, evaluation) of those that fit, and keys of all that were
-    simulated.
-    """
+    """The simulated strategies: (seconds, strategy, evaluation) of the best that fit, and which were looked at."""
 
     entries: list[tuple[float, ParallelStrategy, Evaluation]] = field(default_factory=list)
-    seen: set[ParallelStrategy] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)  # their hashes
+
+    def keep(self, strategy: ParallelStrategy, found: Evaluation) -> None:
+        self.entries.append((found.step_s, strategy, found))
+        if len(self.entries) > MOST_KEPT:
+            self.entries.sort(key=lambda e: e[0])
+            del self.entries[KEPT:]
 
 
 class NothingFits(Exception):
@@ -87,22 +101,41 @@ class NothingFits(Exception):
 
 
 class Search(Families):
-    """Searches strategies of a model on a cluster with a fixed global batch."""
+    """Searches strategies of a model on a cluster with a fixed global batch, with one kind of ZeRO and offload."""
 
-    def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
-        super().__init__(model, machines, batch, limits)
+    def __init__(
+        self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work | None = None
+    ) -> None:
+        super().__init__(model, machines, batch, limits, work or Work(math.inf))
         self.stage_costs = StageCosts(model, machines)
         self.simulated = 0
         self.candidates: list[Candidate] = []
         self.kept = _Simulated()
         self.fastest: tuple[ParallelStrategy, Evaluation] | None = None
         self.misfits: list[tuple[ParallelStrategy, Evaluation]] = []
+        self.room = Room(machines)
         self.recompute = RecomputeChoice(model, machines, self.ranks)
         # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
         self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
-        self.ordered: set[tuple[ParallelStrategy, tuple[tuple[DeviceGroup, ...], ...]]] = (
-            set()
-        )  # (settings, ranks) that have been cut
+        # (settings, ranks) that were cut; those whose ranks were changed in all ways, for steps shorter than that.
+        self.cuts: dict[int, tuple[ParallelStrategy | None, float]] = {}
+        self.changed: dict[int, float] = {}
+        self.shaken = 0  # times that random changes were made
+        self.moves = Moves(
+            machines,
+            model.count,
+            batch,
+            self.tensors,
+            self.allowed,
+            lambda pool, tensor, rows: self.shared_s(pool, tensor, rows, self.recomputes()[0]),
+            lambda pool, tensor: self.rows_of(pool, tensor)[-1],
+            limits.runnable,
+        )
+
+    @property
+    def few(self) -> bool:
+        """Tells whether there are so few devices that every assignment of them to stages is looked at."""
+        return self.ranks <= self.limits.exact_devices
 
     def build(self, one: Candidate) -> ParallelStrategy | None:
         """Cuts the candidate's layers into stages; None if it does not fit into memory.
@@ -110,171 +143,303 @@ class Search(Families):
         A stage uses the candidate's recompute, or less.
         """
         if one.chunks > 1:
-            return self.fitted(one.even(self.model.count))
+            return self._divided(one.settings, one.ranks, one.chunks)
         kinds = self.recompute_kinds(one.settings.sequence_parallel)
         kinds = kinds[: kinds.index(one.settings.recompute) + 1]
-        strategy = self._cut(one.settings, one.ranks, kinds)
-        return None if strategy is None else self.fitted(strategy)
+        return self._cut(one.settings, one.ranks, kinds)
 
     def _cut(
         self,
         settings: ParallelStrategy,
         ranks: Sequence[tuple[DeviceGroup, ...]],
         kinds: Sequence[Recompute] | None = None,
+        below_s: float = math.inf,
     ) -> ParallelStrategy | None:
         """Cuts layers into stages on these ranks, in order, as fast as possible; None if they do not fit.
 
         Args:
             settings: the strategy's settings; its stages, if it has any, are ignored.
             kinds: the kinds of recompute that a stage may use; None: all allowed ones.
+            below_s: None also where the slowest stage takes longer than that in a micro-batch.
         """
         kinds = self.recompute_kinds(settings.sequence_parallel) if kinds is None else kinds
-        chain = Chain(self.model, self.machines, ranks, settings, self.ranks, kinds)
-        ends = chain.best()
-        return None if ends is None else chain.strategy(ends)
+        settings = msgspec.structs.replace(settings, stages=())
+        key = hash((settings, tuple(ranks), tuple(kinds)))
+        found, without_s = self.cuts.get(key, (None, 0.0))
+        if found is None and below_s > without_s:
+            looked = self.room.looked
+            chain = Chain(self.model, ranks, settings, self.ranks, self.room, kinds)
+            ends = chain.best(below_s)
+            found = None if ends is None else self.fitted(chain.strategy(ends))
+            self.cuts[key] = found, below_s
+            self.work.spend(FIT_S * (self.room.looked - looked) + CUT_S * len(ranks) * (1 if found is None else MANY))
+        return found
 
     def fitted(self, strategy: ParallelStrategy) -> ParallelStrategy:
         """Returns the strategy with as little recomputation in every stage as its memory allows."""
         kinds = self.recompute_kinds(strategy.sequence_parallel)
         return self.recompute.fitted(strategy, kinds, lambda index: self.live(strategy, index))
 
-    def consider(self, strategy: ParallelStrategy) -> float:
-        """Simulates and records a strategy; returns its step's seconds, infinite if it does not fit or was simulated
-        before.
+    def consider(self, strategy: ParallelStrategy, below_s: float = math.inf) -> tuple[float, ParallelStrategy]:
+        """Simulates and records a strategy unless it takes at least `below_s`.
+
+        Returns: (its step's seconds, the strategy with its recompute chosen); infinite seconds if it does not fit,
+        was looked at before, or is not faster.
         """
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
             strategy = msgspec.structs.replace(strategy, zero=0)  # there is nobody to share the state with
         strategy = self.fitted(strategy)
-        if strategy in self.kept.seen or not self.keeps_choices(strategy):
-            return float("inf")
-        self.kept.seen.add(strategy)
+        if (key := hash(strategy)) in self.kept.seen or not self.keeps_choices(strategy):
+            return math.inf, strategy
+        self.kept.seen.add(key)
+        if math.isfinite(below_s) and self.at_least_s(strategy) >= below_s:
+            return math.inf, strategy
+        before = self.stage_costs.computed
         found = evaluate(self.model, self.machines, strategy, self.stage_costs)
         self.simulated += 1
-        if not found.fits:
-            if len(self.misfits) < MISFITS:
-                self.misfits.append((strategy, found))
-            return float("inf")
-        if self.fastest is None or found.step_s < self.fastest[1].step_s:
-            self.fastest = strategy, found
-        self.kept.entries.append((found.step_s, strategy, found))
-        return found.step_s
+        passes = 2 * strategy.micro_batches * len(strategy.stages) * strategy.chunks
+        if found.fits:
+            self.kept.keep(strategy, found)
+            if self.fastest is None or found.step_s < self.fastest[1].step_s:
+                self.fastest = strategy, found
+            self.work.may_end = True
+        elif len(self.misfits) < MISFITS:
+            self.misfits.append((strategy, found))
+        self.work.spend(
+            LOOKUP_S * len(strategy.stages) + COST_S * (self.stage_costs.computed - before) + PASS_S * passes
+        )
+        return (found.step_s if found.fits else math.inf), strategy
 
-    def improve(self, strategy: ParallelStrategy, seconds: float, wide: bool) -> None:
-        """Moves to the best neighbour while the simulated step gets shorter; `wide`: also tries other ranks for one
-        stage.
+    def at_least_s(self, strategy: ParallelStrategy) -> float:
+        """Returns a lower bound of a step without simulating it; infinite if it does not fit.
+
+        A stage begins when those before it have done a pass of their first chunk, and these end after it with another.
         """
-        if strategy.chunks > 1:
-            return
-        few = self.ranks <= self.limits.exact_devices
+        if fully_sharded(self.model, strategy):
+            return 0.0
+        costs = self._costs(strategy)
+        if any(cost.lacking_bytes > 0 for cost in costs):
+            return math.inf
+        before_s = slowest_s = 0.0
+        for cost in costs:
+            own_s = sum(cost.forward_s) + sum(cost.backward_s)
+            slowest_s = max(slowest_s, before_s + strategy.micro_batches * own_s)
+            before_s += cost.forward_s[0] + cost.backward_s[0]
+        after_s = costs[0].reduce_s + max(cost.update_s for cost in costs)
+        return max(slowest_s, before_s) + after_s + tied_s(self.model, self.machines, strategy)
+
+    def _costs(self, strategy: ParallelStrategy) -> list[StageCost]:
+        before, ranks, count = self.stage_costs.computed, strategy.ranks, len(strategy.stages)
+        costs = [self.stage_costs(strategy, i, self.live(strategy, i), ranks) for i in range(count)]
+        self.work.spend(LOOKUP_S * count + COST_S * (self.stage_costs.computed - before))
+        return costs
+
+    def improve(self, strategy: ParallelStrategy, seconds: float, gain: float = SHORTER, wide: bool = False) -> None:
+        """Moves to a neighbour that is faster by a part `gain` as long as there is one.
+
+        Args:
+            wide: also tries other ranks for one stage, of few devices.
+        """
         while True:
-            best = strategy, seconds
-            others = itertools.chain(neighbours(strategy, few), () if few else self._reordered(strategy))
+            for other in self._others(strategy, seconds * (1 - gain), wide):
+                took_s, fitted = self.consider(other, seconds * (1 - gain))
+                if took_s < seconds * (1 - gain):
+                    strategy, seconds = fitted, took_s
+                    break
+            else:
+                return
+
+    def _others(self, strategy: ParallelStrategy, seconds: float, wide: bool) -> Iterator[ParallelStrategy]:
+        """Yields the neighbours of a strategy: of other ranks first, which are worth the most."""
+        settings = msgspec.structs.replace(strategy, stages=())
+        ranks = [stage.parts for stage in strategy.stages]
+        key = hash((settings, tuple(ranks), strategy.chunks))
+        if seconds > self.changed.get(key, 0.0):
+            yield from self._other_settings(strategy)
+            yield from self._other_ranks(strategy, seconds)
+            if strategy.chunks == 1 and len(ranks) <= CUT_ANEW:
+                yield from self._recut(settings, other_orders(ranks), seconds)
+            self.changed[key] = seconds
+        if self.few and strategy.chunks == 1:
+            yield from neighbours(strategy)
             if wide:
                 choices = self.choices.get((strategy.micro_batches, strategy.sequence_parallel), [])
-                more = self.limits.stages is None
-                others = itertools.chain(others, other_ranks(strategy, self.machines, choices, more))
-            for other in others:
-                if self.late():
-                    break
-                if other not in self.kept.seen and (took := self.consider(other)) < best[1] * (1 - SHORTER):
-                    best = other, took
-            if best[0] is strategy:
-                return
-            strategy, seconds = best
+                yield from other_ranks(strategy, self.machines, choices, self.limits.stages is None)
+        yield from layer_moves(strategy)
 
-    def _reordered(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
-        """Yields the strategy with its stages' ranks in other orders, and layers cut again.
+    def _other_settings(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
+        """Yields the strategy with other levels of ZeRO and other numbers of chunks."""
+        if self.limits.zero is None:
+            yield from (msgspec.structs.replace(strategy, zero=zero) for zero in range(4) if zero != strategy.zero)
+        yield from self._chunked(strategy, [stage.parts for stage in strategy.stages])
 
-        Families put the devices with the most memory first, because the first stages keep the most activations. If
-        memory suffices, the extra work of the first and last layer (embedding, loss) may be cheaper on other devices.
-        """
-        if len(strategy.stages) > CUT_ANEW:
-            return
+    def _other_ranks(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
+        """Yields the strategy with other ranks and cut anew, where the devices could be faster than `seconds`."""
         settings = msgspec.structs.replace(strategy, stages=())
-        for ranks in other_orders([stage.parts for stage in strategy.stages]):
-            if (key := (settings, tuple(ranks))) in self.ordered or self.late():
-                continue
-            self.ordered.add(key)
-            if (found := self._cut(settings, ranks)) is not None:
+        changes = [one for one in self.moves.of_ranks(strategy) if self._least_s(*one, settings) < seconds]
+        random.Random(len(changes)).shuffle(changes)  # those that are alike come one after the other
+        for micro_batches, ranks in changes:
+            own = msgspec.structs.replace(settings, micro_batches=micro_batches)
+            plain = self._with_layers_of(strategy, own, ranks)
+            least_s = self.at_least_s(plain)
+            if least_s < seconds:
+                yield plain
+            # Cuts take longest: they are made where they may help.
+            if strategy.chunks == 1 and (least_s < NEARLY * seconds or math.isinf(least_s)):
+                yield from self._recut(own, [ranks], seconds)
+
+    def _with_layers_of(self, strategy: ParallelStrategy, settings: ParallelStrategy, ranks: Ranks) -> ParallelStrategy:
+        """Returns other ranks with a strategy's layers, or evenly divided ones if there are more or fewer stages."""
+        if len(ranks) == len(strategy.stages):
+            layers = [stage.layers for stage in strategy.stages]
+        else:
+            chunks = min(strategy.chunks, self.model.count // len(ranks)) if len(ranks) > 1 else 1
+            return self._divided(settings, ranks, chunks)
+        stages = tuple(Stage(ranges, parts) for ranges, parts in zip(layers, ranks))
+        return self.fitted(msgspec.structs.replace(settings, stages=stages))
+
+    def _divided(self, settings: ParallelStrategy, ranks: Ranks, chunks: int) -> ParallelStrategy:
+        """Returns a strategy whose stages have layers in proportion to their speed, equally many in each chunk."""
+        stages, count = len(ranks), self.model.count
+        layers = divide_chunks(count, stages, chunks)
+        found = msgspec.structs.replace(
+            settings, stages=tuple(Stage(ranges, parts) for ranges, parts in zip(layers, ranks))
+        )
+        if len(set(ranks)) > 1:
+            each = self._each_s(ranks, settings)
+            speed = sum(1.0 / each[parts] for parts in ranks)
+            ends = [0.0, *itertools.accumulate(1.0 / each[parts] / speed for _ in range(chunks) for parts in ranks)]
+            cuts = [round(end / chunks * (count - stages * chunks)) for end in ends]
+            found = with_counts(found, [1 + high - low for low, high in itertools.pairwise(cuts)])
+        return self.fitted(found)
+
+    def _recut(self, settings: ParallelStrategy, orders: Iterable[Ranks], seconds: float) -> Iterator[ParallelStrategy]:
+        """Yields strategies of one chunk on these ranks that may be faster than `seconds`."""
+        if self.limits.chunks not in (None, 1):
+            return
+        for ranks in orders:
+            found = self._cut(settings, ranks, below_s=seconds / settings.micro_batches)
+            if found is not None:
                 yield found
 
-    def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
-        """Returns the strategies to improve first: the best of each number of stages and micro-batches, then the
-        others.
-        """
-        first: dict[tuple[int, int], tuple[float, ParallelStrategy]] = {}
-        others = []
-        for seconds, strategy, _ in sorted(self.kept.entries, key=lambda e: e[0]):
-            key = (len(strategy.stages), strategy.micro_batches)
-            if key in first:
-                others.append((seconds, strategy))
-            else:
-                first[key] = (seconds, strategy)
-        if self.ranks > self.limits.exact_devices:
-            return sorted([*first.values(), *others], key=lambda e: e[0])
-        return [*first.values(), *others]
+    def _least_s(self, micro_batches: int, ranks: Ranks, settings: ParallelStrategy) -> float:
+        """Returns about the least seconds of all micro-batches' passes on these ranks, if layers were divisible."""
+        each = self._each_s(ranks, settings)
+        return micro_batches * self.model.count / sum(1.0 / each[parts] for parts in ranks)
 
-    def run(self) -> SearchResult:
-        """Searches until the budget is used or no candidate is left.
+    def _each_s(self, ranks: Ranks, settings: ParallelStrategy) -> dict[tuple[DeviceGroup, ...], float]:
+        """Returns the mean seconds of a layer in a micro-batch, with as little recomputation as there is, by ranks."""
+        how = self.recomputes()[0][0], settings.sequence_parallel
+        kinds = dict.fromkeys(ranks)
+        self.work.spend(LOOKUP_S * len(kinds))
+        return {parts: max(self.whole(p.pool, p.tensor, p.rows, how)[2] for p in parts) for parts in kinds}
+
+    def _chunked(self, strategy: ParallelStrategy, ranks: Ranks) -> Iterator[ParallelStrategy]:
+        """Yields the strategy on these ranks with the numbers of chunks that look best, layers divided evenly."""
+        stages, count, found = len(ranks), self.model.count, []
+        if stages == 1 or strategy.micro_batches < stages or self.limits.chunks == 1:
+            return
+        for chunks in range(2, min(MOST_CHUNKS, count // stages) + 1):
+            if self.limits.chunks not in (None, chunks):
+                continue
+            own = self._divided(strategy, ranks, chunks)
+            if (seconds := self.at_least_s(own)) < math.inf:
+                found.append((seconds, chunks, own))
+        yield from (own for _, _, own in sorted(found, key=lambda e: e[:2])[:CHUNKS_TRIED])
+
+    def begin(self, improved: int) -> None:
+        """Lists candidates, simulates the best and improves so many of these.
+
+        With many devices only powers of two of rows are listed, and stages that divide the layers.
 
         Raises:
             NothingFits: no strategy fits.
         """
-        candidates: list[Candidate] = []
-        for family in (self.pure, self.mixed):
-            for one in family():
-                candidates.append(one)
-                if len(candidates) % LISTED_AT_ONCE == 0 and self.late(LISTED):
-                    break
-        candidates.sort(key=lambda c: c.estimate_s)
-        self._try(candidates)
-        if self.ranks <= self.limits.exact_devices:
+        self._list(hurried=not self.few)
+        if self.few:
             known_s = self.limits.faster_than_s
             fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
             for strategy in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
                 self.consider(strategy)
         if not self.kept.entries:
-            self.candidates = candidates
             raise NothingFits(self)
-        few = self.ranks <= self.limits.exact_devices
-        for number, (seconds, strategy) in enumerate(self._beginnings()):
-            if self.late() or number == (IMPROVED_FEW if few else IMPROVED):
-                break
-            self.improve(strategy, seconds, few and number < IMPROVED_WIDELY)
-        if not few:
-            self._with_idle()
-        self._without_zero()
         assert self.fastest is not None
-        strategy, evaluation = self.fastest
-        others = [(s, e) for _, s, e in sorted(self.kept.entries, key=lambda e: e[0]) if s is not strategy]
-        return SearchResult(
-            strategy,
-            evaluation,
-            others,
-            self.misfits,
-            self.estimated,
-            self.simulated,
-            time.monotonic() - self.started,
-            min(evaluation.step_s, self.bound_s()),
-            not self.was_late,
-            self.machines.cluster,
-        )
+        if self.fastest[1].step_s <= BEHIND * self.limits.faster_than_s:
+            self._improve_best(IMPROVED_FEW if self.few else improved)
 
-    def _try(self, candidates: list[Candidate]) -> None:
+    def go_on(self, improved: int) -> None:
+        """Makes random changes of the best strategy, lists all candidates, improves so many, and changes it again."""
+        self._shake()
+        if not self.few:
+            self._list(hurried=False)
+            self._improve_best(improved)
+            self._shake()
+
+    def _list(self, hurried: bool) -> None:
+        self.hurried, self.best_estimate_s = hurried, math.inf
+        self.candidates = sorted(itertools.chain(self.pure(), self.mixed()), key=lambda c: c.estimate_s)
+        self._try(self.candidates, HURRIED if hurried else THOROUGH)
+
+    def _improve_best(self, count: int) -> None:
+        """Improves so many strategies by leaps, then the best of all by smaller steps."""
+        for number, (seconds, strategy) in enumerate(self._beginnings()[:count]):
+            wide = self.few and number < IMPROVED_WIDELY
+            self.improve(strategy, seconds, SHORTER if self.few else LEAP, wide)
+        for gain in (STEP, SHORTER):
+            assert self.fastest is not None
+            self.improve(self.fastest[0], self.fastest[1].step_s, gain)
+
+    def _shake(self) -> None:
+        """Improves what random changes of ranks make of the best strategy, until many in a row have not helped."""
+        failed = 0
+        while failed < PATIENCE:
+            assert self.fastest is not None
+            strategy, seconds = self.fastest[0], self.fastest[1].step_s
+            settings = msgspec.structs.replace(strategy, stages=())
+            able = [one for one in self.moves.of_ranks(strategy) if self._least_s(*one, settings) < BEHIND * seconds]
+            r = random.Random(self.shaken)
+            self.shaken += 1
+            for micro_batches, ranks in r.sample(able, min(len(able), SHAKEN)):
+                own = msgspec.structs.replace(settings, micro_batches=micro_batches)
+                took_s, fitted = self.consider(self._with_layers_of(strategy, own, ranks))
+                if math.isinf(took_s) and strategy.chunks == 1 and (cut := self._cut(own, ranks)) is not None:
+                    took_s, fitted = self.consider(cut)
+                if took_s < WORSE * seconds:
+                    self.improve(fitted, took_s, STEP)
+            failed = failed + 1 if self.fastest[1].step_s >= seconds * (1 - SHORTER) else 0
+        assert self.fastest is not None
+        self.improve(self.fastest[0], self.fastest[1].step_s)
+
+    def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
+        """Returns the strategies to improve first: the best of each number of stages and micro-batches and each set of
+        pools, those with interleaved stages and others in turn; then all others.
+        """
+        first: dict[tuple[object, ...], tuple[float, ParallelStrategy]] = {}
+        others = []
+        for seconds, strategy, _ in sorted(self.kept.entries, key=lambda e: e[0]):
+            pools = frozenset(part.pool for stage in strategy.stages for part in stage.parts)
+            key = (len(strategy.stages), strategy.micro_batches, pools, strategy.chunks > 1)
+            if key in first:
+                others.append((seconds, strategy))
+            else:
+                first[key] = (seconds, strategy)
+        plain = [one for one in first.values() if one[1].chunks == 1]
+        interleaved = [one for one in first.values() if one[1].chunks > 1]
+        both = itertools.chain(*itertools.zip_longest(interleaved, plain))
+        return [*(one for one in both if one is not None), *others]
+
+    def _try(self, candidates: Sequence[Candidate], effort: _Effort) -> None:
         """Cuts candidates in the order of estimates until these are far behind the best, and simulates the best of
         them.
 
         Of each shape the best one is cut, whatever its rank; interleaved candidates, which are divided
         evenly instead of cut, are all simulated if they may be faster than the best.
         """
-        effort = HURRIED if self.limits.hurried else THOROUGH
         failed = 0
         built: list[tuple[float, ParallelStrategy]] = []
-        best = float("inf")
+        best = math.inf
         known: set[tuple[object, ...]] = set()
         for one in candidates:
-            if self.late(CUT) and built:
-                break
             if one.estimate_s > min(BEHIND * best, self.limits.faster_than_s):
                 break
             shape = one.shape
@@ -286,37 +451,15 @@ class Search(Families):
                 if failed <= effort.misfits:
                     self.misfit(one.even(self.model.count))
                 continue
-            seconds = self.quick_s(strategy)
-            if seconds < float("inf"):
+            seconds = self.at_least_s(strategy)
+            if seconds < math.inf:
                 built.append((seconds, strategy))
                 known.add(shape)
                 best = min(best, seconds)
         for number, (seconds, strategy) in enumerate(sorted(built, key=lambda e: e[0])):
-            if self.kept.entries and (self.late(SIMULATED) or number >= effort.simulated or seconds > BEHIND * best):
+            if self.kept.entries and (number >= effort.simulated or seconds > BEHIND * best):
                 break
             self.consider(strategy)
-
-    def quick_s(self, strategy: ParallelStrategy) -> float:
-        """Estimates the step without a simulation: sum of the stages' passes and the slowest stage's; infinite if it
-        does not fit.
-        """
-        count, stages = strategy.micro_batches, len(strategy.stages)
-        slowest = total = after = 0.0
-        ranks = strategy.ranks
-        known: dict[tuple[int, int, tuple[DeviceGroup, ...], str | None, int], float] = {}
-        for index, stage in enumerate(strategy.stages):
-            live = self.live(strategy, index)
-            edge = min(index, 1) + 2 * (index == stages - 1)
-            key = (stage.count, edge, stage.parts, stage.recompute, live)
-            if key not in known:
-                cost = self.stage_costs(strategy, index, live, ranks)
-                if cost.lacking_bytes > 0:
-                    return float("inf")
-                known[key] = sum(cost.forward_s) + sum(cost.backward_s)
-                after = max(after, cost.reduce_s + cost.update_s)
-            slowest = max(slowest, known[key])
-            total += known[key]
-        return count * slowest + (total - slowest) / strategy.chunks + after
 
     def live(self, strategy: ParallelStrategy, index: int) -> int:
         """Returns how many micro-batch chunks a stage keeps at its peak."""
@@ -332,9 +475,9 @@ class Search(Families):
         limits = self.limits
         again = limits.recompute or self.model.recomputes()[-1][0]
         rows = 1 if self.model.row_choices(0, 1) is None else None
-        least = replace(limits, hurried=True, recompute=again, micro_batch=limits.micro_batch or rows)
+        least = replace(limits, recompute=again, micro_batch=limits.micro_batch or rows)
         lean = Search(self.model, self.machines, self.batch, least)
-        lean.kept_per_shape = sys.maxsize
+        lean.kept_per_shape, lean.hurried, lean.prunes = sys.maxsize, True, False
         yield from lean.pure()
         yield from lean.mixed()
 
@@ -345,27 +488,3 @@ class Search(Families):
         """
         if strategy.micro_batches * len(strategy.stages) < MISFIT_PASSES:
             self.consider(strategy)
-
-    def _with_idle(self) -> None:
-        """Adds stages to the best strategy, on idle devices, while that shortens its step.
-
-        Families give the stages of a strategy equal parts; idle devices may still help with a smaller stage.
-        """
-        while self.fastest is not None and self.limits.stages is None:
-            strategy, seconds = self.fastest[0], self.fastest[1].step_s
-            if strategy.chunks > 1 or len(strategy.stages) > CUT_ANEW:
-                return
-            for ranks in with_idle(strategy, self.machines, self.tensors, self.allowed):
-                if self.late():
-                    return
-                if (found := self._cut(strategy, ranks)) is not None:
-                    self.consider(found)
-            best = self.fastest
-            if best[1].step_s >= seconds * (1 - SHORTER):
-                return
-            self.improve(best[0], best[1].step_s, wide=False)
-
-    def _without_zero(self) -> None:
-        """Simulates the best strategy also with replicated optimizer state, if the user leaves that free."""
-        if self.limits.zero is None and self.fastest is not None:
-            self.consider(msgspec.structs.replace(self.fastest[0], zero=0))

@@ -20,8 +20,7 @@ from cost_model.analytic.stage_costs import reduction_s
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute
 from whale.planner.analytic_search.estimate import Estimates
 from whale.planner.analytic_search.row_shares import row_shares, variants
-
-BUDGET_PART = 0.9  # of the search's budget, after which nothing further is looked at for few devices
+from whale.planner.analytic_search.work import COST_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def stage_options(
     result = []
     for used in states:
         chosen = [k for k, n in enumerate(used) if n]
-        if not chosen or search.late(BUDGET_PART):
+        if not chosen:
             continue
         best: dict[tuple[DeviceGroup, ...], None] = {}
         for tensors in itertools.product(*(search.tensors(k) for k in chosen)):
@@ -86,6 +85,7 @@ def stage_options(
                     if all(known[p][0] <= p.rows <= known[p][-1] and fixed in (None, p.rows) for p in one)
                 )
                 best.update(dict.fromkeys(good))
+        search.work.spend(COST_S * (search.model.count + 1) * len(best))
         result += _undominated([kept.option(used, parts) for parts in best])
     return result
 

@@ -66,7 +66,7 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
         found = evaluate(model, machines, strategy)
         if found.fits:
             return SearchResult(
-                strategy, found, [], [], 1, 1, time.monotonic() - started, found.step_s, True, machines.cluster
+                strategy, found, [], [], 1, 1, time.monotonic() - started, 0.0, found.step_s, machines.cluster
             )
     raise PlanError(
         "no strategy fits, by the published planner's formulas",

@@ -63,6 +63,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         cluster: None: the plan is of a script, without a cluster.
         description: of a model whose step is captured; transformer, table: of one that formulas evaluate.
         bound_s: a lower bound of the step time of any strategy; 0: not known.
+        cut: what ended the search before it had looked at all it would; empty: nothing.
     """
 
     cluster: Cluster | None = None
@@ -71,6 +72,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
     transformer: Transformer | None = None
     table: LayerProfile | None = None
     bound_s: float = 0.0
+    cut: str = ""
     alternatives: tuple[Alternative, ...] = ()
 
     @property
@@ -194,6 +196,7 @@ def of_search(
         strategy=found.strategy,
         predicted=prediction_of(found.evaluation, found.strategy, Machines(cluster), stack(software)),
         bound_s=found.bound_s,
+        cut=found.cut,
         transformer=transformer,
         table=table,
         alternatives=tuple(others),

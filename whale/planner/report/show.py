@@ -36,6 +36,7 @@ SAME_S = 5e-5  # what two plans differ by at most without being said to differ: 
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
 REASON = 40  # characters of why an alternative lost, beside which its name stands
 WIDTH = 120  # characters of a line, where no terminal says how many it has
+TIED = 0.01  # part of a step from which on the sum of tied weights is worth a line
 ROUNDING = 1e-6  # part of a step below which two are equally long
 LONG_SEQUENCE = 1 << 17  # positions from which on context parallelism is worth a word
 
@@ -88,6 +89,8 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
         if plan.bound_s:
             most = f"at most {max(0.0, 1 - plan.bound_s / found.step_s):.0%} of the step to gain"
             lines.append(f"optimum    not below {format_seconds(plan.bound_s)}: {most}")
+        if plan.cut:
+            lines.append(f"search     ended by {plan.cut} before all was looked at: more --budget may gain some of it")
     for table in page.tables:
         lines += ["", *table] if table else []
     lost = alternatives_table(plan.alternatives, width)
@@ -117,6 +120,13 @@ def _of_model(plan: PlanFile, width: int) -> _Page:
     if plan.transformer is not None:
         speed += f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device"
     tables = [stage_table(plan, machines, found, width), schedule_lines(strategy)]
+    if found.tied_s >= TIED * found.step_s:
+        tables.append(
+            [
+                f"tied       the first and the last stage sum the gradients of the weights that they share: "
+                f"{format_seconds(found.tied_s)} ({found.tied_s / found.step_s:.0%} of the step)"
+            ]
+        )
     if model.experts:
         ways = sorted({count_expert_ranks(model.experts, stage.replicas) for stage in strategy.stages})
         tables.append([f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"])

@@ -1,0 +1,343 @@
+"""Yields strategies one change away from a given one: of stages' ranks, of rows, of micro-batches, of layers.
+
+A change of ranks that needs more devices than there are takes them from other stages; what it leaves idle gets further
+stages. Moves of ranks are followed by new cuts of the layers, which the caller makes; moves of layers are complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cost_model.cluster.pools import Machines
+from whale.ir.strategy import DeviceGroup, ParallelStrategy
+from whale.planner.analytic_search.estimate import divisors
+from whale.planner.analytic_search.row_shares import row_shares, variants
+
+Ranks = list[tuple[DeviceGroup, ...]]  # the parts of each stage, in order
+FURTHEST = 2  # tensor degrees, or divisors, up and down, that a move goes
+MOST_GROUPS = 12  # sets of stages that are changed together
+MOST_PAIRS = 120  # of stages between which a layer moves
+
+
+def has_room(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> bool:
+    """Tells whether the hosts have room for all of these tensor-parallel groups, each on one host."""
+    wanted: dict[int, dict[int, int]] = {}
+    for parts in ranks:
+        for part in parts:
+            own = wanted.setdefault(part.pool, {})
+            own[part.tensor] = own.get(part.tensor, 0) + part.replicas
+    return all(_pool_has_room(machines, pool, groups) for pool, groups in wanted.items())
+
+
+def _pool_has_room(machines: Machines, number: int, groups: dict[int, int]) -> bool:
+    pool = machines.pools[number]
+    if sum(tensor * count for tensor, count in groups.items()) > pool.devices:
+        return False
+    free = [(pool.per_host, pool.hosts)]  # runs of hosts with equally many free devices
+    for tensor, left in sorted(groups.items(), reverse=True):
+        after: list[tuple[int, int]] = []
+        for devices, hosts in free:
+            each = devices // tensor
+            full = min(hosts, left // each) if each else 0
+            left -= full * each
+            after.append((devices - full * each * tensor if full else devices, full)) if full else None
+            rest = hosts - full
+            if rest and each and left:
+                after.append((devices - left * tensor, 1))
+                left, rest = 0, rest - 1
+            if rest:
+                after.append((devices, rest))
+        if left:
+            return False
+        free = after
+    return True
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The changes that a model, its machines and the user's choices allow.
+
+    Attributes:
+        layers: of the model.
+        batch: rows of a step.
+        tensors: pool -> tensor-parallel degrees there.
+        allowed: tells whether a stage may have such a part.
+        seconds: (pool, tensor, rows) -> seconds of a micro-batch, by which unequal replicas share rows.
+        most_rows: (pool, tensor) -> largest micro-batch of a rank.
+        runnable: the replicas of a stage have equal tensor-parallel degrees.
+    """
+
+    machines: Machines
+    layers: int
+    batch: int
+    tensors: Callable[[int], list[int]]
+    allowed: Callable[[DeviceGroup], bool]
+    seconds: Callable[[int, int, int], float]
+    most_rows: Callable[[int, int], int]
+    runnable: bool
+
+    def of_ranks(self, strategy: ParallelStrategy) -> Iterator[tuple[int, Ranks]]:
+        """Yields (micro-batches, ranks of the stages) after each change that needs new cuts."""
+        ranks = [stage.parts for stage in strategy.stages]
+        known = {(strategy.micro_batches, tuple(ranks))}
+        for micro_batches, changed in itertools.chain(
+            self._other_parts(strategy.micro_batches, ranks),
+            self._other_counts(strategy.micro_batches, ranks),
+            self._other_micro_batches(strategy.micro_batches, ranks),
+            self._without_pools(strategy.micro_batches, ranks),
+            self._other_orders(strategy.micro_batches, ranks),
+        ):
+            key = micro_batches, tuple(changed)
+            if key in known or not 0 < len(changed) <= self.layers:
+                continue
+            known.add(key)
+            if all(map(self._allowed, set(changed))) and has_room(self.machines, changed):
+                yield micro_batches, changed
+
+    def _allowed(self, parts: tuple[DeviceGroup, ...]) -> bool:
+        alike = not self.runnable or len({part.tensor for part in parts}) == 1
+        return alike and all(part.rows >= 1 and self.allowed(part) for part in parts)
+
+    def _groups(self, ranks: Ranks) -> list[frozenset[int]]:
+        """Returns sets of stages to change together: all, both ends, each end, runs of equal ones, all equal ones."""
+        last = len(ranks) - 1
+        found = [frozenset(range(last + 1)), frozenset({0, last}), frozenset({0}), frozenset({last})]
+        at = 0
+        for parts, run in itertools.groupby(ranks):
+            length = len(list(run))
+            found.append(frozenset(range(at, at + length)))
+            found.append(frozenset(i for i, one in enumerate(ranks) if one == parts))
+            found.append(frozenset({at + length - 1}))
+            at += length
+        return list(dict.fromkeys(found))[:MOST_GROUPS]
+
+    def _other_parts(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
+        """Changes the tensor-parallel degree, the replicas, the rows of replicas or the pool of some stages."""
+        for group in self._groups(ranks):
+            new: dict[tuple[DeviceGroup, ...], list[tuple[DeviceGroup, ...]]] = {}
+            for parts in dict.fromkeys(ranks[i] for i in sorted(group)):
+                new[parts] = list(dict.fromkeys(self._other_parts_of(parts)))
+            # Stages on unlike parts are changed one kind at a time, or all by the change of the same number.
+            for kinds in ([[one] for one in new] if len(new) > 1 else []) + [list(new)]:
+                for number in range(min(len(new[one]) for one in kinds)):
+                    changed = [new[p][number] if i in group and p in kinds else p for i, p in enumerate(ranks)]
+                    yield from ((micro_batches, one) for one in self._paid(changed, group))
+
+    def _other_parts_of(self, parts: tuple[DeviceGroup, ...]) -> Iterator[tuple[DeviceGroup, ...]]:
+        if len(parts) > 1:
+            yield from self._other_mixes(parts)
+            return
+        (part,) = parts
+        rows, pools = part.rows * part.replicas, self.machines.pools
+        for tensor in _near(self.tensors(part.pool), part.tensor):
+            yield (msgspec.structs.replace(part, tensor=tensor),)
+            replicas, odd = divmod(part.ranks, tensor)
+            if not odd and rows % replicas == 0:
+                yield (DeviceGroup(part.pool, tensor, replicas, rows // replicas),)
+        for replicas in _near(divisors(rows), part.replicas):
+            yield (DeviceGroup(part.pool, part.tensor, replicas, rows // replicas),)
+            tensor, odd = divmod(part.ranks, replicas)
+            if not odd and tensor in self.tensors(part.pool):
+                yield (DeviceGroup(part.pool, tensor, replicas, rows // replicas),)
+        for pool in pools:
+            if pool.number != part.pool:
+                for tensor in {part.tensor, *_near(self.tensors(pool.number), part.tensor)}:
+                    if tensor in self.tensors(pool.number):
+                        yield (DeviceGroup(pool.number, tensor, part.replicas, part.rows),)
+
+    def _other_mixes(self, parts: tuple[DeviceGroup, ...]) -> Iterator[tuple[DeviceGroup, ...]]:
+        """Changes rows, replicas or tensor-parallel degree of unequal replicas."""
+        rows = sum(part.replicas * part.rows for part in parts)
+        yield from variants(parts)[1:]
+        kinds: dict[tuple[int, int], int] = {}
+        for part in parts:
+            kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
+        for key, count in kinds.items():
+            for replicas in {count - 1, count + 1, count // 2, 2 * count, 0}:
+                if replicas != count and (found := self._shared({**kinds, key: replicas}, rows)):
+                    yield found
+        for factor in (2, 0.5):
+            other = {(pool, int(tensor * factor)): int(n / factor) for (pool, tensor), n in kinds.items()}
+            if all(tensor in self.tensors(pool) for pool, tensor in other) and (found := self._shared(other, rows)):
+                yield found
+
+    def _shared(self, kinds: dict[tuple[int, int], int], rows: int) -> tuple[DeviceGroup, ...] | None:
+        own = [(pool, tensor, n) for (pool, tensor), n in kinds.items() if n > 0]
+        if not own or sum(n for _, _, n in own) > rows:
+            return None
+        return row_shares(own, rows, self.seconds, [self.most_rows(pool, tensor) for pool, tensor, _ in own])
+
+    def _other_counts(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
+        """Adds a stage like one of the others, or on another pool, or takes one away."""
+        at = 0
+        rows = sum(part.rows * part.replicas for part in ranks[0])
+        for parts, run in itertools.groupby(ranks):
+            length = len(list(run))
+            if len(ranks) > 1:
+                yield micro_batches, [*ranks[:at], *ranks[at + 1 :]]
+            yield micro_batches, [*ranks[:at], parts, *ranks[at:]]
+            for count in {length // 2, 2 * length} - {0, length}:
+                yield micro_batches, [*ranks[:at], *[parts] * count, *ranks[at + length :]]
+            at += length
+        for pool in self.machines.pools:
+            for tensor in self.tensors(pool.number):
+                for replicas in divisors(rows):
+                    own = (DeviceGroup(pool.number, tensor, replicas, rows // replicas),)
+                    if tensor * replicas <= pool.devices and self._allowed(own):
+                        for place in {0, 1, len(ranks) - 1, len(ranks)}:
+                            yield micro_batches, [*ranks[:place], own, *ranks[place:]]
+
+    def _other_micro_batches(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
+        """Changes the number of micro-batches: replicas get other rows, or there are more or fewer of them."""
+        for other in _near(divisors(self.batch), micro_batches, 3):
+            of: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...] | None] = {}
+            for parts in dict.fromkeys(ranks):
+                of[parts] = self._with_rows(parts, self.batch // other)
+            if all(of.values()):
+                yield other, [of[parts] or parts for parts in ranks]
+            more: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...]] = {}
+            for parts in dict.fromkeys(ranks):
+                if all(part.replicas * micro_batches % other == 0 for part in parts):
+                    more[parts] = tuple(
+                        msgspec.structs.replace(part, replicas=part.replicas * micro_batches // other) for part in parts
+                    )
+            if len(more) == len(set(ranks)):
+                changed = [more[parts] for parts in ranks]
+                yield from ((other, one) for one in self._paid(changed, frozenset()))
+
+    def _with_rows(self, parts: tuple[DeviceGroup, ...], rows: int) -> tuple[DeviceGroup, ...] | None:
+        if len(parts) == 1:
+            replicas = parts[0].replicas
+            return None if rows % replicas else (msgspec.structs.replace(parts[0], rows=rows // replicas),)
+        kinds: dict[tuple[int, int], int] = {}
+        for part in parts:
+            kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
+        return self._shared(kinds, rows)
+
+    def _without_pools(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
+        """Leaves out a pool: its stages, and its replicas of stages that have others."""
+        used = {part.pool for parts in ranks for part in parts}
+        rows = sum(part.rows * part.replicas for part in ranks[0])
+        for pool in sorted(used) if len(used) > 1 else ():
+            left: Ranks = []
+            for parts in ranks:
+                kept = {(p.pool, p.tensor): 0 for p in parts if p.pool != pool}
+                for part in parts:
+                    if part.pool != pool:
+                        kept[part.pool, part.tensor] += part.replicas
+                own = parts if all(p.pool != pool for p in parts) else self._shared(kept, rows) if kept else None
+                left += [own] if own else []
+            yield from ((micro_batches, one) for one in self._paid(left, frozenset()))
+
+    def _other_orders(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
+        """Exchanges two neighbouring runs of stages, or moves the first of a run to either end."""
+        runs = [list(run) for _, run in itertools.groupby(ranks)]
+        if len(runs) == 1:
+            return
+        for at in range(len(runs) - 1):
+            order = [*runs[:at], runs[at + 1], runs[at], *runs[at + 2 :]]
+            yield micro_batches, list(itertools.chain(*order))
+        at = 0
+        for run in runs:
+            rest = [*ranks[:at], *ranks[at + 1 :]]
+            yield micro_batches, [run[0], *rest]
+            yield micro_batches, [*rest, run[0]]
+            at += len(run)
+
+    def _paid(self, ranks: Ranks, kept: frozenset[int]) -> Iterator[Ranks]:
+        """Yields the ranks with as many stages fewer as devices are lacking, and with further ones on what is idle.
+
+        Args:
+            kept: stages that were changed, which others give their devices to.
+        """
+        marked = [(parts, i in kept) for i, parts in enumerate(ranks)]
+        while not has_room(self.machines, [parts for parts, _ in marked]):
+            over = self._crowded([parts for parts, _ in marked])
+            able = [
+                i for i, (parts, keep) in enumerate(marked) if not keep and any(part.pool in over for part in parts)
+            ]
+            if not able or len(marked) == 1:
+                able = [i for i, (parts, _) in enumerate(marked) if any(part.pool in over for part in parts)]
+                if len(marked) <= 2 or not able:
+                    return
+            del marked[able[len(able) // 2]]
+        found = [parts for parts, _ in marked]
+        yield found
+        more = self._filled(found)
+        if len(more) > len(found):
+            yield more
+
+    def _crowded(self, ranks: Ranks) -> set[int]:
+        """Returns the pools that have no room for these stages."""
+        pools = {part.pool for parts in ranks for part in parts}
+        return {
+            pool
+            for pool in pools
+            if not has_room(self.machines, [tuple(part for part in parts if part.pool == pool) for parts in ranks])
+        }
+
+    def _filled(self, ranks: Ranks) -> Ranks:
+        """Returns the ranks with further stages like the most frequent one of each pool, as long as there is room."""
+        found = list(ranks)
+        for pool in self.machines.pools:
+            own = [parts for parts in ranks if len(parts) == 1 and parts[0].pool == pool.number]
+            if not own:
+                continue
+            like = max(own, key=own.count)
+            at = found.index(like)
+            # The stages are equal, so that the number of them for which there is room is found by halving.
+            free = pool.devices - sum(p.ranks for parts in found for p in parts if p.pool == pool.number)
+            low, high = 0, min(free // like[0].ranks, self.layers - len(found))
+            while low < high:
+                middle = (low + high + 1) // 2
+                if has_room(self.machines, [*found, *[like] * middle]):
+                    low = middle
+                else:
+                    high = middle - 1
+            found[at:at] = [like] * low
+        return found
+
+
+def layer_moves(strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
+    """Yields the strategy with one layer less in one range of layers and one more in another, wherever these lie.
+
+    Of equal stages in a row only the first and the last one give and take.
+    """
+    counts = [high - low for _, low, high in strategy.ordered_layers]
+    parts = [stage.parts for stage, _, _ in strategy.ordered_layers]
+    ends: list[int] = []
+    for _, run in itertools.groupby(range(len(counts)), key=lambda i: (parts[i], counts[i])):
+        own = list(run)
+        ends += dict.fromkeys((own[0], own[-1]))
+    ends = list(dict.fromkeys([0, *ends, len(counts) - 1]))
+    pairs = [(a, b) for a, b in itertools.permutations(ends, 2) if counts[a] > 1]
+    pairs.sort(key=lambda pair: abs(pair[0] - pair[1]) > 1)  # neighbours first
+    for giver, taker in pairs[:MOST_PAIRS]:
+        other = list(counts)
+        other[giver], other[taker] = other[giver] - 1, other[taker] + 1
+        yield with_counts(strategy, other)
+
+
+def with_counts(strategy: ParallelStrategy, counts: Sequence[int]) -> ParallelStrategy:
+    """Returns the strategy with so many layers in each range, in the order of the model."""
+    stages = len(strategy.stages)
+    ends = [0, *itertools.accumulate(counts)]
+    return msgspec.structs.replace(
+        strategy,
+        stages=tuple(
+            msgspec.structs.replace(stage, layers=tuple((ends[i], ends[i + 1]) for i in range(s, len(counts), stages)))
+            for s, stage in enumerate(strategy.stages)
+        ),
+    )
+
+
+def _near(values: Sequence[int], one: int, furthest: int = FURTHEST) -> list[int]:
+    """Returns the values next to one, on both sides, and twice and half of it; nearest first."""
+    below = [v for v in values if v < one][-furthest:]
+    above = [v for v in values if v > one][:furthest]
+    more = [v for v in (2 * one, one // 2, 4 * one, one // 4) if v in values and v != one]
+    return list(dict.fromkeys([*reversed(below), *above, *more]))
