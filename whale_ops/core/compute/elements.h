@@ -140,12 +140,13 @@ struct Lanes {
     std::memcpy(to + i, result, (n - i) * sizeof(T));
   }
 
-#define WHALE_CASE(name, expression)                                             \
-  case LoopOp::name:                                                             \
-    return go(to, a, b, c, n, [](V x, V y, V z) __attribute__((always_inline)) { \
-      (void)x, (void)y, (void)z;                                                 \
-      return V(expression);                                                      \
-    });
+#define WHALE_CASE(name, expression)                                                  \
+  case LoopOp::name:                                                                  \
+    return go(to, a, b, c, n,                                                         \
+              [](const V& x, const V& y, const V& z) __attribute__((always_inline)) { \
+                (void)x, (void)y, (void)z;                                            \
+                return V(expression);                                                 \
+              });
 
   // `n` elements that lie side by side; operands that the operation lacks may be anything that can
   // be read. `to` may be an operand.
