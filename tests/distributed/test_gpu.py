@@ -103,7 +103,7 @@ def on_host_gpus(launcher: Launcher) -> Launcher:
 
 
 # Each takes some seconds.
-SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned"), ("unequal", "whale")}
+SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned")}
 
 
 @pytest.mark.parametrize(
