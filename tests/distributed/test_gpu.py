@@ -103,7 +103,7 @@ def on_host_gpus(launcher: Launcher) -> Launcher:
 
 
 # Each takes some seconds.
-SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned"), ("unequal", "whale")}
+SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned")}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,10 @@ SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned"), ("unequal", "whale")}
 def test_what_gpus_of_the_host_compute_is_what_one_device_computes(
     on_host_gpus: Launcher, pool: Pool, tmp_path: Path, name: str, backend: str
 ) -> None:
-    """With "pinned" every second rank has no GPU."""
-    without = "1,3" if backend == "pinned" else "none"
+    """With "pinned" every second rank has no GPU.
+
+    But for groups: copies that a GPU and a processor update each by itself are compared bit by bit, and Adam's differ.
+    """
+    without = "1,3" if backend == "pinned" and name != "groups" else "none"
     said = RUNS[name].check(on_host_gpus, pool, tmp_path, backend, (ON_HOST_GPUS, without))
     assert ("ranks without a GPU compute on their processors: 1" in said) == (without != "none")

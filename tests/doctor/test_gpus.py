@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import tensorflow as tf
 
-from tests.host_gpu.build import HostGpu, build_driver
+from tests.host_gpu.build import HostGpu, build_driver_by_path
 from whale.config import Config
 from whale.distributed import device_exchange
 from whale.distributed.device_exchange import OwnGpu
@@ -22,7 +22,7 @@ from whale_ops import build, device_code, device_library, gpu_driver
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    return str(build_driver())
+    return str(build_driver_by_path())
 
 
 def driver(library: str, monkeypatch: pytest.MonkeyPatch, *memory_gib: int) -> gpu_driver.Driver:

@@ -77,6 +77,14 @@ def build_driver() -> Path:
 
 
 @functools.cache
+def build_driver_by_path() -> Path:
+    """Compiles the driver without a name by which other libraries of the process find it: NVRTC would call what it has
+    not.
+    """
+    return _build("libhost_driver.so", ["streams.cc", "driver.cc"], ("-ldl",), [FOLDER / "streams.h"])
+
+
+@functools.cache
 def build_plugin() -> Path:
     """Compiles TensorFlow's devices; the library's path."""
     version = build.find_tensorflow_version()

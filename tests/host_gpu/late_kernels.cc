@@ -279,9 +279,9 @@ bool parse(const std::string& line, KernelDef* kernel) {
       auto* constraint = kernel->add_constraint();
       constraint->set_name(name);
       for (const std::string& value : values) {
-        DataType type = tensorflow::DT_INVALID;
-        if (!tensorflow::DataTypeFromString(value, &type)) return false;
-        constraint->mutable_allowed_values()->mutable_list()->add_type(type);
+        DataType type = tensorflow::DT_INVALID;  // an older TensorFlow than the list's has fewer
+        if (tensorflow::DataTypeFromString(value, &type))
+          constraint->mutable_allowed_values()->mutable_list()->add_type(type);
       }
     }
   }
@@ -305,6 +305,10 @@ std::string register_late_kernels(const char* path) {
     if (line.empty() || line[0] == '#') continue;
     KernelDef kernel;
     if (!parse(line, &kernel)) return "no kernel: " + line;
+    const bool has_types = std::all_of(
+        kernel.constraint().begin(), kernel.constraint().end(),
+        [](const auto& constraint) { return constraint.allowed_values().list().type_size() > 0; });
+    if (!has_types) continue;
     for (const KernelDef& one : for_each_type(kernel)) {
       if (known.count(describe(one)) > 0) continue;
       // It takes the definition.

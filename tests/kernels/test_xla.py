@@ -11,6 +11,11 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
+from whale.capture.function import capture_function
+from whale.ir.program import COMPILED
+from whale.kernels.xla import compile_marked
+from whale.passes.pass_manager import normalise
+from whale.passes.settings import PlanSettings
 
 
 @pytest.fixture(params=[(5, 3, 0), (0, 8)], ids=str)
@@ -58,3 +63,19 @@ def test_compiled_functions_equal_one_device(ranks: None, whole: bool) -> None:
     for found, expected in zip(tf.nest.flatten(spread(x, y)), tf.nest.flatten(one_device(x, y)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     assert spread.plan(x, y).split_flops_fraction > 0.9
+
+
+def test_gpus_have_kernels_for_all_but_xlas_own_operations() -> None:
+    """Else each convolution of a `fit` would be compiled alone: Keras asks for XLA wherever there is a GPU."""
+    net = Net()
+    x = tf.ones((8, 4, 4, 4), tf.float64)
+    one_device = tf.function(net.loss, jit_compile=True)
+    captured = capture_function(lambda: one_device(x, tf.zeros(8, tf.int64)))
+    normal = normalise(captured.program, PlanSettings(size=1))
+
+    def calls(on_gpu: bool) -> list[str]:
+        made = compile_marked(normal, on_gpu)
+        nodes = (node for one in (made, *made.functions.values()) for node in one.nodes)
+        return [node.op for node in nodes if node.attrs.get(COMPILED)]
+
+    assert "PartitionedCall" in calls(False) and not calls(True)

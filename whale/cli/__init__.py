@@ -59,6 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb. Returns the exit code: that of the verb, 2 for a mistake that Whale explains, 130 after Ctrl-C."""
     options = make_parser().parse_args(arguments)
+    # Ranks have GPUs by number: that of nvidia-smi, and of cluster files that are written by it, not CUDA's own order,
+    # which begins with the fastest.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if getattr(options, "verbose", False):
         set_level("debug")
     try:

@@ -18,6 +18,13 @@ def await_gpus() -> None:
         tf.test.experimental.sync_devices()
 
 
+def has_gpu() -> bool:
+    """Tells whether this process computes on a GPU."""
+    import tensorflow as tf
+
+    return bool(tf.config.get_visible_devices("GPU"))
+
+
 def describe_processor_operations(programs: Sequence[Program]) -> list[str]:
     """Returns lines for people that list which of the ranks' operations TensorFlow computes on processors."""
     import tensorflow as tf

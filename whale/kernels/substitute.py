@@ -36,6 +36,7 @@ class RewriteContext:
       elastic: ranks may continue without others.
       ranks: of the programs; comm: name of their communicator; "": they have none.
       number: of the program in its run; None: it has none.
+      on_gpu: the programs run on GPUs.
     """
 
     settings: PlanSettings
@@ -43,6 +44,7 @@ class RewriteContext:
     ranks: Sequence[int] = ()
     comm: str = ""
     number: int | None = None
+    on_gpu: bool = False
 
 
 Programs = tuple[Program, ...]
@@ -136,8 +138,8 @@ FOR_RUN: tuple[_RewritePass, ...] = (
     ),
     Pass(
         "compile_marked",
-        "leaves to XLA what only it can run on the processor",
-        _apply_to_each(lambda p: compile_marked(p)),
+        "leaves to XLA what only it can run",
+        lambda programs, c: tuple([compile_marked(one, c.on_gpu) for one in programs]),
     ),
     Pass(
         "on_devices",
@@ -176,6 +178,7 @@ def prepare_for_run(
     ranks: Sequence[int] = (),
     comm: str = "",
     number: int | None = None,
+    on_gpu: bool = False,
 ) -> Programs:
     """Prepares ranks' programs for TensorFlow.
 
@@ -183,6 +186,7 @@ def prepare_for_run(
       ranks: of the programs.
       comm: name of their communicator; "": they have none.
       number: of the program in its run, equal on all ranks; None: it has no exchanges.
+      on_gpu: the programs run on GPUs.
     """
-    context = RewriteContext(settings, False, ranks, comm, number)
+    context = RewriteContext(settings, False, ranks, comm, number, on_gpu)
     return run_passes(REWRITE, tuple(programs), context, settings.observer, FOR_RUN)

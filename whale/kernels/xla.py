@@ -1,4 +1,6 @@
-"""Compiles nodes by XLA that have no CPU kernel: they become calls of functions compiled with local shapes.
+"""Compiles nodes by XLA that have no kernel where they run: they become calls of functions compiled with local shapes.
+
+On GPUs these are XLA's own operations only: cuDNN has convolutions and pooling of every layout and kind.
 
 Passes over the other graphs of a program leave the functions that XLA compiles unchanged.
 
@@ -11,12 +13,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from whale.ir.marks import NO_MARKS
-from whale.ir.program import COMPILED, Node, Program, Ref, find_called_functions
+from whale.ir.program import COMPILED, Node, Program, Ref, find_called_functions, iterate_function_refs
 from whale.ir.values import DType, Func
 
 
-def compile_marked(program: Program) -> Program:
-    """Puts every marked node (passes.normalize.compiled) of one rank's program into a compiled function of its own."""
+def compile_marked(program: Program, on_gpu: bool = False) -> Program:
+    """Puts every marked node (passes.normalize.compiled) of one rank's program into a compiled function of its own.
+
+    Args:
+      on_gpu: the program runs on a GPU, where it has kernels for most of them.
+    """
+    if on_gpu:
+        program = _unmark_all_but_xla(program)
     functions: dict[str, Program] = {}
     main = _replace_marked_nodes(program, "", functions)
     bodies = {name: _replace_marked_nodes(body, name, functions) for name, body in program.functions.items()}
@@ -52,6 +60,18 @@ def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Pro
             node, functions[name] = _make_call(program, node, name)
         nodes.append(node)
     return program.replace_nodes(tuple(nodes))
+
+
+def _unmark_all_but_xla(program: Program) -> Program:
+    """Takes the marks of nodes away that are no operations of XLA's; calls of functions keep theirs."""
+
+    def unmark(node: Node) -> Node:
+        if COMPILED not in node.attrs or node.op.startswith("Xla") or any(True for _ in iterate_function_refs(node)):
+            return node
+        return replace(node, attrs={key: value for key, value in node.attrs.items() if key != COMPILED})
+
+    functions = {name: one.replace_nodes(tuple(map(unmark, one.nodes))) for name, one in program.functions.items()}
+    return program.replace_nodes(tuple(map(unmark, program.nodes)), functions=functions)
 
 
 def _is_marked(node: Node) -> bool:

@@ -52,7 +52,7 @@ MOST_RANKS = 1 << 16
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]{0,252})")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # Variables that a rank on another host needs; on this host they are inherited.
-_FORWARDED = "WHALE_ TF_ OMP_ XLA_ NCCL_ CUDA_VISIBLE_DEVICES KERAS_ PYTHON EPL_ GLIBC_TUNABLES"
+_FORWARDED = "WHALE_ TF_ OMP_ XLA_ NCCL_ CUDA_ KERAS_ PYTHON EPL_ GLIBC_TUNABLES"
 _FORWARDED_PREFIXES = tuple(_FORWARDED.split())
 # Tensors in pages of 2 MiB, where the kernel gives them when asked (decision 0121).
 MEMORY_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

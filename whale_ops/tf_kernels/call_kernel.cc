@@ -220,5 +220,12 @@ REGISTER_OP("WhaleHold")
         "computed while TensorFlow optimises.");
 
 WHALE_CPU_KERNEL("WhaleHold", HoldOp);
+// Of tensors that TensorFlow keeps in a GPU's memory: they stay there.
+REGISTER_KERNEL_BUILDER(Name("WhaleHold")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .TypeConstraint("T", {tensorflow::DT_HALF, tensorflow::DT_BFLOAT16,
+                                                  tensorflow::DT_FLOAT, tensorflow::DT_DOUBLE,
+                                                  tensorflow::DT_INT64, tensorflow::DT_BOOL}),
+                        HoldOp);
 
 }  // namespace whale_ops

@@ -30,9 +30,9 @@ def rolled(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     found: list[Program] = []
     compile_marked = substitute.compile_marked
 
-    def seen(program: Program) -> Program:
+    def seen(program: Program, on_gpu: bool) -> Program:
         found.append(program)
-        return compile_marked(program)
+        return compile_marked(program, on_gpu)
 
     monkeypatch.setattr(substitute, "compile_marked", seen)
     return found

@@ -54,7 +54,7 @@ def test_products_are_in_bfloat16_and_sums_are_not(
 ) -> None:
     programs: list[Program] = []
     compile_marked = substitute.compile_marked
-    monkeypatch.setattr(substitute, "compile_marked", lambda p: programs.append(p) or compile_marked(p))
+    monkeypatch.setattr(substitute, "compile_marked", lambda p, gpu: programs.append(p) or compile_marked(p, gpu))
     plain = Model(tf.function)
     losses = [float(plain.step(*batch())) for _ in range(5)]
     ranks(count, **{"precision.compute_dtype": "bfloat16", "pipeline.micro_batches": micro_batches})

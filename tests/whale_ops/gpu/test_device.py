@@ -285,7 +285,7 @@ def test_a_library_of_other_sources_is_refused(library: Path, monkeypatch: pytes
 
 def test_the_ops_have_kernels_for_gpus_and_their_inputs_shapes() -> None:
     ops = whale_ops.load_ops()
-    for op in ON_DEVICE.values():
+    for op in (*ON_DEVICE.values(), "WhaleCall", "WhaleHold"):
         kernels = get_registered_kernels_for_op(op).kernel
         assert sorted(k.device_type for k in kernels) == ["CPU", "GPU"], op
     with tf.Graph().as_default():

@@ -3,7 +3,7 @@
 Communication cannot be inside a compiled region, so such a function is inlined. For most nodes XLA is only an
 optimisation. Some ops need it: on the CPU there is no kernel for the gradients of grouped or dilated convolutions, for
 three dimensions with the channels first, for pooling with the channels first, and none for XLA's own ops. Each of these
-is compiled separately again in every rank's program (``whale.kernels.xla``).
+is compiled separately again in every rank's program, unless that runs where it has kernels (``whale.kernels.xla``).
 
 Decision: 0020.
 """

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from whale.distributed.gpus import has_gpu
 from whale.ir.collector import suspend_garbage_collection
 from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles
@@ -158,7 +159,7 @@ def compile_program(
     if settings.fuse != FuseSettings():
         clock.lap("fuse")
     comm = context.comm_name if context.size > 1 else ""
-    ranks = prepare_for_run(lowered, settings, context.ranks, comm, number)
+    ranks = prepare_for_run(lowered, settings, context.ranks, comm, number, has_gpu())
     lowered = [beside_files(one, in_files) for one in lowered]
     most_bytes = 0.0
     if context.planning.dry is None:
@@ -351,4 +352,4 @@ def bytes_under(
 def compile_alone(program: Program, context: Context) -> Program:
     """Compiles a program for one rank alone; not collective."""
     settings = settings_of(context)
-    return prepare_for_run([normalise(program, settings)], settings)[0]
+    return prepare_for_run([normalise(program, settings)], settings, on_gpu=has_gpu())[0]

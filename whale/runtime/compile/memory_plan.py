@@ -19,6 +19,7 @@ from cost_model.kernels.gpu_memory import tensorflow_bytes
 from whale.cgroup import memory_limit_bytes
 from whale.config import Config
 from whale.distributed.device_exchange import OwnGpu, count_device_buffer_bytes, list_visible_gpus
+from whale.distributed.gpus import has_gpu
 from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan_text import format_bytes
@@ -46,7 +47,7 @@ def limit_bytes(context: Context) -> tuple[float, str]:
         return float(config["memory.limit_bytes"]), "memory.limit_bytes"
     if gpu is not None:
         return _gpu_limit_bytes(config, gpu)
-    if _has_gpu():
+    if has_gpu():
         return _limits_by_turns(context)[0]
     _, host_bytes = find_host_resources(memory_limit_bytes=memory_limit_bytes())
     return host_bytes / local_ranks, f"the host's memory, divided by its {local_ranks} ranks"
@@ -64,15 +65,9 @@ def limits_bytes(context: Context, number: int) -> list[float]:
         comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
         said = comm.allgather_bytes(f"whale/memory/{number}/limits", msgspec.json.encode(mine), timeout_s)
         return [msgspec.json.decode(one, type=_Rank).limit_bytes for one in said]
-    if not context.config["memory.limit_bytes"] and _has_gpu():
+    if not context.config["memory.limit_bytes"] and has_gpu():
         return [limit for limit, _ in _limits_by_turns(context)]
     return [limit_bytes(context)[0]] * context.planned_size
-
-
-def _has_gpu() -> bool:
-    import tensorflow as tf
-
-    return bool(tf.config.get_visible_devices("GPU"))
 
 
 def _limits_by_turns(context: Context) -> list[tuple[float, str]]:

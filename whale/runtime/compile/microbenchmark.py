@@ -1,4 +1,7 @@
-"""Measures briefly the compute and exchange rates of ranks, on all ranks at the same time."""
+"""Measures briefly the compute and exchange rates of ranks, on all ranks at the same time.
+
+Decision: 0154.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import msgspec
 
 from cost_model.graph.machine import Link, Rates
 from whale.distributed.device_exchange import ExchangeOps
-from whale.distributed.gpus import await_gpus
+from whale.distributed.gpus import await_gpus, has_gpu
 from whale.ir.program import Program
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.planner.graph_search.environment import unequal
@@ -33,6 +36,12 @@ START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5
 SMALL_IN_A_CALL = 8  # small exchanges in one measured call
+# On GPUs a call of TensorFlow takes longer on the host than a product does on the GPU: so many in a call, as large as
+# it takes until a call takes GPU_CALL_S, or they have the largest size. Arrays are larger than any cache then.
+IN_A_CALL, GPU_CALL_S = 16, 5e-3
+FIRST_ROWS, MOST_ROWS = 128, 8192
+FIRST_STREAMED, MOST_STREAMED = 1 << 16, 64 << 20
+_PRODUCT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Elements of large ones: as many as take LARGE_S, by what the first ones took. Over 10 Mbit/s the most would take 7 s.
 FIRST_ELEMENTS, MOST_ELEMENTS, LARGE_S = 1 << 14, 1 << 20, 0.25
 # An exchange through the memory of one process reads, adds and writes, on both sides of it.
@@ -43,21 +52,8 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
     """Measures products, copies and exchanges for half a second on all ranks at the same time; unequal ranks take
     longer.
     """
-    import tensorflow as tf
-
-    x = tf.random.normal([1024, 1024])
-    # The stream has as many bytes as the variables, which may lie in caches.
-    held = sum(v.type.bytes for v in program.variables if v.type.is_static)
-    count = min(16 << 20, max(1 << 18, held // 12))
-    y = tf.random.normal([count])
-    product = tf.function(lambda: tf.linalg.matmul(x, x), autograph=False)
-    stream = tf.function(lambda: y + y * 0.5, autograph=False)
-    product(), product(), stream(), stream()
-
-    def measured(seconds: float) -> tuple[float, float]:
-        flops_per_s = 2.0 * 1024**3 / _seconds(product, seconds)
-        return flops_per_s, STREAMED_ARRAYS * y.dtype.size * count / _seconds(stream, seconds / 2)
-
+    on_gpu = has_gpu()
+    measured = _measured_chains(_product_dtype(context, program)) if on_gpu else _measured_calls(program)
     between = context.has_other_processes and not dry
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
     devices: Link | None = None
@@ -73,7 +69,7 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
         exchanged, how = pairs[0][1] / PASSES_IN_PROCESS, "ranks of one process"
 
     # Between GPUs exchanges run beside computation; on processors they take the rank's own core.
-    exchanges_compute = not tf.config.list_physical_devices("GPU")
+    exchanges_compute = not on_gpu
 
     def of(flops_per_s: float, bytes_per_s: float) -> Rates:
         origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
@@ -92,6 +88,93 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
         flops, moved = zip(*pairs)
         return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
     return [of(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
+
+
+def _product_dtype(context: Context, program: Program) -> str:
+    """Returns the dtype of the program's matrix products: the configured one, or that of its largest variable."""
+    weights = [v.type for v in program.variables if v.type.is_static and v.type.dtype in _PRODUCT_DTYPES]
+    largest = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
+    return context.config["precision.compute_dtype"] or largest
+
+
+# (FLOP/s of products, bytes/s of streams), measured for so many seconds
+_Measured = Callable[[float], tuple[float, float]]
+
+
+def _measured_calls(program: Program) -> _Measured:
+    """Returns what measures a processor, with a product and a stream in each call."""
+    import tensorflow as tf
+
+    x = tf.random.normal([1024, 1024])
+    # The stream has as many bytes as the variables, which may lie in caches.
+    held = sum(v.type.bytes for v in program.variables if v.type.is_static)
+    count = min(16 << 20, max(1 << 18, held // 12))
+    y = tf.random.normal([count])
+    product = tf.function(lambda: tf.linalg.matmul(x, x), autograph=False)
+    stream = tf.function(lambda: y + y * 0.5, autograph=False)
+    product(), product(), stream(), stream()
+
+    def measured(seconds: float) -> tuple[float, float]:
+        flops_per_s = 2.0 * 1024**3 / _seconds(product, seconds)
+        return flops_per_s, STREAMED_ARRAYS * y.dtype.size * count / _seconds(stream, seconds / 2)
+
+    return measured
+
+
+def _measured_chains(dtype: str) -> _Measured:
+    """Returns what measures a GPU, with chains of products and streams in each call, as long as this GPU needs.
+
+    Args:
+      dtype: of the products; streams are of float32.
+    """
+    import tensorflow as tf
+
+    def products(rows: int) -> Callable[[], Any]:
+        x = tf.cast(tf.random.normal([rows, rows]) / rows**0.5, dtype)  # values stay of one size in the chain
+
+        def chain() -> Any:
+            y = x
+            for _ in range(IN_A_CALL):
+                y = tf.linalg.matmul(x, y)
+            return y
+
+        return awaited(tf.function(chain, autograph=False))
+
+    def streams(count: int) -> Callable[[], Any]:
+        x = tf.random.normal([count])
+
+        def chain() -> Any:
+            y = x
+            for _ in range(IN_A_CALL):
+                y = y + y * 0.5
+            return y
+
+        return awaited(tf.function(chain, autograph=False))
+
+    def awaited(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            call()
+            await_gpus()
+
+        return run
+
+    def grow(make: Callable[[int], Callable[[], Any]], size: int, most: int) -> tuple[Callable[[], Any], int]:
+        while True:
+            call = make(size)
+            call()
+            if size >= most or _seconds(call, 0.0, 2) >= GPU_CALL_S:
+                return call, size
+            size *= 2 if most == MOST_ROWS else 4
+
+    product, rows = grow(products, FIRST_ROWS, MOST_ROWS)
+    stream, count = grow(streams, FIRST_STREAMED, MOST_STREAMED)
+
+    def measured(seconds: float) -> tuple[float, float]:
+        flops = IN_A_CALL * 2.0 * rows**3
+        moved_bytes = IN_A_CALL * STREAMED_ARRAYS * 4.0 * count
+        return flops / _seconds(product, seconds), moved_bytes / _seconds(stream, seconds / 2)
+
+    return measured
 
 
 def of_kinds(values: Sequence[float]) -> list[float]:
@@ -158,13 +241,13 @@ def _link(context: Context, through: str) -> Link:
     return Link(small_s, sent / max(1e-6, measured(size, 4) - small_s))
 
 
-def _seconds(call: Callable[[], Any], least_s: float) -> float:
+def _seconds(call: Callable[[], Any], least_s: float, least_calls: int = 5) -> float:
     """Returns the mean seconds of a call after warm-up.
 
     The mean, because a CPU quota that interrupts the process now and then slows real steps as well.
     """
     count, start_s = 0, time.perf_counter()
-    while count < 5 or time.perf_counter() < start_s + least_s:
+    while count < least_calls or time.perf_counter() < start_s + least_s:
         call()
         count += 1
     await_gpus()
