@@ -184,8 +184,9 @@ def format_reasons(program: Program, results: Sequence[Result]) -> str:
     lines = ""
     for one in results:
         if one.plan != ALONE and one.problem:
-            said = one.problem[max(0, one.problem.rfind("Error: ") - 40) :].split()
-            lines += f"* {program.name}, {one.plan}: {' '.join(said)[:400]}\n"
+            said = " ".join(one.problem.split())
+            start = max((found.start() for found in re.finditer(r"\w+Error: ", said)), default=-300)
+            lines += f"* {program.name}, {one.plan}: {said[start:][:500]}\n"
     return lines
 
 

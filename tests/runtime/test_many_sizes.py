@@ -83,3 +83,18 @@ def test_a_step_that_has_to_know_its_sizes_is_compiled_for_each(ranks: Callable[
     for n in SIZES[:5]:
         model.predict_on_batch(np.ones([n, 3], np.float32))
     assert require_current("").programs == 5
+
+
+def test_sparse_operands_of_other_sizes_are_of_one_trace(ranks: Callable[..., None]) -> None:
+    def draw(function: Callable[..., Any]) -> list[float]:
+        tf.random.set_seed(3)
+
+        @function(input_signature=(tf.SparseTensorSpec([None, None], tf.float32),))
+        def step(a: Any) -> Any:
+            return tf.reduce_sum(tf.sparse.to_dense(a)) + tf.random.uniform([])
+
+        return [float(step(tf.sparse.eye(n))) for n in (4, 5, 6, 4)]
+
+    wanted = draw(tf.function)
+    ranks(2, **{"batch.random": "global"})
+    np.testing.assert_allclose(draw(wh.function), wanted, rtol=1e-6)

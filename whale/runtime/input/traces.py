@@ -133,7 +133,8 @@ class Traces:
     def _kind(self, entry: Any) -> Hashable:
         """A part of the arguments' key, without what no trace depends on: how ranks hold rows, how many there are."""
         if isinstance(entry, tuple) and entry and isinstance(entry[0], tf.TypeSpec):
-            return entry[0]
+            parts = tf.nest.flatten(entry[0], expand_composites=True)  # a sparse tensor's type has its shape
+            return (type(entry[0]), *[part.dtype for part in parts]) if self._any_shape else entry[0]
         if not _is_tensor(entry):
             return entry  # type: ignore[no-any-return]
         shape = entry[2][0] if entry[0] == "part" else entry[2]
