@@ -5,7 +5,7 @@ factor (ridge regression): a few rows move a field only as far as they say. Of t
 fitted that lower the error of rows that are left out. How well that works is said by the same rows, each left out: by
 the linearised fit without it (the hat matrix).
 
-Decision: 0157.
+Decision: 0156.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing is wider than a window of 400 or 1,440 points, diagrams are drawn, no other host is asked, and each page is in
 the search. With WHALE_TEST_PICTURES, a folder, it keeps pages as they were seen, light and dark.
 
-Decision: 0168.
+Decision: 0165.
 """
 
 from __future__ import annotations

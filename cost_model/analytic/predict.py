@@ -4,7 +4,7 @@ A job's stages are equal; its strategy is evaluated like any other (`evaluate`).
 (tensor- and data-parallel ones) are simulated once, so the cost of a prediction depends on stages and micro-batches
 only.
 
-Decision: 0158.
+Decision: 0157.
 """
 
 from __future__ import annotations

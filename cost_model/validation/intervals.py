@@ -9,7 +9,7 @@ nonconformity measures", 2008). A group of `OWN_ROWS` rows and more has a quanti
 Rows on which a constant was fitted count as they would be predicted without them (`FITTED`): by how much the constant
 would then be another, to first order.
 
-Decision: 0156.
+Decision: 0155.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 MPI has connected all of them before, and tells where each listens. The two are timed by exchanges between the hosts,
 which takes half a second over 1 Gbit/s. MPI stays where it knows the network better, as InfiniBand.
 
-Decision: 0162.
+Decision: 0160.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Implements `whale run`: starts the ranks, and starts them again after a failure as often as was asked.
 
-Decisions: 0008, 0166.
+Decisions: 0008, 0163.
 """
 
 from __future__ import annotations

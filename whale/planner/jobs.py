@@ -9,7 +9,7 @@ the other while others do something else. A schedule of jobs on hosts is one job
 on these hosts; or two at once, each on a part of them. Of all such schedules the shortest is found (`Placing`); jobs
 and hosts go in bundles where there are too many for that.
 
-Decision: 0160.
+Decision: 0159.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A disk renames a file at once, and keeps it when it is synced. A store keeps an 
 but has neither folders nor links, and renames by copying: whoever writes there puts the object last that makes the
 others count.
 
-Decision: 0167.
+Decision: 0164.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in each turn, and as many for the gradient. No layer is recognised: of any loop 
 not change is computed before it, products that no later turn needs are one product of all turns' rows, lists of tensors
 are the rows of one tensor, and what is left of a turn is the program of one operation.
 
-Decision: 0172.
+Decision: 0167.
 """
 
 from __future__ import annotations

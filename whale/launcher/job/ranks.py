@@ -1,6 +1,6 @@
 """Keeps what the launcher knows about each rank, and describes how ranks fail.
 
-Decision: 0163.
+Decision: 0161.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The socket has a name in Linux's abstract namespace, so that nothing is left of it however the launcher ends:
 "whale-run-<user>-<process>-<random>". The user of the run is answered, and root; what they send is not read.
 
-Decision: 0166.
+Decision: 0163.
 """
 
 from __future__ import annotations

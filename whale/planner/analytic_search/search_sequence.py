@@ -3,7 +3,7 @@
 All of it is one sequence of steps, and the budget says only where it ends: a larger budget never gives a slower plan,
 and a busy machine plans the same as an idle one.
 
-Decisions: 0077, 0159.
+Decisions: 0077, 0158.
 """
 
 from __future__ import annotations

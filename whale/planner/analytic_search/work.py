@@ -3,7 +3,7 @@
 Work is counted in seconds that the steps of a search take on one idle core; the same steps count the same everywhere.
 The processor's time ends a search only where it takes several times as long as it should.
 
-Decision: 0159.
+Decision: 0158.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the first of these, and what lies between them. The time of a step is divided ag
 of them wait for other ranks, or bytes move, or no exchange is under way. The trace does not tell whether a rank
 computed beside an exchange, so an exchange costs at most what is said of it.
 
-Decision: 0166.
+Decision: 0163.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The folder lies on a disk or in a store. An unfinished checkpoint is in a tempor
 and kept. Then its files get their final names, the index last, and the file ``checkpoint`` is replaced. If the process
 is killed in between, earlier checkpoints remain; leftovers are removed when the next checkpoint begins.
 
-Decision: 0167.
+Decision: 0164.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ compile more than they train. So the first few sizes have plans of their own, an
 not know its sizes, as one process has: every rank computes the whole batch, and nothing is compiled for a size that may
 not come again. One that keeps coming gets a plan.
 
-Decision: 0169.
+Decision: 0166.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // Which instructions the core's kernels may use on the processor that is here: libraries are
 // compiled for any.
 //
-// Decision: 0173.
+// Decision: 0168.
 #pragma once
 
 #include <vector>

@@ -4,7 +4,7 @@
 // once, as long as its receiver has not too much that it has not asked for; it goes straight to
 // where it belongs if that is known when it comes, else into memory of its own until somebody takes
 // it. Others, and very large ones, stay with their sender until they are pulled.
-// Decision: 0162 (docs/decisions).
+// Decision: 0160 (docs/decisions).
 #pragma once
 
 #include <memory>
