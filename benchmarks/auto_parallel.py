@@ -79,12 +79,12 @@ def _described(texts: list[str], seconds: float) -> None:
         looked_at[:] = list_ways(*arguments)
         return looked_at
 
-    list_ways = search._looked_at
+    list_ways = search._list_looked_at
     for text in texts:
         run.auto = None
         steps = {"chosen": _of_description(text, wh.function)}
         start_s = time.perf_counter()
-        with mock.patch.object(search, "_looked_at", noted):
+        with mock.patch.object(search, "_list_looked_at", noted):
             steps["chosen"]()
         first_s = time.perf_counter() - start_s
         found = run.auto
@@ -158,7 +158,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
 
     import whale as wh
     from whale.ir.strategy import ChosenStrategy
-    from whale.planner.graph_search.strategies import over_all
+    from whale.planner.graph_search.strategies import divide_over_all
     from whale.runtime import context
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
@@ -169,8 +169,11 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
         steps["chosen"]()
         found = run.auto
         assert found is not None
-        ways = [over_all("data parallel", wh.size()), over_all("every rank alone", wh.size(), replicated=True)]
-        ways.append(over_all("split of the classifier", wh.size(), wh.size(), split=("classifier/kernel",)))
+        ways = [
+            divide_over_all("data parallel", wh.size()),
+            divide_over_all("every rank alone", wh.size(), replicated=True),
+        ]
+        ways.append(divide_over_all("split of the classifier", wh.size(), wh.size(), split=("classifier/kernel",)))
         for way in ways:
             run.auto = ChosenStrategy(way)
             steps[way.name] = _program(size, wh.function)

@@ -24,7 +24,7 @@ import whale as wh
 
 ROWS, FEATURES, LAYERS = 32, 64, 3
 STEP = "whale.runtime.compile.step"
-ORDERS = "whale.runtime.input.shuffle_orders._found"
+ORDERS = "whale.runtime.input.shuffle_orders._find_generator"
 
 
 def made_step(dropout: bool) -> Any:

@@ -84,7 +84,7 @@ def work(options: argparse.Namespace) -> None:
 
     import whale as wh
     from whale.ir.strategy import ChosenStrategy
-    from whale.planner.graph_search.strategies import over_all
+    from whale.planner.graph_search.strategies import divide_over_all
     from whale.runtime import context
 
     asked = {"pipeline.stages": options.stages} if options.what == "pipeline" else {}
@@ -95,7 +95,7 @@ def work(options: argparse.Namespace) -> None:
     target = [options.slow if r % 2 else 1.0 for r in range(options.ranks)]
     most = options.cores * len(cores) / max(len(cores), sum(target))
     quota.set(most * target[rank])
-    even = ChosenStrategy(over_all("data parallel, equal rows", options.ranks))
+    even = ChosenStrategy(divide_over_all("data parallel, equal rows", options.ranks))
     steps = {"even": built(even, run, options.depth)}
     calibrate(run, quota, steps["even"], target, most)
     steps["planned"] = built(None, run, options.depth)

@@ -20,7 +20,7 @@ import yaml
 
 from cost_model.analytic.predict import predict
 from cost_model.analytic.stacks import Compared, Stack, is_file, stack
-from cost_model.validation.cases import Case, published_cluster, read
+from cost_model.validation.cases import Case, read, read_published_cluster
 from cost_model.validation.intervals import compare, group_of
 from whale.errors import ProgramError
 
@@ -127,7 +127,7 @@ def _residuals(rows: Sequence[Case], base: Stack, factors: Mapping[str, float]) 
     for case in rows:
         if case.error is not None:
             raise case.error
-        step_s = predict(case.model, case.parallel, changed, published_cluster(case.cluster)).step_s
+        step_s = predict(case.model, case.parallel, changed, read_published_cluster(case.cluster)).step_s
         found.append(math.log(step_s / case.measured_s))
     return found
 

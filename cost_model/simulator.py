@@ -227,14 +227,14 @@ def simulate(tasks: Tasks, shared: frozenset[int] = frozenset()) -> Timeline:
     Raises:
         PlanError: tasks wait for each other.
     """
-    start_s, end_s = _by_time(tasks, shared) if shared else _by_stream(tasks)
+    start_s, end_s = _simulate_by_time(tasks, shared) if shared else _simulate_by_stream(tasks)
     busy_s: dict[int, float] = {}
     for on, seconds in zip(tasks.resource, tasks.seconds):
         busy_s[on] = busy_s.get(on, 0.0) + seconds
     return Timeline(start_s, end_s, max(end_s, default=0.0), busy_s)
 
 
-def _by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
+def _simulate_by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
     """Returns start and end of every task if all resources are streams, whose own order suffices."""
     count, after, seconds = len(tasks.seconds), tasks.after, tasks.seconds
     start_s, end_s = [0.0] * count, [-1.0] * count
@@ -274,7 +274,7 @@ def _by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
     return start_s, end_s
 
 
-def _by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float], list[float]]:
+def _simulate_by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float], list[float]]:
     """Returns start and end of every task with shared resources, which serve tasks in the order in which they become
     ready.
     """

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import whale as wh
-from whale.runtime.compile.offload import offloaded_bytes
+from whale.runtime.compile.offload import count_offloaded_bytes
 
 STEPS = 3
 COMPUTES, HOLDS = "CPU:1", "CPU:0"
@@ -154,7 +154,7 @@ def try_case(name: str, optimizer: str) -> str:
         expected = _model(tf.function, optimizer, "" if form == "stages" else form).train()
     wh.init({"communication.in_process_ranks": ranks, "memory.offload": "optimizer", **config})
     try:
-        before = offloaded_bytes()
+        before = count_offloaded_bytes()
         model = _model(wh.function, optimizer, form)
         tf_context.context().enable_graph_collection()
         found = model.train()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 Said = Mapping[str, tuple[int, bool]]
 
 
-def differing(said: Sequence[Said]) -> tuple[dict[str, list[int]], int]:
+def find_differing(said: Sequence[Said]) -> tuple[dict[str, list[int]], int]:
     """Compares what the ranks say, in order of ranks; what only one of them names is left out.
 
     Returns:

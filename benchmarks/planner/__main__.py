@@ -224,7 +224,7 @@ def _published_s(rows: Path) -> Iterator[tuple[float, float]]:
 
 def _published(rows: Path) -> Iterator[tuple[dict[str, str], Evaluation, Machines, TransformerModel]]:
     """Each row, what its configuration takes, and as many hosts as it had with its model."""
-    selene = published_cases.published_cluster("selene")
+    selene = published_cases.read_published_cluster("selene")
     with rows.open(newline="") as file:
         read = list(csv.DictReader(file))
     for row in read:

@@ -80,7 +80,7 @@ def evaluate(
     stage_costs = stage_costs or StageCosts(model, machines)
     costs = [stage_costs(strategy, i, _live(strategy, i), ranks) for i in range(stages)]
     if fully_sharded(model, strategy):
-        costs, ends = _sharded(model, machines, strategy, costs)
+        costs, ends = _simulate_sharded(model, machines, strategy, costs)
     elif strategy.schedule == "1f1b" and strategy.chunks == 1:
         ends = one_f_one_b_ends_s([c.forward_s[0] for c in costs], [c.backward_s[0] for c in costs], count)
     elif strategy.schedule == "1f1b":
@@ -179,7 +179,7 @@ def _live(strategy: ParallelStrategy, index: int) -> int:
     return count_live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 
 
-def _sharded(
+def _simulate_sharded(
     model: Model, machines: Machines, strategy: ParallelStrategy, costs: Sequence[StageCost]
 ) -> tuple[list[StageCost], list[float]]:
     """Simulates a fully sharded stage's passes layer by layer; no reduction is left after them.
@@ -206,7 +206,7 @@ def kernels_s(model: Model, machines: Machines, strategy: ParallelStrategy, foun
     return strategy.micro_batches * each_s
 
 
-def played(strategy: ParallelStrategy, found: Evaluation) -> tuple[Tasks, Timeline]:
+def simulate_passes(strategy: ParallelStrategy, found: Evaluation) -> tuple[Tasks, Timeline]:
     """Returns every pass of a strategy's step, by stage in the order of its schedule, with its start and end."""
     tasks = _tasks(_orders(strategy), found.stages)
     return tasks, simulate(tasks)

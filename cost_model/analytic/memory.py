@@ -13,7 +13,7 @@ from cost_model.analytic.kernel_costs import CHANNELS
 from cost_model.analytic.layer_costs import LayerCosts
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
-from cost_model.analytic.transformer_kernels import expert_rows, shared_rows
+from cost_model.analytic.transformer_kernels import count_shared_rows, expert_rows
 from whale.ir.strategy import DeviceGroup, Offload
 
 # A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.
@@ -57,7 +57,7 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
     operand = e if stack.kept_operand_bytes is None else stack.kept_operand_bytes
     along = w if p.sequence_parallel else 1  # what lies between products is divided by
     rows, own = expert_rows(t, p)
-    routed = float(rows * own + shared_rows(t, p))
+    routed = float(rows * own + count_shared_rows(t, p))
     into = t.products_per_network - 1 - (1 if t.relu else 0)  # tensors that go into the activation and are kept
     inner = e * into * routed * t.inner / w
     heads = tokens * t.output_width / w
@@ -162,7 +162,7 @@ def states(
     return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
 
 
-def offloaded_bytes(
+def count_offloaded_bytes(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int, offload: Offload
 ) -> float:
     """Returns the bytes of one rank in its host's memory; if only the state is offloaded, gradients pass through it as

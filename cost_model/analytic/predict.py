@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cost_model.analytic import sharded
-from cost_model.analytic.evaluate import Evaluation, evaluate, kernels_s, played
+from cost_model.analytic.evaluate import Evaluation, evaluate, kernels_s, simulate_passes
 from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.memory import Footprint
 from cost_model.analytic.stacks import Stack, find_modules
@@ -91,7 +91,7 @@ def predict(
         tasks = sharded.tasks(passes.root, passes.layers, min(sharded.PLAYED, strategy.micro_batches), again)
         timeline = simulate(tasks)
     else:
-        tasks, timeline = played(strategy, found)
+        tasks, timeline = simulate_passes(strategy, found)
     compute_s = kernels_s(model, machines, strategy, found)
     return JobPrediction(
         step_s=found.step_s,

@@ -74,7 +74,7 @@ def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> Shar
         rates = rates_of_part(model, machines, part)
         each.append(_units(model, one, group, copies, rates, strategy.zero, strategy.find_recompute(stage)))
     root, *layers = (_slowest(units) for units in zip(*each))
-    ends_s = played_ends_s(root, layers, min(PLAYED, count), strategy.zero >= 3)
+    ends_s = simulate_ends_s(root, layers, min(PLAYED, count), strategy.zero >= 3)
     more_s = ends_s[-1] - ends_s[-2] if len(ends_s) > 1 else 0.0
     passes_s = ends_s[-1] + (count - len(ends_s)) * more_s
     forward_s = root.forward_s + sum(unit.forward_s for unit in layers)
@@ -90,12 +90,12 @@ def _units(
     """Returns a unit for everything outside the layers, then a unit for each layer, on one kind of rank."""
     first, last = one.edges
     outside = first.parameters + last.parameters - one.twice
-    found = [_unit(ShardedLayer.of(model, group, rates, outside, zero, how, True, copies), first.plus(last))]
+    found = [_unit(ShardedLayer.price(model, group, rates, outside, zero, how, True, copies), first.plus(last))]
     moves: dict[float, ShardedLayer] = {}  # by parameters, which many layers have equally many of
     for index in range(one.count):
         own = one.layer_parameters_of(((index, index + 1),))
         if own not in moves:
-            moves[own] = ShardedLayer.of(model, group, rates, own, zero, how, copies=copies)
+            moves[own] = ShardedLayer.price(model, group, rates, own, zero, how, copies=copies)
         found.append(_unit(moves[own], one.layer(index)))
     return found
 
@@ -126,7 +126,7 @@ def _slowest(units: Sequence[ShardedUnit]) -> ShardedUnit:
     )
 
 
-def played_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> list[float]:
+def simulate_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> list[float]:
     """Returns the ends of each micro-batch's last pass and reduction, as `simulate` of `tasks` does, but many times
     faster.
     """

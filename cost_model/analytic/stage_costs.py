@@ -21,7 +21,7 @@ from cost_model.analytic.layer_costs import (
     Model,
     costs_of,
 )
-from cost_model.analytic.memory import Footprint, offloaded_bytes, part_memory, states
+from cost_model.analytic.memory import Footprint, count_offloaded_bytes, part_memory, states
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster.pools import Machines, Pool
 from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
@@ -156,7 +156,7 @@ def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stag
     """
     costs = _costs_of(model, strategy, stage, ranks)
     plain = strategy.zero < 2 and strategy.offload == "none" and not model.experts
-    moves = None if plain else _Moves.of(model, machines, strategy, stage, costs)
+    moves = None if plain else _Moves.price(model, machines, strategy, stage, costs)
     forwards, backwards, limiting, longest = [], [], 0, -1.0
     for low, high in stage.layers:
         if moves is None:
@@ -197,7 +197,7 @@ class _Moves:
     copies: Group | None
 
     @staticmethod
-    def of(
+    def price(
         model: Model, machines: Machines, strategy: ParallelStrategy, stage: Stage, costs: Sequence[LayerCosts]
     ) -> _Moves:
         data, copies = sharding_groups(machines, stage.parts, strategy.count_sharding(stage))
@@ -220,7 +220,7 @@ class _Moves:
         if self.data is not None and strategy.zero >= 2:
             rates = rates_of_part(self.model, self.machines, part)
             how, own = strategy.find_recompute(self.stage), one.parameters_of(ranges) / count
-            each = ShardedLayer.of(self.model, self.data, rates, own, strategy.zero, how, copies=self.copies)
+            each = ShardedLayer.price(self.model, self.data, rates, own, strategy.zero, how, copies=self.copies)
             forward_s, backward_s = each.forward_s(forward_s), each.backward_s(backward_s)
             if not each.hidden:
                 forward_s, backward_s = forward_s + each.gather_s, backward_s + each.again_s + each.reduce_s
@@ -232,7 +232,7 @@ class _Moves:
             held, gradients, _ = states(one, ranges, strategy.count_sharding(self.stage), strategy.zero)
             rate = self.machines.pools[part.pool].host_bytes_per_s * count
             ahead_s, back_s = max(ahead_s, held / rate), max(back_s, (held + gradients) / rate)
-        return _beside(forward_s, ahead_s, count), _beside(backward_s, back_s, count)
+        return _overlap_layers_s(forward_s, ahead_s, count), _overlap_layers_s(backward_s, back_s, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class ShardedLayer:
     hidden: bool
 
     @staticmethod
-    def of(
+    def price(
         model: Model,
         group: Group,
         rates: Rates,
@@ -275,9 +275,9 @@ class ShardedLayer:
         stack = model.stack
         tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
         matrices, all_tensors = tensors if stack.shards_tensors else (1, 1)
-        gather_s = matrices * _sharded_s(stack, rates, group, stack.element_bytes * parameters / matrices)
-        reduce_s = matrices * _sharded_s(stack, rates, group, stack.gradient_bytes * parameters / matrices)
-        reduce_s += (all_tensors - matrices) * _sharded_s(stack, rates, group, 0.0)  # vectors: next to no bytes
+        gather_s = matrices * _predict_sharded_s(stack, rates, group, stack.element_bytes * parameters / matrices)
+        reduce_s = matrices * _predict_sharded_s(stack, rates, group, stack.gradient_bytes * parameters / matrices)
+        reduce_s += (all_tensors - matrices) * _predict_sharded_s(stack, rates, group, 0.0)  # vectors: next to no bytes
         if copies is not None:
             reduce_s += all_reduce_s(copies, stack.gradient_bytes * parameters / group.size)
         times = 2 if stack.shards_tensors and how == "full" and not outside else 1
@@ -300,7 +300,7 @@ class ShardedLayer:
         return kernels_s + self.lost * min(self.again_s + self.reduce_s, kernels_s)
 
 
-def _sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) -> float:
+def _predict_sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) -> float:
     """Returns the seconds of one all-gather or reduce-scatter of a tensor that is divided over a group's ranks.
 
     If its pieces are views in a list, each is copied by a separate kernel launch of the framework:
@@ -352,7 +352,7 @@ def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int,
     return tuple(found)
 
 
-def _beside(compute_s: float, moved_s: float, count: int) -> float:
+def _overlap_layers_s(compute_s: float, moved_s: float, count: int) -> float:
     """Returns the seconds of `count` layers with overlapping kernels and communication, given each layer's seconds."""
     return count * max(compute_s, moved_s) + (min(compute_s, moved_s) if moved_s else 0.0)
 
@@ -462,6 +462,6 @@ def lacking_bytes(
     if settings.offload != "none":
         for part, one in zip(stage.parts, costs):
             ways = settings.count_sharding(stage)
-            used = offloaded_bytes(one, stage.layers, ways, settings.zero, settings.offload)
+            used = count_offloaded_bytes(one, stage.layers, ways, settings.zero, settings.offload)
             lacking = max(lacking, used - machines.pools[part.pool].host_bytes)
     return lacking

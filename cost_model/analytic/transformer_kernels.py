@@ -168,8 +168,8 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *_pointwise("dropout 1", drop, stack),
         Streaming("norm 2", stack.norm_bytes * own),
         *_enter(p, whole, stack, "feed forward 1"),
-        *_routing(t, p, stack),
-        *_shared_forward(t, p, stack),
+        *_list_routing(t, p, stack),
+        *_list_shared_forward(t, p, stack),
         Matmul("feed forward 1", rows, first * f // w, h, own_experts, weights=True),
         *_pointwise("activation", (1 + first) * e * rows * own_experts * float(f) / w, stack),
         Matmul(LAST_PRODUCT, rows, h, f // w, own_experts, weights=True),
@@ -198,7 +198,7 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         if stack.drops_unneeded:
             again = again[: next(at for at, op in enumerate(again) if op.name == LAST_PRODUCT)]
     elif p.recompute == "selective":
-        again = _repeated(t, p, stack)
+        again = _list_repeated(t, p, stack)
     return [
         *again,
         *drop_2,
@@ -213,9 +213,9 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         Matmul("feed forward 1: weight", first * f // w, h, rows, own_experts, weights=True),
         *_back(p, whole, stack, "feed forward 1: weight"),
         *_accumulate(gradients, float(first * f) * h / w * own_experts),
-        *_shared_backward(t, p, stack),
-        *_routing(t, p, stack),
-        *_routing(t, p, stack),
+        *_list_shared_backward(t, p, stack),
+        *_list_routing(t, p, stack),
+        *_list_routing(t, p, stack),
         Streaming("norm 2 gradient", norm, 3),
         *drop_1,
         *_regather(p, whole, stack, "projection: input"),
@@ -246,12 +246,12 @@ def _products_backward(
     return ops
 
 
-def shared_rows(t: Transformer, p: LayerShare) -> int:
+def count_shared_rows(t: Transformer, p: LayerShare) -> int:
     """Returns the rows that the experts of all tokens get together."""
     return p.tokens(t) * t.shared_experts
 
 
-def _shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+def _list_shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the products of experts that all tokens go through, as one wide network; none without them."""
     if not t.shared_experts:
         return []
@@ -263,7 +263,7 @@ def _shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     ]
 
 
-def _shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+def _list_shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     if not t.shared_experts:
         return []
     T, h, f, first = p.tokens(t), t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
@@ -287,7 +287,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+def _list_repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists what selective recomputation repeats: the modules that the stack names, and its part of all other kernels
     but scores and softmax.
     """
@@ -314,7 +314,7 @@ def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
     return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
 
 
-def _routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+def _list_routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of the router, and those that copy (read, write) tokens to and from the buffers of the
     all-to-all.
     """

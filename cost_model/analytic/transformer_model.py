@@ -89,7 +89,7 @@ class TransformerModel:
         else:
             measured = self.profile.layer(entry.device.name, tensor, rows)
             forward, backward = (Cost(s / entry.share) for s in (measured.forward_s, measured.backward_s))
-            held_bytes = _measured_bytes(measured, held_bytes)
+            held_bytes = _scale_measured_bytes(measured, held_bytes)
             update_s = None if measured.update_s is None else sums([measured.update_s] * L)
         experts_each = t.expert_parameters / tensor / ways if t.experts else 0.0
         layer = _Layer(forward, backward, held_bytes, t.dense_parameters / tensor, experts_each)
@@ -198,7 +198,7 @@ class TransformerModel:
         return point_to_point_s(whole, *path)
 
 
-def _measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> float:
+def _scale_measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> float:
     return formula_bytes if measured.memory_gb is None else measured.memory_gb * 1e9
 
 

@@ -82,11 +82,11 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def intra_link(self) -> Link:
         """Returns the link over which these devices reach each other: without one, that to the host."""
         name = self.link or catalogue.find_device(self.type).link
-        return self.host_link() if name is None else _at_rate(catalogue.find_link(name), self.link_gb_per_s)
+        return self.host_link() if name is None else _set_rate(catalogue.find_link(name), self.link_gb_per_s)
 
     def host_link(self) -> Link:
         """Returns the link between one of these devices and the host's memory."""
-        return _at_rate(catalogue.find_link(catalogue.find_device(self.type).host_link), self.host_link_gb_per_s)
+        return _set_rate(catalogue.find_link(catalogue.find_device(self.type).host_link), self.host_link_gb_per_s)
 
     def list_overridden(self) -> Iterator[tuple[str, float, float]]:
         """Yields (name, figure of the file, figure of the catalogue) of what the file overrides.
@@ -224,7 +224,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return best, self.networks[best], count_nics(best)
 
 
-def _at_rate(link: Link, gb_per_s: float | None) -> Link:
+def _set_rate(link: Link, gb_per_s: float | None) -> Link:
     return link if gb_per_s is None else msgspec.structs.replace(link, gb_per_s=gb_per_s)
 
 

@@ -44,7 +44,7 @@ _FORWARDED_RESULT = dict.fromkeys(CROSS_ENTROPIES, 1)
 _ROWS_OF_VARIABLES = READS_ROWS | SCATTERS | APPLIES_ROWS
 
 
-def copied_reads(program: Program) -> frozenset[str]:
+def find_copied_reads(program: Program) -> frozenset[str]:
     """Returns the reads of variables that copy the value; unused reads, which optimised graphs do not have, are
     excluded.
     """
@@ -59,7 +59,7 @@ def copied_reads(program: Program) -> frozenset[str]:
     )
 
 
-def forwarded(node: Node, result: int) -> tuple[int, ...]:
+def find_forwarded(node: Node, result: int) -> tuple[int, ...]:
     """Returns the operands whose buffer a result may reuse."""
     if node.op == "WhaleAllReduce":
         return (result + 1,)  # the communicator comes first

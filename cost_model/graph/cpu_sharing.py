@@ -25,7 +25,7 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
+    def schedule(self, seconds: float, call: Callable[[], None]) -> None:
         """Schedules ``call`` in `seconds` from now; simultaneous events run in the order of scheduling."""
         self._count += 1
         heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
@@ -107,7 +107,7 @@ class Host:
     def _go_on(self, thread: Thread) -> None:
         until_s = self._until(thread)
         if until_s is not None:
-            self.clock.after(until_s, partial(self._turn_over, thread, thread.turn))
+            self.clock.schedule(until_s, partial(self._turn_over, thread, thread.turn))
 
     def _until(self, thread: Thread) -> float | None:
         """Returns the seconds of the thread's next slice on its core; None: it has no job, and sleeps."""
@@ -142,7 +142,7 @@ class Host:
                 return
             # Mostly nothing else happens meanwhile.
             if not clock.ahead(until_s):
-                clock.after(until_s, partial(self._turn_over, thread, thread.turn))
+                clock.schedule(until_s, partial(self._turn_over, thread, thread.turn))
                 return
 
     def _account(self, thread: Thread) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cost_model.graph import buffers
 from cost_model.graph.traffic import Exchange, exchange
-from cost_model.graph.unroll_loops import unrolled
+from cost_model.graph.unroll_loops import unroll
 from cost_model.kernels.op_work import Work, estimate_work
 from whale.ir.ops import EXCHANGES
 from whale.ir.program import Node, Program, Ref
@@ -82,8 +82,8 @@ def steps_of(program: Program, rank: int, size: int, strict: bool = True) -> Ste
     Raises:
         PlanError: a trip count or branch is only known at run time.
     """
-    program = unrolled(program, strict)
-    return _steps(program, rank, size, buffers.copied_reads(program))
+    program = unroll(program, strict)
+    return _steps(program, rank, size, buffers.find_copied_reads(program))
 
 
 def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> Steps:
@@ -102,10 +102,10 @@ def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> S
             followers[j].append(i)
         after.append(len(before))
         inputs = [outputs[r.node][r.index] for r in node.inputs]
-        does.append(copying(node) if node.name in copied else estimate_work(node, inputs))
+        does.append(make_copy_work(node) if node.name in copied else estimate_work(node, inputs))
         if node.op in EXCHANGES:
             exchanges[i] = exchange(node, inputs, rank, size)
-    return Steps(program, does, exchanges, after, followers, _fused(program))
+    return Steps(program, does, exchanges, after, followers, _mark_fused(program))
 
 
 def graph_of(
@@ -120,8 +120,8 @@ def graph_of(
     Raises:
         PlanError: a trip count or branch is only known at run time.
     """
-    program = unrolled(program, strict)
-    copied = buffers.copied_reads(program)
+    program = unroll(program, strict)
+    copied = buffers.find_copied_reads(program)
     steps = _steps(program, rank, size, copied)
     first: dict[str, int] = {}
     sizes: list[int] = []
@@ -156,7 +156,7 @@ def graph_of(
         else:
             for k, mine in enumerate(own):
                 t = node.outputs[k]
-                candidates = [reads[o] for o in buffers.forwarded(node, k) if o < len(reads)]
+                candidates = [reads[o] for o in buffers.find_forwarded(node, k) if o < len(reads)]
                 taken[mine] = tuple(
                     r for r in candidates if types[r].dtype == t.dtype and types[r].elements == t.elements
                 )
@@ -174,7 +174,7 @@ def graph_of(
     )  # fmt: skip
 
 
-def copying(read: Node) -> Work:
+def make_copy_work(read: Node) -> Work:
     """Returns the work of a variable's read that copies the value (see buffers.copied_reads)."""
     size = float(sum(t.bytes for t in read.outputs))
     return Work(0.0, size, size, 1)
@@ -185,7 +185,7 @@ def _leaves_host(node: Node) -> bool:
     return node.op == "WhaleOffload" and not node.attrs["to_host"]
 
 
-def _fused(program: Program) -> list[bool]:
+def _mark_fused(program: Program) -> list[bool]:
     """Marks biases, and activations behind them, that TensorFlow's optimizer fuses into the preceding product."""
     fused: dict[str, bool] = {}
     fetched = {r.node for r in program.outputs}

@@ -55,12 +55,12 @@ class Machine:
                 action="give a larger cluster, or plan for fewer ranks",
             )
 
-    def allocated(self, size: int) -> int:
+    def round_up_bytes(self, size: int) -> int:
         """Returns the bytes that the allocator reserves for a tensor."""
         return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
 
 
-def measured_machine(
+def make_measured_machine(
     table: MachineProfile, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0
 ) -> Machine:
     """Returns ``ranks`` ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`.
@@ -120,7 +120,7 @@ class Rates:
         return Link(self.exchange_s, self.exchanged_bytes_per_s)
 
 
-def rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
+def make_rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
     """Returns a machine of ranks with few known figures: a roofline for operations, bytes for exchanges."""
 
     def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
@@ -171,7 +171,7 @@ def cluster_machine(cluster: Cluster) -> Machine:
         return COLLECTIVES[what.kind](among, what.tensor_bytes)
 
     return Machine(
-        operations=[_catalogued(entry) for _, _, entry in devices],
+        operations=[_make_catalogue_pricer(entry) for _, _, entry in devices],
         sharing=Sharing(range(len(devices)), [1.0] * len(devices), threads=1, exchanges_compute=False),
         exchange_s=exchange_s,
         memory_bytes=[entry.device.memory_bytes for _, _, entry in devices],
@@ -212,7 +212,7 @@ def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
     return found
 
 
-def _catalogued(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:
+def _make_catalogue_pricer(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:
     """Returns a function that prices a node by the roofline of a catalogued device."""
     device = entry.device
     known = {}

@@ -114,7 +114,7 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts: int = 1
     version: int = FORMAT_VERSION
 
-    def merged(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:
+    def merge(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:
         """Returns the profile with further measurements, which replace older ones of the same name."""
         found = {o.signature: o for o in (*self.operations, *operations)}
         named = {(s.program, s.copies): s for s in (*self.steps, *steps)}
@@ -208,7 +208,9 @@ class Measured:
         found = self._exact.get(signature(program, node))
         if found is not None:
             return found.seconds * self.context, found.scratch_bytes
-        known = self._by_op.get(node.op) or self._alike(node.op) or self._by_op.get("AddV2") or self.table.operations
+        known = (
+            self._by_op.get(node.op) or self._list_like(node.op) or self._by_op.get("AddV2") or self.table.operations
+        )
         if not known:
             raise ClusterError(
                 "the profile has no measurement of any such operation",
@@ -228,7 +230,7 @@ class Measured:
             near.scratch_bytes * ratio
         )
 
-    def _alike(self, op: str) -> list[Operation]:
+    def _list_like(self, op: str) -> list[Operation]:
         """Returns the measured matrix products if the op is one, or many."""
         products = MATMULS | EINSUMS | {FUSED_LOOP}
         return [one for one in self.table.operations if one.op in products] if op in products else []
@@ -246,7 +248,7 @@ class Measured:
         # Of a tensor, each rank hands on (p-1)/p.
         scale = ((ranks - 1) / ranks) / ((curve.ranks - 1) / curve.ranks)
         more = max(1.0, (ranks - 1) / (curve.ranks - 1)) ** 0.5
-        moved_s = _interpolated(curve.samples, tensor_bytes * scale) * more
+        moved_s = _interpolate(curve.samples, tensor_bytes * scale) * more
         if what.through:
             return moved_s
         handed = tensor_bytes / ranks if what.kind == "all_gather" else tensor_bytes
@@ -270,10 +272,10 @@ class Measured:
 
 def _slowest_s(copies: Sequence[Copies], size: float) -> float:
     """Returns the seconds of the slowest of some copies of so many bytes; 0 if there are none."""
-    return max((_interpolated(one.samples, size) for one in copies), default=0.0)
+    return max((_interpolate(one.samples, size) for one in copies), default=0.0)
 
 
-def _interpolated(samples: list[tuple[float, float]], size: float) -> float:
+def _interpolate(samples: list[tuple[float, float]], size: float) -> float:
     """Interpolates linearly between two samples; beyond the last one in proportion to its slope."""
     if size <= samples[0][0] or len(samples) == 1:
         return samples[0][1]

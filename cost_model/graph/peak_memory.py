@@ -48,7 +48,7 @@ class Held:
         return sum(self.at_peak)
 
 
-def held(
+def simulate_held(
     program: Program,
     rank: int,
     size: int,
@@ -65,10 +65,10 @@ def held(
         counted_from_bytes: smaller tensors are not counted, as in TensorFlow's counters of host memory.
     """
 
-    def allocated(wanted: int) -> int:
+    def round_up(wanted: int) -> int:
         return -(-wanted // GRAIN_BYTES) * GRAIN_BYTES if wanted and wanted >= counted_from_bytes else 0
 
-    return _Holder(rank, size, kinds, kinds_of, resident, allocated, program.functions).of(program)
+    return _Holder(rank, size, kinds, kinds_of, resident, round_up, program.functions).hold(program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _Holder:
         self.allocated, self.functions = allocated, functions
         self.inside: dict[str, _Inside] = {}
 
-    def of(self, program: Program) -> Held:
+    def hold(self, program: Program) -> Held:
         graph, seconds, scratch, calls = self._graph(program)
         # What is held at once depends on who happens to be first, so memory is the most of two plays.
         orders = [_order(graph, seconds, cores) for cores in (float(_THREADS), 1.0)]

@@ -63,10 +63,10 @@ class Timeline:
 
     def busy_s(self, exchange: bool) -> float:
         """Returns the seconds during which at least one exchange (or kernel) runs."""
-        return covered_s((span.start_s, span.end_s) for span in self.spans if span.exchange is exchange)
+        return measure_union_s((span.start_s, span.end_s) for span in self.spans if span.exchange is exchange)
 
 
-def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+def measure_union_s(intervals: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of some intervals, in seconds."""
     covered, last = 0.0, float("-inf")
     for start_s, end_s in sorted(intervals):
@@ -113,7 +113,7 @@ def predict_ranks(
     """
     size = len(programs)
     machine.check_holds(size)
-    priced = [_priced(program, rank, size, machine) for rank, program in enumerate(programs)]
+    priced = [_price_graph(program, rank, size, machine) for rank, program in enumerate(programs)]
     graphs, seconds, scratch = [one[0] for one in priced], [one[1] for one in priced], [one[2] for one in priced]
     sharing = machine.sharing
     played = run(graphs, seconds, machine.exchange_s, sharing)
@@ -176,7 +176,7 @@ def what_if_seconds(
     Raises:
         PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
     """
-    priced = [_priced(program, rank, len(programs), machine) for rank, program in enumerate(programs)]
+    priced = [_price_graph(program, rank, len(programs), machine) for rank, program in enumerate(programs)]
     graphs = [one[0] for one in priced]
     found = []
     for faster, pace in product(exchanges, paces):
@@ -202,13 +202,13 @@ def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Mach
     ]
 
 
-def _priced(program: Program, rank: int, size: int, machine: Machine) -> tuple[Graph, list[float], list[int]]:
+def _price_graph(program: Program, rank: int, size: int, machine: Machine) -> tuple[Graph, list[float], list[int]]:
     """Returns the graph of ``rank`` of ``size``, with the seconds and the scratch bytes of each node."""
-    graph = graph_of(program, rank, size, machine.allocated)
+    graph = graph_of(program, rank, size, machine.round_up_bytes)
     prices = _prices(graph, machine, rank)
-    scratch = [machine.allocated(one[1]) for one in prices]
+    scratch = [machine.round_up_bytes(one[1]) for one in prices]
     for i, what in graph.exchanges.items():
-        scratch[i] = sum(map(machine.allocated, what.scratch_bytes))
+        scratch[i] = sum(map(machine.round_up_bytes, what.scratch_bytes))
     return graph, _seconds(graph, prices), scratch
 
 

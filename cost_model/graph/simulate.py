@@ -123,7 +123,7 @@ class _Run:
         ]  # fmt: skip
         for rank in self.ranks:
             rank.threads = [Thread(partial(self._next, rank, number)) for number in range(count)]
-            rank.engine = Thread(partial(_popped, rank.jobs), urgent=True)
+            rank.engine = Thread(partial(_pop, rank.jobs), urgent=True)
 
     def play(self) -> list[Played]:
         for rank in self.ranks:
@@ -171,7 +171,7 @@ class _Run:
             else:
                 self._follow(rank, thread, node)
 
-    def _ended(self, rank: _Rank, node: int) -> list[int]:
+    def _end_node(self, rank: _Rank, node: int) -> list[int]:
         """Ends a node and returns its successors that are ready now."""
         rank.order.append(~node)
         rank.order_s.append(self.clock.now_s)
@@ -188,7 +188,7 @@ class _Run:
         """Assigns the ready successors of a node to threads, on the thread that ran it."""
         inline, stack = rank.inline[thread], rank.stacks[thread]
         kept, pushed = -1, 0
-        for other in self._ended(rank, node):
+        for other in self._end_node(rank, node):
             if rank.seconds[other] < SHORT_S and other not in rank.graph.exchanges:
                 inline.append(other)
             else:
@@ -225,7 +225,7 @@ class _Run:
                 del self.come[key]
                 seconds = self.exchange_s(what)
                 for member, i in come:
-                    self._submit(member, seconds, partial(self._exchanged, member, i))
+                    self._submit(member, seconds, partial(self._end_exchange, member, i))
 
         if self.sharing.exchanges_compute:
             self._submit(rank, 0.0, announce)
@@ -235,19 +235,19 @@ class _Run:
     def _submit(self, rank: _Rank, seconds: float, done: Callable[[], None]) -> None:
         """Submits work to a rank's engine, which processes it in order."""
         if not self.sharing.exchanges_compute:
-            self.clock.after(seconds, done)
+            self.clock.schedule(seconds, done)
             return
         rank.jobs.append((seconds, done))
         if rank.engine.asleep:
             delay_s = self.sharing.wake_s if rank.host.full else 0.0
-            self.clock.after(delay_s, partial(rank.host.wake, rank.engine))
+            self.clock.schedule(delay_s, partial(rank.host.wake, rank.engine))
 
-    def _exchanged(self, rank: _Rank, node: int) -> None:
+    def _end_exchange(self, rank: _Rank, node: int) -> None:
         """Ends an exchange: the engine passes its successors to the executor's threads, one by one."""
-        ready = self._ended(rank, node)
+        ready = self._end_node(rank, node)
         rank.stacks[0].extend(ready)
         self._wake(rank, len(ready))
 
 
-def _popped(jobs: deque[Job]) -> Job | None:
+def _pop(jobs: deque[Job]) -> Job | None:
     return jobs.popleft() if jobs else None

@@ -47,11 +47,11 @@ class Exchange:
 
 def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
     """Returns the exchange of a communication op of ``rank`` of ``size``; ``inputs`` are its operands' local types."""
-    found = _moved(node, inputs, rank, size)
+    found = _make_exchange(node, inputs, rank, size)
     return replace(found, through=node.marks.device_backend) if node.marks.device_backend else found
 
 
-def _moved(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
+def _make_exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
     ranks = tuple(int(r) for r in node.attrs.get("ranks", ())) or tuple(range(size))
     key = str(node.attrs.get("key", node.name))
     sent = count_operand_bytes(node, inputs)

@@ -60,7 +60,7 @@ class _Graph:
     after: tuple[str, ...] = ()
 
 
-def unrolled(program: Program, strict: bool = True) -> Program:
+def unroll(program: Program, strict: bool = True) -> Program:
     """Returns ``program`` without loops; itself if it has none.
 
     Args:
@@ -118,11 +118,11 @@ class _Unroller:
             raise _NotFollowed(f"{node.op}: its condition depends on data")
         elif node.op in LISTS:
             graph.values[Ref(node.name)] = self._list(graph, node, given)
-            graph.waited.setdefault(node.name, self._made_by(graph.values[Ref(node.name)]))
+            graph.waited.setdefault(node.name, self._name_producers(graph.values[Ref(node.name)]))
         elif node.op in _PASSED_ON and (graph.prefix or any(isinstance(one, _List) for one in given)):
             for k, one in enumerate(given):
                 graph.values[Ref(node.name, k)] = one
-            graph.waited[node.name] = tuple(name for one in given for name in self._made_by(one))
+            graph.waited[node.name] = tuple(name for one in given for name in self._name_producers(one))
         elif node.op in ("AddN", "ZerosLike") and any(isinstance(one, _List) for one in given):
             self._on_items(graph, node, given)
         elif graph.prefix and node.op in _CONSTANT and all(one in self.same for one in given):
@@ -198,12 +198,12 @@ class _Unroller:
 
     def _inside(self, program: Program, state: Sequence[_Value], prefix: str, after: tuple[str, ...]) -> _Graph:
         values = {Ref(name): one for name, one in zip(program.inputs, state)}
-        waited = {name: self._made_by(one) for name, one in zip(program.inputs, state)}
+        waited = {name: self._name_producers(one) for name, one in zip(program.inputs, state)}
         graph = _Graph(program, values, waited, prefix, after)
         self._write(graph)
         return graph
 
-    def _made_by(self, value: _Value) -> tuple[str, ...]:
+    def _name_producers(self, value: _Value) -> tuple[str, ...]:
         return (value.node,) if isinstance(value, Ref) else ()
 
     def _on_items(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> None:
@@ -236,15 +236,15 @@ class _Unroller:
             raise _NotFollowed(f"{node.op}: the list is not made in this program")
         items = given[0].items
         if node.op == "TensorListPushBack":
-            return _List((*items, self._handed_on(graph, node, given[1])))
+            return _List((*items, self._append_item(graph, node, given[1])))
         if node.op == "TensorListPopBack" and items:
-            graph.values[Ref(node.name, 1)] = self._taken(graph, node, items[-1], node.outputs[1])
+            graph.values[Ref(node.name, 1)] = self._take_item(graph, node, items[-1], node.outputs[1])
             return _List(items[:-1])
         if node.op == "TensorListSetItem":
             at = self._index(node, given[1], items)
-            return _List((*items[:at], self._handed_on(graph, node, given[2]), *items[at + 1 :]))
+            return _List((*items[:at], self._append_item(graph, node, given[2]), *items[at + 1 :]))
         if node.op == "TensorListGetItem":
-            return self._taken(graph, node, items[self._index(node, given[1], items)], node.outputs[0])
+            return self._take_item(graph, node, items[self._index(node, given[1], items)], node.outputs[0])
         if node.op == "TensorListResize":
             length = self._number(node, given[1])
             return _List((*items, *[None] * length)[:length])
@@ -276,23 +276,23 @@ class _Unroller:
             raise _NotFollowed(f"{node.op}: place {at} of a list of {len(items)}")
         return at
 
-    def _handed_on(self, graph: _Graph, node: Node, item: _Value) -> Ref:
+    def _append_item(self, graph: _Graph, node: Node, item: _Value) -> Ref:
         """Adds the item that a node puts into a list; it shares the item's memory."""
         if isinstance(item, _List):
             raise _NotFollowed(f"{node.op}: lists in lists")
-        return self._moved(graph, node, item)
+        return self._move_item(graph, node, item)
 
-    def _moved(self, graph: _Graph, node: Node, item: Ref) -> Ref:
+    def _move_item(self, graph: _Graph, node: Node, item: Ref) -> Ref:
         found = self._add(graph, replace(node, outputs=(self.types[item],)), (item,))
         if item in self.known:
             self.known[found] = self.known[item]
         return found
 
-    def _taken(self, graph: _Graph, node: Node, item: Ref | None, kind: TensorType) -> Ref:
+    def _take_item(self, graph: _Graph, node: Node, item: Ref | None, kind: TensorType) -> Ref:
         """Adds the item of a list that a node returns."""
         if item is None:
             return self._zeros(graph, node, kind, node.name)
-        return self._moved(graph, node, item)
+        return self._move_item(graph, node, item)
 
     def _zeros(self, graph: _Graph, node: Node, kind: TensorType, name: str) -> Ref:
         return self._add(graph, replace(node, op="Fill", outputs=(kind,), attrs={}, marks=NO_MARKS), (), name)

@@ -146,20 +146,20 @@ def _bytes(types: Sequence[TensorType]) -> float:
     return float(sum(one.bytes for one in types))
 
 
-def _streaming(node: Node, inputs: Inputs, flops: float) -> Work:
+def _count_streaming(node: Node, inputs: Inputs, flops: float) -> Work:
     return Work(flops, _bytes(inputs), _bytes(node.outputs), 1)
 
 
 def _pointwise(node: Node, inputs: Inputs) -> Work:
-    return _streaming(node, inputs, _POINTWISE[node.op] * node.outputs[0].elements)
+    return _count_streaming(node, inputs, _POINTWISE[node.op] * node.outputs[0].elements)
 
 
 def _reduction(node: Node, inputs: Inputs) -> Work:
-    return _streaming(node, inputs[:1], _REDUCTIONS[node.op] * inputs[0].elements)
+    return _count_streaming(node, inputs[:1], _REDUCTIONS[node.op] * inputs[0].elements)
 
 
 def _copy(node: Node, inputs: Inputs) -> Work:
-    return _streaming(node, inputs, 0.0)
+    return _count_streaming(node, inputs, 0.0)
 
 
 def _part(node: Node, inputs: Inputs) -> Work:
@@ -188,22 +188,22 @@ def _update(node: Node, inputs: Inputs) -> Work:
 
 
 def _add_n(node: Node, inputs: Inputs) -> Work:
-    return _streaming(node, inputs, float((len(inputs) - 1) * node.outputs[0].elements))
+    return _count_streaming(node, inputs, float((len(inputs) - 1) * node.outputs[0].elements))
 
 
 def _contraction(node: Node, inputs: Inputs) -> Work:
     operands = [one for one in inputs if one.dtype not in ("int32", "int64")]  # sizes of gradients are not operands
-    return _streaming(node, operands, float(count_matmul_flops(node, inputs)))
+    return _count_streaming(node, operands, float(count_matmul_flops(node, inputs)))
 
 
 def _softmax(node: Node, inputs: Inputs) -> Work:
     # Largest, difference, exponential, sum, quotient; LogSoftmax a logarithm per row instead of the quotient.
-    return _streaming(node, inputs, (4.0 + FUNCTION) * inputs[0].elements)
+    return _count_streaming(node, inputs, (4.0 + FUNCTION) * inputs[0].elements)
 
 
 def _cross_entropy(node: Node, inputs: Inputs) -> Work:
     # Softmax, and the gradient beside the loss.
-    return _streaming(node, inputs, (6.0 + FUNCTION) * inputs[0].elements)
+    return _count_streaming(node, inputs, (6.0 + FUNCTION) * inputs[0].elements)
 
 
 def _batch_norm(node: Node, inputs: Inputs) -> Work:
@@ -225,15 +225,15 @@ def _window(node: Node) -> int:
 
 
 def _pool(node: Node, inputs: Inputs) -> Work:
-    return _streaming(node, inputs[:1], float(node.outputs[0].elements * _window(node)))
+    return _count_streaming(node, inputs[:1], float(node.outputs[0].elements * _window(node)))
 
 
 def _max_pool_gradient(node: Node, inputs: Inputs) -> Work:
-    return _streaming(node, inputs, float(inputs[-1].elements * _window(node)))
+    return _count_streaming(node, inputs, float(inputs[-1].elements * _window(node)))
 
 
 def _average_pool_gradient(node: Node, inputs: Inputs) -> Work:
-    return _streaming(node, inputs[1:], float(inputs[1].elements * _window(node)))
+    return _count_streaming(node, inputs[1:], float(inputs[1].elements * _window(node)))
 
 
 def _random(node: Node, inputs: Inputs) -> Work:
@@ -262,7 +262,7 @@ def _slice_gradient(node: Node, inputs: Inputs) -> Work:
 def _sort(node: Node, inputs: Inputs) -> Work:
     count = inputs[0].elements
     last = (inputs[0].shape or (count,))[-1] or 1
-    return _streaming(node, inputs[:1], count * math.log2(max(2, last)))
+    return _count_streaming(node, inputs[:1], count * math.log2(max(2, last)))
 
 
 def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
@@ -281,7 +281,7 @@ def _program_flops(node: Node) -> float:
     return float(sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"]))
 
 
-def _fused_update(node: Node, inputs: Inputs) -> Work:
+def _count_fused_update(node: Node, inputs: Inputs) -> Work:
     """Counts the work of a fused update of many variables: its program once per element; variables are read and
     written.
     """
@@ -293,7 +293,7 @@ def _fused_update(node: Node, inputs: Inputs) -> Work:
     return Work(_program_flops(node) * elements, taken + variables * each, variables * each + results, 1)
 
 
-def _fused_elementwise(node: Node, inputs: Inputs) -> Work:
+def _count_fused_elementwise(node: Node, inputs: Inputs) -> Work:
     """Counts the work of fused elementwise arithmetic: its program once per element."""
     elements = math.prod(node.attrs["shape"].dims or ())
     read, written = (sum(float(one.bytes) for one in some) for some in (inputs, node.outputs))
@@ -330,8 +330,8 @@ _TABLE: dict[str, Formula] = {
     **dict.fromkeys(("CudnnRNN", "CudnnRNNV3", "CudnnRNNBackprop", "CudnnRNNBackpropV3"), _cudnn_rnn),
     "AddN": _add_n,
     "ScatterNd": _scatter,
-    "WhaleUpdate": _fused_update,
-    "WhaleElementwise": _fused_elementwise,
+    "WhaleUpdate": _count_fused_update,
+    "WhaleElementwise": _count_fused_elementwise,
     FUSED_LOOP: _fused_loop,
     "StridedSliceGrad": _slice_gradient,
 }
@@ -349,7 +349,9 @@ def estimate_work(node: Node, inputs: Inputs) -> Work:
     formula = _TABLE.get(node.op)
     if formula is not None:
         return formula(node, inputs)
-    return _streaming(node, inputs, float(sum(one.elements for one in node.outputs if count_item_bytes(one.dtype))))
+    return _count_streaming(
+        node, inputs, float(sum(one.elements for one in node.outputs if count_item_bytes(one.dtype)))
+    )
 
 
 def iterate_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:

@@ -20,7 +20,7 @@ from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
 from cost_model.cluster import yaml_files
 from cost_model.cluster.cluster_file import Attachment, Cluster, DeviceEntry, HostEntry, NetworkEntry
-from cost_model.validation.division import Division, completed
+from cost_model.validation.division import Division, complete
 from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.strategy import Degrees, Recompute
 
@@ -58,7 +58,7 @@ class Case:
         """Predicts the run by the cost model; raises WhaleError if it is impossible."""
         if self.error is not None:
             raise self.error
-        return predict(self.model, self.parallel, stack(self.stack), published_cluster(self.cluster), self.profile)
+        return predict(self.model, self.parallel, stack(self.stack), read_published_cluster(self.cluster), self.profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Published:
     ranked: bool = False
 
 
-def published_cluster(name: str | Cluster) -> Cluster:
+def read_published_cluster(name: str | Cluster) -> Cluster:
     """Returns a cluster that rows were measured on, by the name of its file in clusters/, or by the path of another."""
     return name if isinstance(name, Cluster) else _read_cluster(name)
 
@@ -98,7 +98,7 @@ def _megatron(row: Mapping[str, str]) -> Case:
     1."""
     model, division = _model(row), _megatron_row(row)
     software, where, division = _of_form(row, "megatron-2021", division)
-    parallel, assumed = completed(division, model, software, published_cluster(where))
+    parallel, assumed = complete(division, model, software, read_published_cluster(where))
     # The paper counts full recompute in its FLOPs: 96 B s l h^2 (1 + s/6h + V/16lh); the table of H100 does not.
     work = model.step_flops(parallel.batch, "full" if where == "selene" else "none")
     seconds = work / (_whole(row["gpus"]) * float(row["tflops_gpu"]) * 1e12)
@@ -132,7 +132,7 @@ def _korthikanti(row: Mapping[str, str]) -> Case:
     """
     model = _model(row)
     software, where, division = _of_form(row, "megatron-2022", _megatron_row(row))
-    parallel, assumed = completed(division, model, software, published_cluster(where))
+    parallel, assumed = complete(division, model, software, read_published_cluster(where))
     label = f"{row['model']} {_plan(parallel)}{assumed}"
     return Case(label, row["model"], float(row["iter_s"]), model, parallel, software, where)
 
@@ -141,7 +141,7 @@ def _megatron_zero(row: Mapping[str, str]) -> Case:
     """Reads a row of table 2 of SC 2021: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
     model = _model(row)
     software, where, division = _of_form(row, "megatron-2021", _megatron_row(row))
-    parallel, assumed = completed(division, model, software, published_cluster(where))
+    parallel, assumed = complete(division, model, software, read_published_cluster(where))
     label = f"{row['params_B']}B {_plan(parallel)} ZeRO {parallel.zero}{assumed}"
     return Case(label, row["params_B"], float(row["iter_s"]), model, parallel, software, where)
 
@@ -186,7 +186,7 @@ def _vtrain(row: Mapping[str, str], recompute: Recompute, software: str, where: 
     )
     sizes = (tensor, pipeline, data, 1, _number(row["micro batch"]))
     division = Division(sizes, _number(row["# GPUs"]), _whole(row["global batch"]), recompute)
-    parallel, assumed = completed(division, model, software, published_cluster(where))
+    parallel, assumed = complete(division, model, software, read_published_cluster(where))
     size = row.get("Parameters (billion)") or f"h{model.hidden} L{model.layers}"
     label = f"{size} {_plan(parallel)}{assumed}"
     return Case(label, size, float(row["iteration time (ms)"]) / 1e3, model, parallel, software, where)
@@ -277,7 +277,7 @@ FOLDED = {
 FSDP_RANKS, FSDP_FROM = 128, 512  # MaxText's rows from so many ranks on shard over so many, as their notes say
 
 
-def _shared(row: Mapping[str, str]) -> Case:
+def _read_shared_form(row: Mapping[str, str]) -> Case:
     """Reads a row of the form that has a column for each field of a model, a plan and where they ran.
 
     A row may leave out columns and fields of the division of work. Context parallelism is a column, or `cp2` in the
@@ -286,7 +286,7 @@ def _shared(row: Mapping[str, str]) -> Case:
     model, label, where = _described(row), row.get("row", "").strip(), row["cluster"]
     software = _software(row.get("set", ""), row["software"], label)
     division = _division(row, model, label)
-    parallel, assumed = completed(division, model, software, published_cluster(where))
+    parallel, assumed = complete(division, model, software, read_published_cluster(where))
     text = f"{label or _plan(parallel)}{assumed}"
     return Case(text, row.get("group", ""), float(row["measured_s"]), model, parallel, software, where)
 
@@ -429,7 +429,7 @@ SETS = (
     Published("Megatron SC'21, ZeRO 3", frozenset({"iter_s", "tp", "pp", "vpp", "zero"}), _megatron_zero),
     Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
     Published("vTrain single node", _VTRAIN, _vtrain_single),
-    Published(SHARED_FORM, frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"}), _shared),
+    Published(SHARED_FORM, frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"}), _read_shared_form),
     Published("Sailor SOSP'25", frozenset({"table", "plan", "measured_s"}), _sailor),
     Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),
 )

@@ -48,7 +48,7 @@ class Division:
         return self.recompute, self.sequence_parallel, self.zero
 
 
-def completed(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, str]:
+def complete(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, str]:
     """Returns the completed division, and a text with the assumptions made (empty: none).
 
     Sequence parallelism that is blank is used where tensors are divided, ZeRO 1 where there are replicas: both take

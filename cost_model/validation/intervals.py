@@ -30,7 +30,7 @@ from cost_model.hardware.catalogue import Efficiency
 from cost_model.kernels import compute
 from cost_model.kernels.interval import PART
 from cost_model.validation import cases
-from cost_model.validation.cases import Case, published_cluster
+from cost_model.validation.cases import Case, read_published_cluster
 from cost_model.validation.report import Result
 
 PRIOR_ROWS = 3.0  # the data choose no other: with 2 to 5 as many rows lie inside
@@ -69,7 +69,7 @@ FITTED = (
 
 def group_of(case: Case) -> Group:
     """Returns the group of a row; unlike devices of one job are a curve of their own (`stacks.curve_of`)."""
-    hosts = published_cluster(case.cluster).hosts
+    hosts = read_published_cluster(case.cluster).hosts
     return case.stack, curve_of(entry.device for host in hosts for entry in host.devices)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cost_model.analytic.evaluate import likely_s
 from cost_model.analytic.stacks import stack
 from cost_model.cluster.pools import Machines
-from cost_model.validation.cases import Case, Published, published_cluster
+from cost_model.validation.cases import Case, Published, read_published_cluster
 from whale.errors import WhaleError
 
 
@@ -46,7 +46,9 @@ def results(cases: Sequence[Case]) -> list[Result]:
     for case in cases:
         try:
             one = case.predict()
-            likely = likely_s(stack(case.stack), one.strategy, Machines(published_cluster(case.cluster)), one.step_s)
+            likely = likely_s(
+                stack(case.stack), one.strategy, Machines(read_published_cluster(case.cluster)), one.step_s
+            )
             found.append(Result(case, one.step_s, likely, fits=one.evaluation.fits, peak_gb=one.peak_bytes / 1e9))
         except WhaleError as error:
             found.append(Result(case, 0.0, problem=" ".join(str(error).split())))
@@ -84,7 +86,7 @@ def kendall_tau(found: Sequence[Result]) -> float:
     return (agree - differ) / total if total else 1.0
 
 
-def by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
+def group_by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
     """Groups rows by size of the model; plans are ranked within a group."""
     groups: dict[str, list[Result]] = {}
     for one in found:
@@ -136,7 +138,7 @@ def summary(table: Published, found: Sequence[Result], left_out: Sequence[bool] 
         text += f"; {misfits} ran and do not fit into memory, by the prediction"
     text += f"; {len(lacking)} could not be predicted" if lacking else ""
     if table.ranked:
-        groups = {size: group for size, group in by_size(found).items() if len(group) > 2}
+        groups = {size: group for size, group in group_by_size(found).items() if len(group) > 2}
         taus = ", ".join(f"{size}B {kendall_tau(group):.2f}" for size, group in groups.items())
         losses = ", ".join(f"{size}B {100 * choice_loss(group):.1f}" for size, group in groups.items())
         text += f"; Kendall tau {taus}; first choice slower than the best by % {losses}"

@@ -127,7 +127,7 @@ def test_what_is_computed_again_is_marked_for_tensorflow_and_what_is_not_is_not(
 def test_a_node_of_the_hosts_memory_is_placed_there() -> None:
     for attrs in ({"T": DType("float32")}, NodeAttrs(_node_def())):
         node = Node("a", "MatMul", attrs=attrs)
-        assert encode_node_def(node.marked(on_host=True), "a", []).device == "/device:CPU:0"
+        assert encode_node_def(node.with_marks(on_host=True), "a", []).device == "/device:CPU:0"
         assert encode_node_def(node, "a", []).device == ""
 
 

@@ -15,7 +15,7 @@ from cost_model.graph.allocator import Allocator
 from cost_model.graph.cpu_sharing import Clock, Host, Thread
 from cost_model.graph.executor_graph import graph_of
 from cost_model.graph.liveness import peak_bytes
-from cost_model.graph.machine import Link, Rates, cluster_machine, measured_machine, rated_machine
+from cost_model.graph.machine import Link, Rates, cluster_machine, make_measured_machine, make_rated_machine
 from cost_model.graph.machine_profile import (
     Copies,
     Curve,
@@ -182,19 +182,19 @@ def test_random_pieces_never_overlap_and_all_come_back() -> None:
 
 def test_one_rank_does_not_communicate_and_two_take_turns_on_one_core() -> None:
     program = mlp(512, 256, 512, 128)
-    alone = predict_ranks(ranks_of(program, 512), measured_machine(TABLE, 1))
+    alone = predict_ranks(ranks_of(program, 512), make_measured_machine(TABLE, 1))
     assert alone.logical_bytes == (0,) and alone.ranks[0].exchange_s == 0
     both = ranks_of(program, 256, 256)
-    two_cores = predict_ranks(both, measured_machine(TABLE, 2))
-    crowded = predict_ranks(both, measured_machine(msgspec.structs.replace(TABLE, cores=1.0), 2))
+    two_cores = predict_ranks(both, make_measured_machine(TABLE, 2))
+    crowded = predict_ranks(both, make_measured_machine(msgspec.structs.replace(TABLE, cores=1.0), 2))
     assert 1.5 * two_cores.step_s < crowded.step_s
     assert sum(two_cores.logical_bytes) == planned(program, 256, 256).logical_bytes > 0
 
 
 def test_the_slow_share_ends_last() -> None:
     program = mlp(512, 256, 512, 128)
-    even = predict_ranks(ranks_of(program, 256, 256), measured_machine(TABLE, 2))
-    uneven = predict_ranks(ranks_of(program, 448, 64), measured_machine(TABLE, 2))
+    even = predict_ranks(ranks_of(program, 256, 256), make_measured_machine(TABLE, 2))
+    uneven = predict_ranks(ranks_of(program, 448, 64), make_measured_machine(TABLE, 2))
     assert even.step_s < uneven.step_s
     assert uneven.ranks[0].compute_s > 2 * uneven.ranks[1].compute_s
     assert uneven.ranks[0].peak_bytes > uneven.ranks[1].peak_bytes
@@ -214,15 +214,15 @@ def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -
     program = mlp(512, 256, 512, 128)
     node = program.by_name["layer1"]
     types = [program.find_type(r) for r in node.inputs]
-    known = measured_machine(TABLE.merged([Operation(signature(program, node), "MatMul", 1.0, 1.0, 0.5, 77)]), 1)
+    known = make_measured_machine(TABLE.merge([Operation(signature(program, node), "MatMul", 1.0, 1.0, 0.5, 77)]), 1)
     assert known.operations[0](program, node, estimate_work(node, types)) == (0.5, 77)
-    near = measured_machine(TABLE, 1).operations[0](program, node, estimate_work(node, types))
+    near = make_measured_machine(TABLE, 1).operations[0](program, node, estimate_work(node, types))
     assert near[0] == pytest.approx(0.02 * estimate_work(node, types).flops / 1e9)
     mark = compute_fingerprint(program)
     # Measured whole: twice as fast as its operations alone; two copies side by side three times as slow.
-    table = TABLE.merged([], [Step(mark, 0.25, 0.5), Step(mark, 1.5, 0.5, 2)])
+    table = TABLE.merge([], [Step(mark, 0.25, 0.5), Step(mark, 1.5, 0.5, 2)])
     for ranks, factor in ((1, 0.5), (2, 3.0), (4, 3.0)):
-        whole = measured_machine(table, ranks, ["another", mark])
+        whole = make_measured_machine(table, ranks, ["another", mark])
         assert whole.operations[0](program, node, estimate_work(node, types))[0] == pytest.approx(factor * near[0])
 
 
@@ -236,15 +236,17 @@ def test_products_that_were_not_measured_are_priced_as_those_that_were(op: str) 
     node = program.by_name["product"]
     does = estimate_work(node, [program.find_type(r) for r in node.inputs])
     assert does.flops == 2 * 4 * 64 * 48 * 32
-    assert measured_machine(TABLE, 1).operations[0](program, node, does)[0] == pytest.approx(0.02 * does.flops / 1e9)
+    assert make_measured_machine(TABLE, 1).operations[0](program, node, does)[0] == pytest.approx(
+        0.02 * does.flops / 1e9
+    )
 
 
 def test_what_has_to_be_packed_is_an_exchange_of_its_own_kind() -> None:
     packed = msgspec.structs.replace(TABLE, curves=[*TABLE.curves, Curve("all_gather packed", 2, [(1e6, 3e-3)])])
     plain, slow = (Exchange("all_gather", "x", (0, 1), 10**6, 0, scratch) for scratch in ((), (10**6,)))
-    machine = measured_machine(packed, 2)
+    machine = make_measured_machine(packed, 2)
     assert machine.exchange_s(plain) == pytest.approx(1e-3) and machine.exchange_s(slow) == pytest.approx(3e-3)
-    assert measured_machine(TABLE, 2).exchange_s(slow) == pytest.approx(1e-3)  # not measured: taken to be alike
+    assert make_measured_machine(TABLE, 2).exchange_s(slow) == pytest.approx(1e-3)  # not measured: taken to be alike
 
 
 def test_exchanges_through_devices_have_prices_of_their_own_and_the_hosts_are_copied() -> None:
@@ -255,7 +257,7 @@ def test_exchanges_through_devices_have_prices_of_their_own_and_the_hosts_are_co
     gpus = msgspec.structs.replace(
         TABLE, curves=[*TABLE.curves, fast], gpus=[Gpu("A", 80), Gpu("B", 24)], copies=copied
     )
-    machine = measured_machine(gpus, 3)
+    machine = make_measured_machine(gpus, 3)
 
     def seconds(kind: str, through: str = "") -> float:
         return machine.exchange_s(Exchange(kind, "x", (0, 1), 10**6, 0, through=through))
@@ -273,10 +275,10 @@ def test_exchanges_through_devices_have_prices_of_their_own_and_the_hosts_are_co
 
 def test_rates_of_devices_price_what_devices_exchange() -> None:
     rate = Rates(1e9, 1e9, 0.0, 1.0, 1e6, "for the test", devices=Link(0.5, 1e9))
-    machine = rated_machine([rate, rate])
+    machine = make_rated_machine([rate, rate])
     host, device = (Exchange("all_reduce", "x", (0, 1), 10**6, 10**6, through=by) for by in ("", "nccl"))
     assert machine.exchange_s(host) == pytest.approx(2.0) and machine.exchange_s(device) == pytest.approx(0.501)
-    assert rated_machine([replace(rate, devices=None)] * 2).exchange_s(device) == pytest.approx(2.0)
+    assert make_rated_machine([replace(rate, devices=None)] * 2).exchange_s(device) == pytest.approx(2.0)
 
 
 def test_the_file_of_a_profile(tmp_path: Path) -> None:
@@ -319,7 +321,7 @@ def ends(cores: float, jobs: list[tuple[float, float, bool]]) -> list[float]:
 
     for number, (at, seconds, urgent) in enumerate(jobs):
         made = thread(number, seconds, urgent)
-        clock.after(at, lambda made=made: host.wake(made))
+        clock.schedule(at, lambda made=made: host.wake(made))
     clock.play()
     return found
 

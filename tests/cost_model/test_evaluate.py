@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cost_model.analytic import job, sharded
-from cost_model.analytic.evaluate import evaluate, kernels_s, played
+from cost_model.analytic.evaluate import evaluate, kernels_s, simulate_passes
 from cost_model.analytic.predict import even_strategy, predict
 from cost_model.analytic.sharded import ShardedUnit
 from cost_model.analytic.stacks import stack
@@ -65,7 +65,7 @@ def test_chunks_are_as_equal_as_they_can_be() -> None:
 def test_a_fully_sharded_step_is_played_as_its_tasks_are_simulated(again: bool) -> None:
     root = ShardedUnit(0.3, 0.5, 0.8, 0.2, 0.7)
     layers = [ShardedUnit(0.1 * i, 0.3 - 0.02 * i, 0.4, 0.15 + 0.03 * i, 0.1 * (i % 3)) for i in range(1, 7)]
-    ends_s = sharded.played_ends_s(root, layers, 4, again)
+    ends_s = sharded.simulate_ends_s(root, layers, 4, again)
     for count, end_s in enumerate(ends_s, 1):
         assert simulate(sharded.tasks(root, layers, count, again)).total_s == pytest.approx(end_s)
 
@@ -124,7 +124,7 @@ def test_the_first_stage_sends_nothing_back_and_the_last_one_nothing_on() -> Non
     found = evaluate(model_on(machines), machines, strategy)
     first, second, _, last = found.stages
     assert first.send_s + last.send_s == pytest.approx(second.send_s) and first.send_s > 0
-    tasks, times = played(strategy, found)
+    tasks, times = simulate_passes(strategy, found)
     assert times.total_s == pytest.approx(found.passes_s)
     parts = found.compute_s + found.send_s + found.bubble_s + found.reduce_s + found.update_s
     assert parts == pytest.approx(found.step_s)
@@ -181,7 +181,7 @@ def test_sums_of_gradients_run_behind_the_passes_of_other_chunks(chunks: int, sl
     found = evaluate(model, machines, strategy)
     unhidden = TransformerModel(GPT, msgspec.structs.replace(software, hides_data_parallel=False), machines)
     whole = evaluate(unhidden, machines, strategy)
-    _, timeline = played(strategy, found)
+    _, timeline = simulate_passes(strategy, found)
     passes = itertools.chain(*make_schedule("1f1b", 2, chunks, 16))
     stage_ends: list[dict[int, float]] = [{}, {}]
     for number, (chunk, _, backward) in enumerate(passes):

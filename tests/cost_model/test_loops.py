@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cost_model.graph.machine import measured_machine
+from cost_model.graph.machine import make_measured_machine
 from cost_model.graph.predict import Ran, predict_ranks
-from cost_model.graph.unroll_loops import unrolled
+from cost_model.graph.unroll_loops import unroll
 from cost_model.kernels.loop_counts import count_executions
 from cost_model.kernels.op_work import iterate_work
 from tests.cost_model.test_captured import TABLE
@@ -25,7 +25,7 @@ from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.settings import PlanSettings
 
 TURNS, ROWS, WIDTH = 7, 3, 5
-MACHINE = measured_machine(TABLE, 1)
+MACHINE = make_measured_machine(TABLE, 1)
 
 
 def captured(step: Callable[..., tf.Tensor], *shape: int) -> Program:
@@ -77,8 +77,8 @@ def test_a_recurrent_step_does_what_its_unrolled_twin_does() -> None:
 
 def test_keras_recurrent_layers_and_their_unrolled_twins() -> None:
     found = []
-    for unroll in (False, True):
-        layer = tf.keras.layers.LSTM(4, unroll=unroll)
+    for is_unrolled in (False, True):
+        layer = tf.keras.layers.LSTM(4, unroll=is_unrolled)
         layer.build((ROWS, TURNS, WIDTH))
         program = captured(lambda x, layer=layer: layer(x), ROWS, TURNS, WIDTH)  # type: ignore[misc]
         found.append(products(program))
@@ -168,7 +168,7 @@ def test_what_a_loop_stacks_up_for_its_gradient_is_held() -> None:
 def test_other_loops_over_the_parts_of_a_tensor(layers: Callable[..., tf.Tensor]) -> None:
     w = tf.Variable(tf.ones((WIDTH, WIDTH)))
     program = trained(lambda x: layers(w, x), [w], TURNS, ROWS, WIDTH)
-    played = unrolled(program)
+    played = unroll(program)
     assert not any(n.op in ("While", "StatelessWhile") or "Reserve" in n.op for n in played.nodes)
     assert sum(n.op == "MatMul" for n in played.nodes) == products(program)[0] >= 2 * (TURNS - 1)
     assert predicted(program).end_s > 0

@@ -66,7 +66,7 @@ def test_the_docs_show_what_is_predicted(tables, found, left_out) -> None:
 
 
 def test_plans_of_the_models_that_were_measured_cleanly_are_ordered_well(found) -> None:
-    groups = report.by_size(found["vTrain multi-node"])
+    groups = report.group_by_size(found["vTrain multi-node"])
     for size, least in (("3.6", 0.9), ("175", 0.8), ("18.4", 0.8)):
         assert report.kendall_tau(groups[size]) >= least
         assert report.choice_loss(groups[size]) <= 0.01

@@ -13,7 +13,7 @@ from whale.planner.graph_search import strategies, team
 
 strategies.LEAST_BYTES = 1
 wh.init({"mesh.auto_parallel": True})
-predicted = team.predicted
+predicted = team.predict
 
 def tried(plans, choice, needed_s=float("inf")):
     print("rank", wh.rank(), "looks at", choice.name, flush=True)
@@ -21,7 +21,7 @@ def tried(plans, choice, needed_s=float("inf")):
         FAULT
     return predicted(plans, choice, needed_s)
 
-team.predicted = tried
+team.predict = tried
 x, y = np.random.default_rng(0).random((8, 6)), np.arange(8, dtype=np.int32)
 
 def model(function):

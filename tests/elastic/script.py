@@ -59,7 +59,7 @@ class Faults:
         elif kind == "host":
             kill_host()
         elif kind == "plan":
-            setattr(compile, "agreed_plan", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+            setattr(compile, "agree_on_plan", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind == "meet":
             setattr(elastic_run.Elastic, "_hear_statements", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
         elif kind in _AGREED:

@@ -18,16 +18,16 @@ NODE = Node("n", "Identity", (Ref("x"),))
 
 
 def test_a_mark_is_added_to_those_that_are_there() -> None:
-    node = NODE.marked(blocks=4).marked(recomputed=True)
+    node = NODE.with_marks(blocks=4).with_marks(recomputed=True)
     assert node.marks == Marks(blocks=4, recomputed=True)
     assert node.marks.list_given() == {"recomputed": True, "blocks": 4}
     assert NODE.marks is NO_MARKS and NO_MARKS.list_given() == {}
     with pytest.raises(TypeError):
-        NODE.marked(unknown=True)
+        NODE.with_marks(unknown=True)
 
 
 def test_marks_are_written_beside_attributes() -> None:
-    node = replace(NODE, attrs={"N": 2}).marked(axis=("data", "tensor"), edge=(0, 1), ring_dim=0, on_host=True)
+    node = replace(NODE, attrs={"N": 2}).with_marks(axis=("data", "tensor"), edge=(0, 1), ring_dim=0, on_host=True)
     text = format_node(node)
     assert text == 'n = Identity(x:0) {N=2} <on_host=True, axis=["data", "tensor"], edge=[0, 1], ring_dim=0>'
     assert parse_node(text) == node
@@ -40,14 +40,16 @@ def with_last(program: Program, node: Node) -> Program:
 
 def test_ranks_whose_nodes_have_other_marks_run_other_programs() -> None:
     program, last = mlp(), mlp().nodes[-1]
-    marked = [with_last(program, last.marked(**marks)) for marks in ({"backward": True}, {"blocks": 2}, {"blocks": 3})]
+    marked = [
+        with_last(program, last.with_marks(**marks)) for marks in ({"backward": True}, {"blocks": 2}, {"blocks": 3})
+    ]
     assert len({compute_fingerprint(one) for one in (program, *marked)}) == 4
     # As if it had none; not the object that nodes share which have none.
     assert compute_fingerprint(with_last(program, replace(last, marks=Marks()))) == compute_fingerprint(program)
 
 
 def test_what_does_nothing_any_more_has_no_marks() -> None:
-    program = with_last(mlp(), mlp().nodes[-1].marked(backward=True))
+    program = with_last(mlp(), mlp().nodes[-1].with_marks(backward=True))
     name = program.nodes[-1].name
     assert remove_work(program, {name}).by_name[name].marks is NO_MARKS
 

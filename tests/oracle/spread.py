@@ -86,7 +86,7 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
 def _prefer_splits() -> None:
     """Devices so slow that work is divided wherever it can be: the cases' weights are too small for it otherwise."""
     strategies.LEAST_BYTES = 0
-    auto.measured_rates = lambda context, dry, program: [Rates(1e6, 1e6, 0.0, 0.0, 1e15, "for the test")] * context.size
+    auto.measure_rates = lambda context, dry, program: [Rates(1e6, 1e6, 0.0, 0.0, 1e15, "for the test")] * context.size
 
 
 if __name__ == "__main__":

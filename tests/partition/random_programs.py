@@ -210,8 +210,8 @@ class RandomChoice(NodeChoice):
         super().__init__(state)
         self.seed = seed
 
-    def all_broadcast(self, node: Node) -> Choice:
-        return self.choose(node, (B,) * len(node.inputs)) if node.inputs else super().all_broadcast(node)
+    def replicate(self, node: Node) -> Choice:
+        return self.choose(node, (B,) * len(node.inputs)) if node.inputs else super().replicate(node)
 
     def choose(self, node: Node, current: Sequence[Placement], like: Choice | None = None) -> Choice:
         """Operands are offered as if they lay elsewhere, so that their being moved is among the alternatives."""

@@ -9,7 +9,7 @@ import pytest
 from whale.ir.ops import EXCHANGES, ON_DEVICE
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, TensorType
-from whale.passes.resharding.on_devices import host_exchanges, on_devices, partners, told_apart
+from whale.passes.resharding.on_devices import host_exchanges, mark_device_exchanges, on_devices, partners
 
 pytestmark = pytest.mark.core
 X = TensorType("float32", (4,))
@@ -60,7 +60,7 @@ def test_devices_carry_out_what_moves_tensors(node: Node) -> None:
         (exchange("WhaleAllGather", dtype="string", axis=0, sizes=(1, 3)), "no fixed size"),
         (exchange("WhaleAllGather", axis=0, sizes=()), "only the run knows"),
         (exchange("WhaleBroadcast", N=1, root=0, shapes=(Shape((None,)),)), "only the run knows"),
-        (exchange("WhaleAllReduce", N=1, reduction="sum").marked(on_host=True), "in the host's memory"),
+        (exchange("WhaleAllReduce", N=1, reduction="sum").with_marks(on_host=True), "in the host's memory"),
         (exchange("WhaleRouteIds"), "rows by their ids"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -99,9 +99,9 @@ def test_micro_batches_go_to_devices_and_loops_do_not() -> None:
 def test_predictions_tell_apart_what_devices_exchange() -> None:
     reduced, kept = ALL[0], exchange("WhaleAllReduce", "kept", "int32", N=1, reduction="sum")
     before = program(reduced, kept)
-    after = told_apart(before, "nccl")
+    after = mark_device_exchanges(before, "nccl")
     assert after.by_name["moved"].marks.device_backend == "nccl" and not after.by_name["kept"].marks.device_backend
-    assert told_apart(before, "whale") is before
+    assert mark_device_exchanges(before, "whale") is before
 
 
 def test_groups_and_peers_of_a_device_are_counted() -> None:

@@ -34,7 +34,7 @@ def test_what_stays_on_the_processor_is_told_with_what_is_copied() -> None:
         node("ids", "Unique", "a", "a", kind=IDS),
         node("counts", "Bincount", "ids", kind=IDS),
         node("b", "Cast", "counts", kind=X),
-        node("there", "Unique", "a", kind=IDS).marked(on_host=True),
+        node("there", "Unique", "a", kind=IDS).with_marks(on_host=True),
         node("sent", "WhaleAllReduce", "a"),
     )
     assert processor_lines([found, found], on_gpus) == [

@@ -21,7 +21,7 @@ from whale.ir.mesh import iterate_levels
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner import ask
 from whale.planner.report import planfile
-from whale.planner.run_described import Blocks, ranks_of, repeated
+from whale.planner.run_described import Blocks, find_repetition, ranks_of
 
 UNEQUAL = """
 name: unequal
@@ -204,10 +204,10 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
 
 def test_blocks_are_what_repeats_itself() -> None:
     a, b, c, d = (1,), (2,), (3,), (4,)
-    assert repeated([a, b, c, b, c, b, c, d]) == Blocks(1, 2, 3)
-    assert repeated([a, b, b, b, b]) == Blocks(1, 1, 4)
-    assert repeated([a, b, c]) == Blocks(0, 3, 1)
-    assert repeated([]) == Blocks(0, 1, 1)
+    assert find_repetition([a, b, c, b, c, b, c, d]) == Blocks(1, 2, 3)
+    assert find_repetition([a, b, b, b, b]) == Blocks(1, 1, 4)
+    assert find_repetition([a, b, c]) == Blocks(0, 3, 1)
+    assert find_repetition([]) == Blocks(0, 1, 1)
 
 
 def test_neighbours_divide_tensors(tmp_path: Path) -> None:

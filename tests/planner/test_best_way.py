@@ -8,7 +8,7 @@ import pytest
 
 from whale.planner.graph_search.predict import Candidate
 from whale.planner.graph_search.search import LEAST_GAIN, Search
-from whale.planner.graph_search.strategies import over_all
+from whale.planner.graph_search.strategies import divide_over_all
 
 NO_ROOM = 1.0  # bytes that a rank lacks
 
@@ -28,6 +28,6 @@ def test_the_fastest_way_that_fits_is_taken_if_it_gains_something(
     ways: dict[str, tuple[float, float]], best: str | None
 ) -> None:
     search = Search(math.inf)
-    search.found = [Candidate(over_all(name, 2), seconds, lacking) for name, (seconds, lacking) in ways.items()]
+    search.found = [Candidate(divide_over_all(name, 2), seconds, lacking) for name, (seconds, lacking) in ways.items()]
     found = search.best()
     assert (found and found.strategy.name) == best

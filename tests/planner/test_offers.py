@@ -49,7 +49,7 @@ def test_offers_are_ranked_by_time_and_the_cheapest_is_named(tmp_path: Path) -> 
     cheapest = min((fast, slow), key=lambda a: a.cost_per_million_rows)
     expected = cheapest.price_per_hour / 3600 * cheapest.plan.predicted.step_s / batch * 1e6  # type: ignore[union-attr]
     assert cheapest.cost_per_million_rows == pytest.approx(expected)
-    row = next(line for line in offers.ranking(answers, Wanted()) if "cheapest" in line)
+    row = next(line for line in offers.format_ranking(answers, Wanted()) if "cheapest" in line)
     assert row.startswith(cheapest.name)
 
 
@@ -86,7 +86,7 @@ def test_the_cheapest_by_a_deadline_and_the_soonest_for_the_money_are_taken() ->
     assert taken() is fast and taken(deadline_hours=2.0) is fast
     assert taken(deadline_hours=4.0) is spot and taken(money=50.0) is spot and taken(money=400.0) is fast
     assert taken(deadline_hours=0.5) is None and taken(deadline_hours=2.0, money=50.0) is None
-    none = offers.ranking(answers, Wanted(36000, deadline_hours=0.5))[-1]
+    none = offers.format_ranking(answers, Wanted(36000, deadline_hours=0.5))[-1]
     assert "ends soonest, after 1.00 hours" in none and "costs least, 20.00" in none
     with pytest.raises(PlanError, match="--rows"):
         Wanted(money=3.0)

@@ -128,12 +128,12 @@ def test_a_run_measures_its_steps_and_operations(ranks: Callable[..., None], tmp
     assert len(meter.taken) == 3 and min(meter.taken) > 0 and meter.moving_s > 0
     assert 0 < meter.busy_s <= sum(meter.kernels.values()) * (1 + 1e-6)
     assert meter.seen is not None
-    predicted = analyze._predicted(meter.seen, str(profile))
+    predicted = analyze._predict(meter.seen, str(profile))
     measured = [
         analysis.MeasuredRank(rank, "step", meter.taken, dict(meter.kernels), meter.busy_s, 1e-4, meter.peak_bytes)
         for rank in range(2)
     ]
-    products = [n for n in analysis._named(predicted.ranks[0].kernels_s, meter.kernels) if "MatMul" in n]
+    products = [n for n in analysis._match_names(predicted.ranks[0].kernels_s, meter.kernels) if "MatMul" in n]
     assert len(products) >= 9  # of five layers: forward, and gradients
     text = analysis.report(predicted, measured)
     assert "rank 1" in text and "kernels by layer" in text

@@ -33,13 +33,13 @@ from whale.planner.evaluate import Evaluator, ModelEvaluator, ProgramEvaluator
 from whale.planner.graph_search import predict, search, strategies, team
 from whale.planner.graph_search.environment import SearchEnvironment
 from whale.planner.graph_search.pipelines import chain
-from whale.planner.graph_search.strategies import choices, over_all
+from whale.planner.graph_search.strategies import choices, divide_over_all
 from whale.planner.report import planfile
 from whale.runtime.context import require_current
 from whale.tools.models import families as f
 from whale.tools.models import losses
 from whale.tools.models.capture import capture_program, make_step
-from whale.tools.plan_model import found_for, planned_as, read
+from whale.tools.plan_model import find_strategy, plan_as, read
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
 CLASSIFIER = "classifier:classes=200000,features=16,inputs=8,batch=64"
@@ -60,13 +60,13 @@ LAYERS = [
 def test_the_large_layer_is_sharded(text: str, described: f.Dlrm | f.Classifier, ranks: Callable[..., None]) -> None:
     assert read(text) == described
     name = "split of 3 tables" if text == DLRM else "split from classes on"
-    found, large = found_for(described, LAB, 20.0)
+    found, large = find_strategy(described, LAB, 20.0)
     best, lines = found.chosen.strategy, found.lines
     assert best.name in lines[0] and any(name in line for line in lines)
     captured = capture_program(described, mark_gradients=True)
     (choice,) = (one for one in choices(normalise(captured, PlanSettings(size=4)), 4) if one.name == name)
     if text == DLRM:  # so small a batch is not worth it
-        large = planned_as(choice, captured, LAB)
+        large = plan_as(choice, captured, LAB)
     else:
         assert best.name == name
     assert large.ranks == 4 and large.predicted is not None
@@ -96,7 +96,7 @@ def test_other_families_are_spread_over_unequal_devices(family: str) -> None:
         if family != "resnet"
         else f.Resnet(blocks=(1,), width=8, image=16, batch=12)
     )
-    found, plan = found_for(described, UNEQUAL, 5.0)
+    found, plan = find_strategy(described, UNEQUAL, 5.0)
     assert found.chosen.strategy.name in found.lines[0] and "both kinds" in found.lines[0]
     assert plan.ranks == 3 and plan.predicted is not None and len(plan.predicted.ranks) == 3
 
@@ -126,7 +126,7 @@ def test_evaluators_answer_in_one_form() -> None:
 def test_what_fits_nowhere_says_what_would_help() -> None:
     tiny = cluster_file.parse("name: tiny\nhosts: [{name: a, devices: [{type: t4, count: 2}]}]")
     with pytest.raises(PlanError, match=r"(?s)does not fit.*use more ranks"):
-        found_for(f.Classifier(classes=20_000_000, features=512, batch=64), tiny, 20.0)
+        find_strategy(f.Classifier(classes=20_000_000, features=512, batch=64), tiny, 20.0)
 
 
 def trained(d: Any) -> tuple[Any, list[tf.Tensor]]:
@@ -192,20 +192,20 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
     captured = capture_program(read("bert:layers=1,hidden=64,heads=2,sequence=16,vocabulary=640,batch=24"), True)
     settings = PlanSettings(size=4, fuse=FuseSettings.all_on())
     program = normalise(captured, settings)
-    environment = SearchEnvironment.of_cluster(four, program, 4)
+    environment = SearchEnvironment.read_cluster(four, program, 4)
     plans = predict.Plans(program, settings, environment)
-    looked_at = search._looked_at(plans, 0)
-    few = [predict.predicted(plans, choice) for choice, _ in looked_at]
+    looked_at = search._list_looked_at(plans, 0)
+    few = [predict.predict(plans, choice) for choice, _ in looked_at]
     assert all(least_s <= way.seconds for way, (_, least_s) in zip(few, looked_at))
     assert any(0 < least_s for choice, least_s in looked_at if choice.is_pipelined)
     assert all(0 < least_s for choice, least_s in looked_at if choice.split)
     replicas = [choice for choice, _ in looked_at if (choice.split and choice.tensor < 4) or len(choice.stages) == 2]
     assert len(replicas) > 3
-    assert all(len(predict._played(settings, choice, environment)) == 2 for choice in replicas)
-    monkeypatch.setattr(predict, "_played", lambda *_: range(4))
+    assert all(len(predict._simulate(settings, choice, environment)) == 2 for choice in replicas)
+    monkeypatch.setattr(predict, "_simulate", lambda *_: range(4))
     for way in few:
         if way.strategy in replicas:
-            every = predict.predicted(plans, way.strategy)
+            every = predict.predict(plans, way.strategy)
             # The first of a group makes no zeros where the others begin their part of a sum.
             apart = 1e-9 if way.strategy.is_pipelined else 0.03
             assert way.seconds == pytest.approx(every.seconds, rel=apart)
@@ -221,11 +221,11 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     program = normalise(
         capture_program(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4)
     )
-    environment = SearchEnvironment.of_cluster(four, program, 4)
-    looked_at = search._looked_at(predict.Plans(program, PlanSettings(size=4), environment), 0)
+    environment = SearchEnvironment.read_cluster(four, program, 4)
+    looked_at = search._list_looked_at(predict.Plans(program, PlanSettings(size=4), environment), 0)
     splits = {choice.name: least_s for choice, least_s in looked_at if choice.split}
     planned: dict[str, float] = {}
-    predict_way = team.predicted
+    predict_way = team.predict
 
     def predicted(plans: predict.Plans, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
         planned[strategy.name] = 0.0
@@ -233,7 +233,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
         planned[strategy.name] = way.seconds
         return way
 
-    monkeypatch.setattr(team, "predicted", predicted)
+    monkeypatch.setattr(team, "predict", predicted)
     found = search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3)
     assert found.chosen.strategy.name == "data parallel" and splits and not planned.keys() & splits.keys()
     said = "\n".join(found.lines)
@@ -242,7 +242,7 @@ def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot
     assert sum("a value of all micro-batches is needed" in line for line in refused) == 1
     assert all(f"{name}: {1e3 * least_s:.2f} ms at least" in said for name, least_s in splits.items())
     bounded, _ = dict(planned), planned.clear()
-    monkeypatch.setattr(search, "_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.is_pipelined])
+    monkeypatch.setattr(search, "_list_looked_at", lambda *_: [(c, 0.0) for c, _ in looked_at if not c.is_pipelined])
     assert search.best_way(program, PlanSettings(size=4), environment, budget_s=1e3).chosen == found.chosen
     assert all(least_s <= planned[name] for name, least_s in splits.items())
     assert planned["data parallel"] == bounded["data parallel"]
@@ -255,9 +255,9 @@ def test_ways_are_judged_with_what_nccl_takes() -> None:
     program = normalise(capture_program(read(CLASSIFIER)), through_host)
     held = {}
     for settings in (through_host, by_nccl, by_nccl.but(memory__limit_bytes=1 << 40)):
-        environment = SearchEnvironment.of_cluster(two, program, 2)
+        environment = SearchEnvironment.read_cluster(two, program, 2)
         environment = replace(environment, limits_bytes=[nccl_bytes(1, 0, {})] * 2)
-        way = predict.predicted(predict.Plans(program, settings, environment), over_all("data parallel", 2))
+        way = predict.predict(predict.Plans(program, settings, environment), divide_over_all("data parallel", 2))
         held[settings.exchange.backend, settings.memory.limit_bytes] = way.bytes, way.fits
     (tensors, fits), (with_nccl, fits_beside) = held["whale", 0], held["nccl", 0]
     assert with_nccl == tensors + nccl_bytes(1, 0, {})

@@ -23,7 +23,7 @@ from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.plan_prediction import rank_programs
 from whale.tools import dry_run
-from whale.tools.run_as_main import beside, located
+from whale.tools.run_as_main import locate, make_relative
 
 __all__ = ["double"]
 
@@ -106,10 +106,10 @@ def pipeline(tmp_path: Path) -> list[Program]:
 
 
 def test_the_script_is_found_from_the_plans_folder() -> None:
-    assert beside(("/a/b/train.py", "-x"), "/a/plans/p.json") == ("../b/train.py", "-x")
-    assert located(("../b/train.py", "-x"), "/new/plans/p.json") == ("/new/b/train.py", "-x")
-    assert beside(("/a/train.py",), "/tmp/p.json") == ("/a/train.py",) == located(("/a/train.py",), "/tmp/p.json")
-    assert located((), "p.json") == ()
+    assert make_relative(("/a/b/train.py", "-x"), "/a/plans/p.json") == ("../b/train.py", "-x")
+    assert locate(("../b/train.py", "-x"), "/new/plans/p.json") == ("/new/b/train.py", "-x")
+    assert make_relative(("/a/train.py",), "/tmp/p.json") == ("/a/train.py",) == locate(("/a/train.py",), "/tmp/p.json")
+    assert locate((), "p.json") == ()
 
 
 def exchanges(program: Program, op: str) -> list[Node]:

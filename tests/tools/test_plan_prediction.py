@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
-from cost_model.graph.machine import measured_machine
+from cost_model.graph.machine import make_measured_machine
 from cost_model.graph.machine_profile import Operation, read, write
 from cost_model.graph.signature import signature
 from tests.cost_model.test_captured import LAB, TABLE
@@ -28,7 +28,7 @@ from whale.partition.lower import make_any_plan
 from whale.passes.pass_manager import normalise
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
 from whale.planner.report.mesh_drawn import mesh_of_plan
-from whale.planner.report.sliders import captured_sliders
+from whale.planner.report.sliders import make_captured_sliders
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.context import require_current
 from whale.tools.profile import operations as measure
@@ -136,7 +136,7 @@ def test_a_programs_own_operations_are_measured(ranks: Start, tmp_path: Path) ->
     assert update.moved_bytes > 5 * 8 * 24 * 24 and "Mul" in update.signature
     # Both the whole step and the ranks' own were measured; these count where both are known.
     own = next(s for s in table.steps if s.program == compute_fingerprint(programs[0]))
-    slower = table.merged((), [msgspec.structs.replace(own, seconds=10 * own.seconds)])
+    slower = table.merge((), [msgspec.structs.replace(own, seconds=10 * own.seconds)])
     for one, other in zip(predict_plan(planned, table).ranks, predict_plan(planned, slower).ranks):
         assert other.compute_s == pytest.approx(10 * one.compute_s)
 
@@ -211,8 +211,8 @@ def test_sliders_and_mesh_of_a_page(ranks: Start) -> None:
     ranks(4, mesh=wh.Mesh(tensor=2))
     planned = planned_here(Model(wh.split), rows=1 << 16)
     programs = rank_programs(planned)
-    machine = measured_machine(TABLE, 4, (), 0)
-    drawn = captured_sliders(programs, machine, 1)
+    machine = make_measured_machine(TABLE, 4, (), 0)
+    drawn = make_captured_sliders(programs, machine, 1)
     assert drawn is not None
     times = np.reshape(drawn["step_s"], [len(texts) for _, texts, _ in drawn["axes"]])
     exchanges, all_ranks, alone = (at for _, _, at in drawn["axes"])

@@ -13,7 +13,7 @@ from whale.errors import PlanError
 from whale.ir.layout import Shard
 from whale.planner.graph_search.plan_prediction import Planned
 from whale.tools import dry_run
-from whale.tools.what_if import compared, exchanges, read_what_if, with_choice
+from whale.tools.what_if import compare, exchanges, read_what_if, with_choice
 
 SCRIPT = """
 import contextlib
@@ -65,7 +65,7 @@ def test_one_layer_is_divided_and_the_rest_stays(tmp_path: Path, ways: int) -> N
     other = with_choice(free, read_what_if(f"second.split={ways}"))
     assert split_variables(other) == {"two"}
     assert exchanges(other) != exchanges(free)
-    line = compared(free, read_what_if(f"second.split={ways}"), None)
+    line = compare(free, read_what_if(f"second.split={ways}"), None)
     assert "moved a step" in line and "no predicted time" in line
 
 
@@ -79,9 +79,9 @@ def test_what_a_scope_divides_is_held_whole(tmp_path: Path) -> None:
 
 def test_what_cannot_be_says_why(tmp_path: Path) -> None:
     free = planned(tmp_path)
-    assert "infeasible: 4 ranks are not divisible by 3" in compared(free, read_what_if("second.split=3"), None)
+    assert "infeasible: 4 ranks are not divisible by 3" in compare(free, read_what_if("second.split=3"), None)
     with pytest.raises(PlanError, match="no operation of that name has a weight") as error:
-        compared(free, read_what_if("relu.split=2"), None)
+        compare(free, read_what_if("relu.split=2"), None)
     assert "first" in str(error.value) and "second" in str(error.value)
     for text in ("stages=2", "second.split=0", "second=2"):
         with pytest.raises(PlanError, match="cannot be fixed"):

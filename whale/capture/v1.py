@@ -205,8 +205,8 @@ class GraphCapture:
         for node in program.nodes:
             op = self._find_operation(node.name)
             if op is not None and op._original_op is not None:  # the op that tf.gradients has made it for
-                node = node.marked(backward=True)
-            nodes.append(node.marked(checkpoint=True) if node.name in held else node)
+                node = node.with_marks(backward=True)
+            nodes.append(node.with_marks(checkpoint=True) if node.name in held else node)
         return program.replace_nodes(tuple(nodes))
 
     def _find_operation(self, name: str) -> tf.Operation | None:

@@ -260,7 +260,7 @@ def _compare_offers(given: argparse.Namespace) -> int:
     chosen = offers.choose(answers, wanted)
     if chosen is not None and chosen.plan is not None and given.out:
         planfile.save(chosen.plan, given.out)
-    print("\n".join(offers.ranking(answers, wanted)))
+    print("\n".join(offers.format_ranking(answers, wanted)))
     return 0 if chosen is not None else 1
 
 

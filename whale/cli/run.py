@@ -176,13 +176,13 @@ def _check_plan(given: argparse.Namespace) -> None:
         PlanError: says what the plan is of.
     """
     from whale.planner.report import planfile
-    from whale.tools.run_as_main import located
+    from whale.tools.run_as_main import locate
 
     plan = planfile.load(given.plan)
     plan.check_ranks(given.plan, given.ranks)
     if not plan.script or given.as_module or not os.path.isfile(given.script):
         return
-    planned = located(plan.script, given.plan)[0]
+    planned = locate(plan.script, given.plan)[0]
     if os.path.basename(planned) == os.path.basename(given.script):
         return
     if os.path.isfile(planned) and filecmp.cmp(planned, given.script, shallow=False):

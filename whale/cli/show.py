@@ -116,7 +116,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
     from cost_model.graph.machine_profile import default_path, read
     from whale.launcher.run import measure_script
     from whale.planner.report import analysis
-    from whale.tools.run_as_main import located
+    from whale.tools.run_as_main import locate
 
     if not plan.script:
         raise PlanError(
@@ -127,7 +127,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
         )
     profile = given.measured or str(default_path())
     read(profile)
-    script = located(plan.script, given.plan)
+    script = locate(plan.script, given.plan)
     prediction, ranks = measure_script(given.plan, script, plan.strategy.ranks, given.steps, profile)
     measured = [msgspec.json.decode(one, type=analysis.MeasuredRank) for one in ranks]
     print(analysis.report(msgspec.json.decode(prediction, type=analysis.PredictedStep), measured))
@@ -138,11 +138,11 @@ def _explain(given: argparse.Namespace) -> int:
     from whale.ir.plan_text import fit
     from whale.planner.report import planfile
     from whale.planner.report.show import terminal_width
-    from whale.planner.why import explained
+    from whale.planner.why import explain
 
     plan = planfile.load(given.plan)
     with refuse_inconsistent(given.plan):
-        print("\n".join(fit(explained(plan, given.what, given.budget).splitlines(), terminal_width())))
+        print("\n".join(fit(explain(plan, given.what, given.budget).splitlines(), terminal_width())))
     return 0
 
 

@@ -55,9 +55,9 @@ def run_command(given: argparse.Namespace) -> int:
             given.wrong("--profile, --trace, --network and --stack are for jobs on a cluster")
         require_readable(given.job, given.measured)
         with hide_startup_lines():
-            from whale.tools.dry_run import simulated
+            from whale.tools.dry_run import simulate_file
 
-            text, fits = simulated(given.job, given.ranks, given.measured)
+            text, fits = simulate_file(given.job, given.ranks, given.measured)
         print(text, end="")
         return int(not fits)
     require_readable(given.job, given.cluster, given.profile)

@@ -61,7 +61,7 @@ class Config(Mapping[str, Any]):
             self._set(_BY_NAME[name], _parse(_BY_NAME[name], text), COMMAND_LINE)
 
     def __getitem__(self, name: str) -> Any:
-        return self._values[_known(name, "code").name]
+        return self._values[_find_key(name, "code").name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -91,7 +91,7 @@ class Config(Mapping[str, Any]):
         """Returns the source of a key's value: ``command line``, ``code``, ``environment <variable>``, ``file <path>``
         or ``default``.
         """
-        return self._origins[_known(name, "code").name]
+        return self._origins[_find_key(name, "code").name]
 
     @property
     def network(self) -> EmulatedNetwork:
@@ -100,10 +100,10 @@ class Config(Mapping[str, Any]):
 
     def _take(self, values: Mapping[str, Any], origin: str) -> None:
         for name, value in values.items():
-            self._set(_known(name, origin), value, origin)
+            self._set(_find_key(name, origin), value, origin)
 
     def _set(self, key: Key, value: Any, origin: str) -> None:
-        self._values[key.name] = _checked(key, value, origin)
+        self._values[key.name] = _check_value(key, value, origin)
         self._origins[key.name] = origin
 
 
@@ -126,7 +126,7 @@ _OF_DEEPSPEED = {
 }
 
 
-def _known(name: object, origin: str) -> Key:
+def _find_key(name: object, origin: str) -> Key:
     if isinstance(name, str) and name in _BARE:
         return _BY_NAME[_BARE[name]]
     if isinstance(name, str) and name in _BY_NAME:
@@ -167,10 +167,10 @@ def read_settings(given: Sequence[str]) -> dict[str, str]:
                 raise ConfigError(
                     f"the configuration key {key.name!r} is given no value",
                     given=f"--set {one}",
-                    expected=f"{name}={_expected(key)}",
+                    expected=f"{name}={_describe_expected(key)}",
                     action=f"write a value; the key means: {key.help}",
                 )
-            _checked(key, _parse(key, text), COMMAND_LINE)
+            _check_value(key, _parse(key, text), COMMAND_LINE)
             found[key.name] = text
             continue
         if ends:
@@ -197,8 +197,8 @@ def read_value(name: str, text: str) -> Any:
     Raises:
         ConfigError: there is no such key; the value has the wrong type or range.
     """
-    key = _known(name, COMMAND_LINE)
-    return _checked(key, _parse(key, text), COMMAND_LINE)
+    key = _find_key(name, COMMAND_LINE)
+    return _check_value(key, _parse(key, text), COMMAND_LINE)
 
 
 def nearest(name: str, alike: float = 0.6) -> str:
@@ -232,7 +232,7 @@ def _says(key: Key, word: str) -> float:
     return 0.0
 
 
-def _checked(key: Key, value: Any, origin: str) -> Any:
+def _check_value(key: Key, value: Any, origin: str) -> Any:
     """Checks a value and returns it in the key's own type (list -> tuple, int -> float where a float is expected)."""
 
     def wrong() -> ConfigError:
@@ -240,7 +240,7 @@ def _checked(key: Key, value: Any, origin: str) -> Any:
             f"a wrong value for the configuration key {key.name!r}",
             given=repr(value),
             source=origin,
-            expected=_expected(key),
+            expected=_describe_expected(key),
             action=f"correct it; the key means: {key.help}",
         )
 
@@ -279,7 +279,7 @@ _TYPES: dict[str, type] = {
 }
 
 
-def _expected(key: Key) -> str:
+def _describe_expected(key: Key) -> str:
     """Describes the values that a key may have."""
     if key.type == "mesh":
         return "wh.Mesh(stage=2, data=2, tensor=2) in code, stage=2,data=2,tensor=2 in files and the environment"

@@ -184,7 +184,7 @@ class CommonState:
         return self.programs, self.elements, self.divisions, self.shares, astuple(self.balance)
 
     @classmethod
-    def of_values(cls, values: Sequence[Any]) -> CommonState:
+    def from_values(cls, values: Sequence[Any]) -> CommonState:
         """Reads what `to_values` gave."""
         programs, elements, divisions, shares, balance = values
         return cls(programs, elements, divisions, shares, BalanceHistory(*balance))

@@ -228,15 +228,15 @@ class Plan:
             batch=sum(sizes),
             predicted=self.predicted,
             script=self.script,
-            program=_encoded(replace(self, strategy=None, searched=False, predicted=None, script=())),
+            program=_encode(replace(self, strategy=None, searched=False, predicted=None, script=())),
         )
 
     def to_json(self) -> bytes:
         """Encodes the plan as one JSON object, which ``plan_from_json`` reads; equal strategies are written once."""
-        return msgspec.json.encode(_encoded(self))
+        return msgspec.json.encode(_encode(self))
 
 
-def _encoded(plan: Plan) -> ProgramLayouts:
+def _encode(plan: Plan) -> ProgramLayouts:
     table: dict[Strategy, int] = {}
     graphs = {
         graph: {name: table.setdefault(s, len(table)) for name, s in nodes.items()}
@@ -262,13 +262,13 @@ def _encoded(plan: Plan) -> ProgramLayouts:
         wire_dtypes={r.key: r.wire_dtype for r in plan.reshards if r.wire_dtype},
         variables={name: str(p) for name, p in plan.variables.items()},
         expanded=list(plan.expanded),
-        inner=_encoded(plan.inner) if plan.inner is not None else None,
+        inner=_encode(plan.inner) if plan.inner is not None else None,
         repeats=dict(plan.repeats),
         inner_bytes=plan.inner_bytes,
         memory=dict(plan.memory),
         schedule=plan.schedule,
         places=[(p.name, list(p.ranks), list(p.stages), p.plan) for p in plan.stage_groups],
-        others=[_encoded(other) for other in plan.others],
+        others=[_encode(other) for other in plan.others],
         edges=[(e.ref.node, e.ref.index, e.source, e.target, e.bytes) for e in plan.edges],
         micro_batches=plan.micro_batches,
         offloaded=list(plan.offloaded),
@@ -359,7 +359,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.program is None:
             return None
-        found = _decoded(self.program)
+        found = _decode(self.program)
         return replace(
             found,
             strategy=self.strategy,
@@ -399,12 +399,12 @@ def record_from_text(data: bytes, kind: type[_Record]) -> _Record:
 def plan_from_json(data: bytes) -> Plan:
     """Inverse of ``Plan.to_json``; raises ValueError if the data are not a plan."""
     try:
-        return _decoded(msgspec.json.decode(data, type=ProgramLayouts))
+        return _decode(msgspec.json.decode(data, type=ProgramLayouts))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not a plan: {e}") from e
 
 
-def _decoded(f: ProgramLayouts) -> Plan:
+def _decode(f: ProgramLayouts) -> Plan:
     try:
         return _decode_plan(f)
     except (ValueError, IndexError, RecursionError) as e:

@@ -46,7 +46,7 @@ class Node:
     stateful: bool = False
     marks: Marks = NO_MARKS
 
-    def marked(self, **marks: Any) -> Node:
+    def with_marks(self, **marks: Any) -> Node:
         """Returns the node with added or changed marks (see ``whale.ir.marks``)."""
         return replace(self, marks=self.marks.replace_marks(**marks))
 

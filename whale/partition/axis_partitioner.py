@@ -24,8 +24,8 @@ from whale.ir.program import Node, Program
 from whale.partition.identical_ranks import is_alike, is_surely_identical
 from whale.partition.rank_mapping import cut_rows, mark_axis
 from whale.partition.spmd import partition_for_rank
-from whale.passes.analysis.axes import known_along, seen_along
-from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.analysis.axes import project_to_axis, select_known_along
+from whale.passes.analysis.rank_groups import map_named_ranks
 from whale.passes.pass_manager import complete_plan, make_plan
 from whale.passes.plan_builder import expand
 from whale.passes.propagation.reference_plan import same_kind
@@ -148,7 +148,7 @@ class AxisPartitioner:
         rows = [
             sum(list_sizes(b)[i : i + n]) for b in self.rows for n in counts for i in range(0, len(list_sizes(b)), n)
         ]
-        return all(rows) and not named_ranks(self._programs[()])
+        return all(rows) and not map_named_ranks(self._programs[()])
 
     def _is_adding_everywhere(self, level: int) -> bool:
         """Tells whether each coordinate of the axes before ``level`` contributes to all sums along them."""
@@ -181,7 +181,7 @@ class AxisPartitioner:
 
     def view_program(self, program: Program, level: int) -> Program:
         """Returns the program as seen along axis number ``level``."""
-        return seen_along(program, self.axes[level].name, self.axes)
+        return project_to_axis(program, self.axes[level].name, self.axes)
 
     def position(self, at: tuple[int, ...]) -> int:
         """Returns the position in the mesh of the first rank with these coordinates."""
@@ -228,7 +228,7 @@ class AxisPartitioner:
         """
         level, sizes = len(at), self.sizes
         last = level == len(sizes) - 1
-        known = known_along(self.settings.split.tiles, self.axes[level].name)
+        known = select_known_along(self.settings.split.tiles, self.axes[level].name)
         for before in range(level):
             earlier = self.plan(at[:before]).variables
             known |= {n: B for n, p in earlier.items() if isinstance(p, Shard) and p.blocks > 1}

@@ -352,4 +352,4 @@ def _is_routed(program: Program, node: Node, strategy: Strategy, parts: int) -> 
 
 def remove_owner_mark(node: Node) -> Node:
     """Returns the node without the mark that allows its rows to be on their owners along this axis."""
-    return node.marked(owned_rows=False) if node.marks.owned_rows else node
+    return node.with_marks(owned_rows=False) if node.marks.owned_rows else node

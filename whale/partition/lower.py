@@ -34,9 +34,9 @@ from whale.partition.ring_attention import divide_attention_in_blocks, remove_ex
 from whale.partition.spmd import partition_for_rank
 from whale.passes.analysis.rank_groups import refuse_rank_groups
 from whale.passes.analysis.stages import stage_groups_of
-from whale.passes.analysis.uses import taken_by_updates
+from whale.passes.analysis.uses import is_taken_by_updates
 from whale.passes.memory.footprint import CATEGORIES
-from whale.passes.memory.offload import offload, offloaded
+from whale.passes.memory.offload import find_offloaded, offload
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.normalize.attention_as_one import in_blocks_if_large
 from whale.passes.pass_manager import normalise
@@ -60,7 +60,7 @@ def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts 
     """
     stage_groups = stage_groups_of(program, settings.size, settings.mesh)
     refuse_rank_groups(program, settings.size)
-    on_host = offloaded(program, settings.memory.offload)
+    on_host = find_offloaded(program, settings.memory.offload)
     if stage_groups:
         plan = plan_stage_groups(program, settings, stage_groups)
     else:
@@ -366,4 +366,4 @@ def _can_go(program: Program, node: Node, size: int) -> bool:
         return False
     if any(t.dtype not in HOROVOD_DTYPES for t in node.outputs):
         return False
-    return "wire_dtype" not in node.attrs and all(taken_by_updates(program, ref) for ref in node.list_refs())
+    return "wire_dtype" not in node.attrs and all(is_taken_by_updates(program, ref) for ref in node.list_refs())

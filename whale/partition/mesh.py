@@ -26,9 +26,9 @@ from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.partition.axis_partitioner import AxisPartitioner, change_sizes, list_sizes, make_partitioner, sum_sizes
 from whale.partition.rank_mapping import add_check, map_to_ranks
-from whale.passes.analysis.axes import axes_of, batch_of, known_along, named_axes, seen_along
+from whale.passes.analysis.axes import axes_of, batch_of, list_named_axes, project_to_axis, select_known_along
 from whale.passes.analysis.batch import rows_of_ranks
-from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.analysis.rank_groups import map_named_ranks
 from whale.passes.analysis.scopes import context_of, has_split_scopes
 from whale.passes.pass_manager import make_plan
 from whale.passes.plan_builder import FirstLayouts
@@ -58,9 +58,9 @@ def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts |
 
 def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
     """Plans a normalised program whose ranks are all on one axis."""
-    seen = seen_along(program, axis.name)
+    seen = project_to_axis(program, axis.name)
     settings = _remove_rows(seen, settings)
-    known = known_along(settings.split.tiles, axis.name, alone=True)
+    known = select_known_along(settings.split.tiles, axis.name, alone=True)
     plan = make_plan(seen, settings.but(split__known=known), compute_fingerprint(program), first)
     return replace(plan, axis=axis.name)
 
@@ -87,7 +87,7 @@ def _find_row_axes(program: Program, axes: Sequence[Axis]) -> Sequence[Axis]:
     """
     arrives = {n.scope for n in program.nodes if any(r.node in program.inputs for r in n.inputs)}
     count = len(axes)
-    while count > 1 and arrives and all(axes[count - 1].name in named_axes([path]) for path in arrives):
+    while count > 1 and arrives and all(axes[count - 1].name in list_named_axes([path]) for path in arrives):
         count -= 1
     return axes[:count]
 
@@ -115,8 +115,8 @@ def wants_same_rows(program: Program, settings: PlanSettings) -> bool:
     """
     axes = axes_of(program, settings)
     of_rows = [axis.name for axis in _find_row_axes(program, axes) if axis.size > 1]
-    return bool(of_rows and named_ranks(program)) or any(
-        has_split_scopes(seen_along(program, name, axes)) for name in of_rows
+    return bool(of_rows and map_named_ranks(program)) or any(
+        has_split_scopes(project_to_axis(program, name, axes)) for name in of_rows
     )
 
 

@@ -28,7 +28,7 @@ def mark_axis(program: Program, axis: str) -> Program:
     def mark_node(node: Node) -> Node:
         if node.op not in EXCHANGES or node.marks.axis:
             return node
-        return node.marked(axis=(axis,))
+        return node.with_marks(axis=(axis,))
 
     return _change_all_graphs(program, mark_node)
 

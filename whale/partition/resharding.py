@@ -172,7 +172,7 @@ def _emit_by_runs(e: Emitter, name: str, r: Reshard, t: TensorType, source: Call
     if len(runs_of) == 1:
         seen_as = next(iter(runs_of.items()))
         for node in [n for n in e.nodes.values() if n.name not in before and n.op in COLLECTIVES]:
-            e.nodes[node.name] = node.marked(runs=seen_as)
+            e.nodes[node.name] = node.with_marks(runs=seen_as)
     return None if got is None else e.reshape(name, got, t.dtype, local_shape(whole_shape, want, e.rank))
 
 

@@ -33,7 +33,7 @@ from whale.passes.normalize.folding.fold import fold
 from whale.passes.normalize.folding.powers import powers
 from whale.passes.normalize.inline import inline
 from whale.passes.normalize.loss_scaling import skip_overflow
-from whale.passes.normalize.mixed_precision import mixed_precision
+from whale.passes.normalize.mixed_precision import lower_precision
 from whale.passes.normalize.random_streams import mark_streams
 from whale.passes.normalize.specialise import specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
@@ -51,7 +51,7 @@ from whale.passes.run_passes import Pass, PassObserver, Table, When, dump, progr
 from whale.passes.settings import PlanSettings
 from whale.passes.verify.check import check
 from whale.passes.verify.hidden_updates import refuse_hidden_updates
-from whale.passes.verify.summary import exceptions, routed, split_and_total_flops, unruled
+from whale.passes.verify.summary import count_routed, count_unruled, exceptions, split_and_total_flops
 
 
 def _gathers_weights(s: PlanSettings) -> bool:
@@ -97,16 +97,16 @@ def _explicit(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     return replace(draft, reshards=explicit_reshards(draft.program, draft.layouts, context.settings.size))
 
 
-def _given_to_horovod(draft: PlanDraft, context: PlanContext) -> PlanDraft:
+def _give_to_horovod(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     return replace(draft, reshards=give_to_horovod(draft.program, draft.layouts[""], draft.reshards))
 
 
-def _narrowed(draft: PlanDraft, context: PlanContext) -> PlanDraft:
+def _narrow(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     dtype, layout = context.settings.exchange.wire_dtype, draft.layouts[""]
     return replace(draft, reshards=narrow(draft.program, layout, draft.reshards, dtype, context.settings.size))
 
 
-def _fused(draft: PlanDraft, context: PlanContext) -> PlanDraft:
+def _fuse(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     settings = context.settings
     microbatched, group_bytes = settings.time.micro_batches > 1, settings.exchange.group_bytes
     reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, group_bytes, microbatched)
@@ -198,7 +198,7 @@ NORMALIZE = Table(
         Pass(
             "mixed_precision",
             "computes products and convolutions in a type of 16 bits",
-            lambda p, s: mixed_precision(p, s.precision.matmul_dtype),
+            lambda p, s: lower_precision(p, s.precision.matmul_dtype),
             When("precision.compute_dtype", lambda s: bool(s.precision.matmul_dtype)),
         ),
     ),
@@ -223,13 +223,13 @@ EXCHANGES: tuple[_DraftPass, ...] = (
     Pass(
         "give_to_horovod",
         "gives sums of gradients to Horovod",
-        _given_to_horovod,
+        _give_to_horovod,
         When("communication.backend=horovod", lambda c: c.settings.exchange.backend == "horovod"),
     ),
     Pass(
         "narrow",
         "rounds gradients on the way to a type of fewer bits",
-        _narrowed,
+        _narrow,
         When("communication.wire_dtype", lambda c: bool(c.settings.exchange.wire_dtype)),
     ),
 )
@@ -244,7 +244,7 @@ PLAN: Table[PlanDraft, PlanContext] = Table(
         ),
         *LAYOUTS,
         *EXCHANGES,
-        Pass("fuse_all_reduces", "lets small sums of gradients travel together", _fused),
+        Pass("fuse_all_reduces", "lets small sums of gradients travel together", _fuse),
     ),
     programs=lambda d: (d.program,),
     text=lambda d, c: format_plan(_as_plan(d.program, d, c.settings)),
@@ -392,8 +392,8 @@ def _as_plan(program: Program, draft: PlanDraft, settings: PlanSettings, mark: s
         reshards=draft.reshards,
         variables=draft.variables,
         expanded=tuple(n.name for n in program.nodes if n.name in draft.expanded),
-        routed=routed(expanded, layouts, settings.size),
-        unruled=unruled(expanded, layouts, draft.reshards),
+        routed=count_routed(expanded, layouts, settings.size),
+        unruled=count_unruled(expanded, layouts, draft.reshards),
         exceptions=exceptions(expanded, layouts[""]) if settings.size > 1 else (),
         split_flops=divided,
         total_flops=total,

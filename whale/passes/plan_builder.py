@@ -16,13 +16,13 @@ from whale.ir.plan import BatchInput, Reshard
 from whale.ir.program import Program, Ref
 from whale.passes.analysis.axes import batch_of
 from whale.passes.analysis.batch import batch_inputs
-from whale.passes.analysis.rank_groups import named_ranks
+from whale.passes.analysis.rank_groups import map_named_ranks
 from whale.passes.analysis.scopes import split_scope
 from whale.passes.autoshard.divide import divide
 from whale.passes.memory.zero import state_at_rest, update_strategies
-from whale.passes.normalize.attention_as_one import for_rings, in_rings
+from whale.passes.normalize.attention_as_one import choose_for_rings, in_rings
 from whale.passes.normalize.decompose import decompose, has_split_form, is_composite
-from whale.passes.propagation.fixpoint import settled_layouts
+from whale.passes.propagation.fixpoint import settle_layouts
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.partial_sums import reduce_partial_sums
 from whale.passes.propagation.propagate import NOTHING, propagate
@@ -65,11 +65,11 @@ class FirstLayouts:
     def __init__(self) -> None:
         self._found: dict[Hashable, dict[str, GraphLayout]] = {}
 
-    def of(
+    def find(
         self, expanded: Program, composites: Collection[str], batch: tuple[BatchInput, ...], settings: PlanSettings
     ) -> dict[str, GraphLayout]:
         """Returns the layouts of the program of which ``composites`` were decomposed."""
-        if not any(isinstance(b.placement, Shard) for b in batch) or named_ranks(expanded):
+        if not any(isinstance(b.placement, Shard) for b in batch) or map_named_ranks(expanded):
             return layouts_of(expanded, batch, settings)
         meant = settings.batch.local_statistics, settings.batch.local_streams
         key = frozenset(composites), batch, settings.size, *meant
@@ -89,18 +89,18 @@ def build_plan_draft(program: Program, settings: PlanSettings, first: FirstLayou
     """
     batch = _batch(program, settings) if settings.batch.inputs is None else settings.batch.inputs
     first = first or FirstLayouts()
-    composites = _of_divided_batches(program, batch, settings, first)
+    composites = _find_divided_norms(program, batch, settings, first)
     if settings.size == 1 or not settings.split.scopes:
         expanded = expand(program, composites, settings)
-        return PlanDraft(expanded, composites, batch, {}, first.of(expanded, composites, batch, settings))
-    composites |= frozenset(for_rings(program, settings.size, settings.memory.limit_bytes))
+        return PlanDraft(expanded, composites, batch, {}, first.find(expanded, composites, batch, settings))
+    composites |= frozenset(choose_for_rings(program, settings.size, settings.memory.limit_bytes))
     round_ = in_rings(program, composites)
     losses = frozenset(n.name for n in round_.nodes if split_scope(n.scope) and has_split_form(round_, n))
     tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are an axis as well
     at_rest, division = not settings.split.state_only, None
     while True:
         expanded = expand(program, composites | losses, settings)
-        layouts = first.of(expanded, composites | losses, batch, settings)
+        layouts = first.find(expanded, composites | losses, batch, settings)
         division = divide(expanded, layouts[""], settings.size, settings.split.known, at_rest, tables, division)
         whole = frozenset(name for name in losses if not _classes_split(expanded, name, division.strategies))
         if not whole:
@@ -140,7 +140,7 @@ def layouts_of(
     divided = {b.name: b.placement for b in batch} if settings.size > 1 else {}
     local = frozenset(b.name for b in batch if b.local)
     statistics, streams = settings.batch.local_statistics, settings.batch.local_streams
-    return settled_layouts(program, settings.size, divided, statistics, streams, local, fixed, gathered, model)
+    return settle_layouts(program, settings.size, divided, statistics, streams, local, fixed, gathered, model)
 
 
 def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
@@ -168,13 +168,13 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
         return ()
 
 
-def _of_divided_batches(
+def _find_divided_norms(
     program: Program, batch: tuple[BatchInput, ...], settings: PlanSettings, first: FirstLayouts
 ) -> frozenset[str]:
     """Returns the batch normalisations over a divided batch that need statistics of the whole batch."""
     if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
         return frozenset()
-    layout = first.of(program, (), batch, settings)[""]
+    layout = first.find(program, (), batch, settings)[""]
     divided = {
         n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Shard) for r in n.inputs)
     }

@@ -151,11 +151,11 @@ def run_passes(
     """
     for one in table.passes if passes is None else passes:
         if one.when is None or one.when.holds(context):
-            value = _observed(table, one, value, context, observer)
+            value = _run_observed(table, one, value, context, observer)
     return value
 
 
-def _observed(table: Table[V, C], one: Pass[V, C], value: V, context: C, observer: PassObserver) -> V:
+def _run_observed(table: Table[V, C], one: Pass[V, C], value: V, context: C, observer: PassObserver) -> V:
     start_s = perf_counter()
     after = one.run(value, context)
     seconds = perf_counter() - start_s

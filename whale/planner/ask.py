@@ -19,7 +19,7 @@ from whale.planner.analytic_search.candidates import FIXED, Constraints
 from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
 from whale.planner.analytic_search.search_sequence import search
 from whale.planner.analytic_search.whale22 import plan22
-from whale.planner.report.planfile import PlanFile, of_search
+from whale.planner.report.planfile import PlanFile, from_search
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
 # The operations of a described layer: they are divided alike, and so are all layers.
@@ -127,7 +127,7 @@ def plan(
         found = search(model, machines, batch, limits)
     else:
         raise PlanError("there is no such planner", given=planner, expected="whale or whale22")
-    return of_search(found, found.cluster, software, batch, transformer, table, planner)
+    return from_search(found, found.cluster, software, batch, transformer, table, planner)
 
 
 def find_budget_s(cluster: Cluster) -> float:

@@ -23,7 +23,7 @@ from whale.ir.strategy import ParallelStrategy
 from whale.partition.lower import make_any_plan
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
-from whale.planner.graph_search.plan_prediction import Planned, predicted_on
+from whale.planner.graph_search.plan_prediction import Planned, predict_on
 from whale.planner.graph_search.predict import apply, recompute_of
 
 
@@ -63,22 +63,22 @@ class ProgramEvaluator:
     settings: PlanSettings
     on: MachineProfile | Cluster
 
-    def applied(self, strategy: ParallelStrategy) -> tuple[Program, PlanSettings]:
+    def apply(self, strategy: ParallelStrategy) -> tuple[Program, PlanSettings]:
         """Applies a strategy: returns the program to plan, and the settings for that."""
         settings = self.settings
         if how := recompute_of(strategy):
             settings = settings.but(memory__recompute=how)
         return apply(normalise(self.captured, settings), settings, strategy)
 
-    def planned(self, strategy: ParallelStrategy) -> Planned:
+    def plan(self, strategy: ParallelStrategy) -> Planned:
         """Plans the program under a strategy.
 
         Raises:
           PlanError: the program cannot be distributed that way.
         """
-        program, settings = self.applied(strategy)
+        program, settings = self.apply(strategy)
         return Planned(program, make_any_plan(program, settings), settings)
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
         """Predicts a step; raises PlanError if the program cannot be distributed that way."""
-        return predicted_on(self.planned(strategy), self.on)
+        return predict_on(self.plan(strategy), self.on)

@@ -241,7 +241,7 @@ def choose(answers: Sequence[Answer], wanted: Wanted) -> Answer | None:
     return min(able, key=lambda a: (a.hours(rows), a.cost(rows)), default=None)
 
 
-def ranking(answers: Sequence[Answer], wanted: Wanted) -> list[str]:
+def format_ranking(answers: Sequence[Answer], wanted: Wanted) -> list[str]:
     """Formats a row for each answer, the fastest and the cheapest marked, and a line that says what to take."""
     fitting = [a for a in answers if a.rows_per_s]
     rows, chosen = wanted.rows, choose(answers, wanted)

@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
     number: int
 
 
-def repeated(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
+def find_repetition(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
     """Finds the longest repetition in a chain, with the shortest blocks; one block if all shapes differ."""
     best = Blocks(0, max(1, len(shapes)), 1)
     longest = 0
@@ -112,7 +112,7 @@ def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str
 def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
     """Returns the position of the first weight, along the program's chain, of every layer of the plan's model."""
     weights = [program.variable_of[handle] for handle in chain(program)]
-    blocks = repeated([tuple(v.type.shape or ()) for v in weights])
+    blocks = find_repetition([tuple(v.type.shape or ()) for v in weights])
     before, count, after = _layers(plan.transformer, plan.table)
     first, period, found = blocks
     ends = (first, len(weights) - first - period * found)

@@ -28,7 +28,7 @@ FORMS = (
 )
 
 
-def explained(plan: PlanFile, what: str, budget_s: float) -> str:
+def explain(plan: PlanFile, what: str, budget_s: float) -> str:
     """Explains an operation of a program, or a layer of a described model; or answers a question about the latter's
     plan.
 

@@ -45,7 +45,7 @@ class Function(Generic[P, R]):
         self._python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
         self._options = read_tracing_options(fn)
         self._one_trace, self._traces = one_trace, Traces(fn, one_trace)
-        self._inside = _called_inside(fn, self._options)
+        self._inside = _unwrap(fn, self._options)
         self._steps: dict[Hashable, Step] = {}
         self._quick: dict[Hashable, Step] = {}
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
@@ -78,12 +78,12 @@ class Function(Generic[P, R]):
         return self._take(args, kwargs) if tf.executing_eagerly() else self._inside_graph(args, kwargs)
 
     def _take(self, args: Any, kwargs: Any) -> Any:
-        context = self._attached()
+        context = self._attach()
         if context.elastic is not None:
-            return context.elastic.retry(lambda *given: self._taken(self._attached(), *given), args, kwargs)
-        return self._taken(context, args, kwargs)
+            return context.elastic.retry(lambda *given: self._call(self._attach(), *given), args, kwargs)
+        return self._call(context, args, kwargs)
 
-    def _taken(self, context: Context, args: Any, kwargs: Any) -> Any:
+    def _call(self, context: Context, args: Any, kwargs: Any) -> Any:
         if context.has_local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
         if not kwargs:  # tensors only, the usual case: found without taking the arguments apart
@@ -94,7 +94,7 @@ class Function(Generic[P, R]):
                 quick = step = None
             if step is not None:
                 return step.call(step.own(args, context))
-        arguments, step, drawn = self._found(args, kwargs, context, shares=True)
+        arguments, step, drawn = self._find_step(args, kwargs, context, shares=True)
         result = step.call(tensors_of(arguments, step, context, drawn))
         if step.is_first:
             self._forget(step, arguments)
@@ -125,7 +125,7 @@ class Function(Generic[P, R]):
     def _take_apart(self, args: Any, kwargs: Any, draws: bool = True) -> Arguments:
         return flatten_arguments(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
 
-    def _found(
+    def _find_step(
         self, args: Any, kwargs: Any, context: Context, shares: bool = False
     ) -> tuple[Arguments, Step, list[Any]]:
         """Returns the arguments, the step compiled for them, and the tensors of batches that it reads from
@@ -138,21 +138,21 @@ class Function(Generic[P, R]):
         kind = arguments.key
         known = self._sources.get(kind, ())
         if known is None:
-            return self._reading(args, kwargs, context)
-        batches = [draw(source.of(arguments), context) for source in known]
+            return self._find_reading_step(args, kwargs, context)
+        batches = [draw(source.find(arguments), context) for source in known]
         step = self._steps.get((kind, batches_key(batches)))
         if step is not None:
             return arguments, step, tf.nest.flatten(batches, expand_composites=True)
-        shared = self._traces.of(arguments)
+        shared = self._traces.find(arguments)
         may_share = shares and may_share_sizes(context) and not any(self._sources.values())
         if may_share and (common := self._of_many_sizes(shared, arguments, args, kwargs, context)):
             return arguments, common, []
         drawing = IteratorReads(functools.partial(draw, context=context), batches)
         step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
-        self._attached()  # earlier steps call variables where they were; to this one it makes no difference
+        self._attach()  # earlier steps call variables where they were; to this one it makes no difference
         if reads_itself(step.captured, drawing, arguments):
             self._sources[kind] = None
-            return self._reading(args, kwargs, context)
+            return self._find_reading_step(args, kwargs, context)
         self._sources[kind] = sources(drawing, arguments)
         self._steps[kind, batches_key(drawing.batches)] = step
         return arguments, step, drawing.tensors
@@ -174,15 +174,15 @@ class Function(Generic[P, R]):
             except Exception as error:  # of TensorFlow or the step's own, too: some steps have to know their sizes
                 shared.sizes.refuse(name, error)
                 return None
-            self._attached()
+            self._attach()
         return shared.sizes.step
 
-    def _reading(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
+    def _find_reading_step(self, args: Any, kwargs: Any, context: Context) -> tuple[Arguments, Step, list[Any]]:
         """Does the same for a step whose loops read iterators given as arguments: every rank reads them."""
         arguments = self._take_apart(args, kwargs, draws=False)
         if arguments.key not in self._steps:
-            step = compile_step(self._fn, arguments, args, kwargs, context, self._traces.of(arguments))
-            self._attached()
+            step = compile_step(self._fn, arguments, args, kwargs, context, self._traces.find(arguments))
+            self._attach()
             self._steps[arguments.key] = step
         return arguments, self._steps[arguments.key], []
 
@@ -192,12 +192,12 @@ class Function(Generic[P, R]):
         self._traces.forget(arguments)
 
     def _step(self, args: Any, kwargs: Any) -> Step:
-        context = self._attached()
+        context = self._attach()
         if context.has_local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
-        return self._found(args, kwargs, context)[1]
+        return self._find_step(args, kwargs, context)[1]
 
-    def _attached(self) -> Context:
+    def _attach(self) -> Context:
         """Returns the context; forgets steps that were compiled for an earlier one."""
         context = require_current(f"the step `{getattr(self, '__name__', 'function')}`")
         if self._context is None or self._context() is not context or self._division != context.division:
@@ -222,7 +222,7 @@ class Function(Generic[P, R]):
         return self._inside(*args, **kwargs)
 
 
-def _called_inside(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _unwrap(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Returns the function that a graph calls: ``fn``, without its tf.function if that does nothing but trace."""
     plain = options.get("autograph", True) and all(v is None for k, v in options.items() if k != "autograph")
     if not plain:

@@ -13,7 +13,7 @@ from whale.ir.layout import Shard
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
-from whale.passes.analysis.axes import seen_along
+from whale.passes.analysis.axes import project_to_axis
 from whale.passes.pass_manager import complete_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.strategies import trains
@@ -87,7 +87,7 @@ class SavedPlan:
                 action="feed whole batches (batch.mode=global), or run without --plan",
             )
         here = settings.but(batch__inputs=plan.batch_inputs)
-        found = complete_plan(seen_along(program, plan.axis), here, plan)
+        found = complete_plan(project_to_axis(program, plan.axis), here, plan)
         return replace(plan, strategies=found.strategies, returned=found.returned, reshards=found.reshards)
 
     def _adapt_input(self, batch: BatchInput, settings: PlanSettings) -> BatchInput:

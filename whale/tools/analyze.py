@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import whale_ops.memory
 from cost_model.graph.machine_profile import read
-from cost_model.graph.predict import covered_s
+from cost_model.graph.predict import measure_union_s
 from whale.errors import CommError, PlanError, ProgramError
 from whale.ir.ops import CALLS
 from whale.ir.plan import Plan
@@ -88,7 +88,7 @@ class _Meter:
             if number > 0:
                 self.taken.append(time.perf_counter() - start_s)
             return result
-        self._profiled(call, args)
+        self._profile(call, args)
         raise _Done
 
     def _end(self) -> None:
@@ -97,7 +97,7 @@ class _Meter:
         held = _try(whale_ops.memory.read_memory)
         self.peak_bytes = held.peak_bytes if held is not None else None
 
-    def _profiled(self, call: Callable[..., Any], args: Sequence[Any]) -> None:
+    def _profile(self, call: Callable[..., Any], args: Sequence[Any]) -> None:
         """Runs some more steps under TensorFlow's profiler."""
         if tf.config.list_logical_devices("GPU"):
             return  # its host events are launches, not kernels
@@ -125,7 +125,7 @@ class _Meter:
                         start_s = line.timestamp_ns * 1e-9 + event.offset_ps * 1e-12
                         ran.append((start_s, start_s + event.duration_ps * 1e-12))
                         self.kernels[found[1]] += event.duration_ps * 1e-12 / PROFILED
-        self.busy_s += covered_s(ran) / PROFILED
+        self.busy_s += measure_union_s(ran) / PROFILED
 
 
 def _try(call: Callable[[], Any]) -> Any:
@@ -142,7 +142,7 @@ def _moving_s() -> float:
     return float(sum(c.seconds - c.waiting_seconds for c in found))
 
 
-def _predicted(planned: Planned, profile: str) -> PredictedStep:
+def _predict(planned: Planned, profile: str) -> PredictedStep:
     table = read(profile)
     found = predict_plan(planned, table, whale_ops.memory.COUNTED_FROM_BYTES, with_timelines=True)
     ranks = []
@@ -191,7 +191,7 @@ def main() -> None:
     found = MeasuredRank(rank, seen, meter.taken, kernels, meter.busy_s, meter.moving_s, meter.peak_bytes)
     (Path(folder) / f"rank{rank}.json").write_bytes(msgspec.json.encode(found))
     if rank == 0:
-        (Path(folder) / "prediction.json").write_bytes(msgspec.json.encode(_predicted(meter.seen, profile)))
+        (Path(folder) / "prediction.json").write_bytes(msgspec.json.encode(_predict(meter.seen, profile)))
 
 
 if __name__ == "__main__":

@@ -35,23 +35,23 @@ from whale.passes.plan_builder import expand
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_lines
 from whale.passes.run_passes import PassLog, PassObserver
 from whale.passes.settings import PlanSettings
-from whale.passes.verify.explain import explained
+from whale.passes.verify.explain import explain_matches
 from whale.planner.graph_search.plan_prediction import (
     Planned,
     as_carried,
-    kept,
+    keep_prediction,
     machine,
+    predict_on,
     predict_plan,
-    predicted_on,
     rank_programs,
 )
-from whale.planner.graph_search.predict import completed
+from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.strategies import trains
 from whale.planner.report import planfile
 from whale.planner.report.draw_captured import Drawn
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.show import show, terminal_width
-from whale.planner.report.sliders import captured_sliders
+from whale.planner.report.sliders import make_captured_sliders
 from whale.runtime.compile.memory_plan import options_text, refusal_of_plan
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.context import DryRun, find_running, process
@@ -59,9 +59,9 @@ from whale.runtime.loss_scale import find_loss_scale
 from whale.runtime.start import plan_only
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.tools.plan_graph import StepPlan, add_step
-from whale.tools.plan_model import planned_again
-from whale.tools.run_as_main import as_main, beside, failures_told, located
-from whale.tools.what_if import compared, read_what_if
+from whale.tools.plan_model import plan_again
+from whale.tools.run_as_main import as_main, failures_told, locate, make_relative
+from whale.tools.what_if import compare, read_what_if
 
 _MOST = 5
 UNMEASURED = "this machine by a catalogue's figures, since it was not measured (whale profile does)"
@@ -87,7 +87,7 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPl
     captured = capture_function(getattr(fn, "__wrapped__", fn), args, kwargs, mark_gradients=marked, loss_scale=scale)
     program = normalise(captured.program, settings)
     found = make_any_plan(program, settings)
-    found = replace(found, strategy=completed(strategy_of(found), settings))
+    found = replace(found, strategy=complete(strategy_of(found), settings))
     found = add_memory(found, lower_shown_ranks(program, found, settings), settings)
     return add_step(found, expand(program, found.expanded, settings))
 
@@ -139,7 +139,7 @@ class PredictionTarget:
         on = self.machines()
         return on.device_count if on is not None and self.cluster != "local" else 0
 
-    def of(self, planned: Planned) -> tuple[Prediction | None, str]:
+    def predict(self, planned: Planned) -> tuple[Prediction | None, str]:
         """Returns (the plan's prediction or None, why there is none or "").
 
         Raises:
@@ -147,12 +147,12 @@ class PredictionTarget:
           PlanError: a file was named, and the program has no predicted time.
         """
         if (on := self.machines()) is not None:
-            return predicted_on(planned, on), ""
+            return predict_on(planned, on), ""
         path = Path(self.profile) if self.profile is not None else default_path()
         if self.profile is None and not path.exists():
             return None, "No predicted time: this machine has not been measured (`whale profile`)\n"
         try:
-            return predicted_on(planned, read(path)), ""
+            return predict_on(planned, read(path)), ""
         except WhaleError as error:
             if self.profile is not None:
                 raise
@@ -231,16 +231,16 @@ def main(
     asked, ranks = [read_what_if(text) for text in fixed], ranks or prediction.devices() or 2
     passes = PassLog() if verbose else None
     if is_model:
-        planned = _described(script, ranks, passes)
+        planned = _describe(script, ranks, passes)
     else:
         planned = first_step(script, args, ranks, on=prediction.machines(), passes=passes)
-    predicted, why = prediction.of(planned)
-    plan = planfile.of_program(
+    predicted, why = prediction.predict(planned)
+    plan = planfile.from_program(
         replace(planned.plan, predicted=predicted), prediction.machines() if prediction.devices() else None
     )
     found()
     if out is not None:
-        planfile.save(msgspec.structs.replace(plan, script=beside(plan.script, out) if plan.script else ()), out)
+        planfile.save(msgspec.structs.replace(plan, script=make_relative(plan.script, out) if plan.script else ()), out)
     width = terminal_width()
     sys.stdout.write(show(plan, width) + "\n")
     if planned.settings.exchange.backend in DEVICE_BACKENDS:
@@ -254,17 +254,17 @@ def main(
         sys.stdout.write("\n".join(["", *fit(passes.lines((NORMALIZE, PLAN, PARTITION, REWRITE)), width)]) + "\n")
     if explain is not None:
         expanded = expand(planned.program, planned.plan.expanded, planned.settings)
-        sys.stdout.write("\n".join(["", *fit(explained(expanded, planned.plan, explain), width)]) + "\n")
+        sys.stdout.write("\n".join(["", *fit(explain_matches(expanded, planned.plan, explain), width)]) + "\n")
     if asked:
         sys.stdout.write("\n")
     for one in asked:
-        text = compared(planned, one, prediction.read() if predicted else None)
+        text = compare(planned, one, prediction.read() if predicted else None)
         sys.stdout.write("\n".join(fit(text.splitlines(), width)) + "\n")
     prediction.check_memory(planned)
     return 0
 
 
-def captured_again(plan: PlanFile, path: str) -> Planned:
+def capture_again(plan: PlanFile, path: str) -> Planned:
     """Captures the step of a saved program's plan again, from its script or description, under that plan.
 
     Args:
@@ -276,7 +276,7 @@ def captured_again(plan: PlanFile, path: str) -> Planned:
       ProgramError: the script ends without the plan's step.
     """
     if plan.description:
-        return planned_again(plan, path)
+        return plan_again(plan, path)
     if not plan.script:
         raise PlanError(
             "the plan names no script that could be captured again",
@@ -284,11 +284,11 @@ def captured_again(plan: PlanFile, path: str) -> Planned:
             expected="a plan that `whale plan -o FILE train.py` wrote",
             action="make it so",
         )
-    script = located(plan.script, path)
+    script = locate(plan.script, path)
     return first_step(script[0], script[1:], plan.strategy.ranks, os.path.abspath(path))
 
 
-def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders: bool = False) -> Drawn:
+def replay(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders: bool = False) -> Drawn:
     """Captures a saved plan's step again, and simulates it on the machine of ``prediction``, or the plan's own cluster.
 
     Args:
@@ -299,7 +299,7 @@ def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_slide
       ClusterError: the script does not exist here, or there is no machine for a prediction.
       PlanError: the program has changed since.
     """
-    planned, ranks = captured_again(plan, path), plan.strategy.ranks
+    planned, ranks = capture_again(plan, path), plan.strategy.ranks
     own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
     on = own or prediction.read_or_discover(ranks)
     alone = planned.settings.but(
@@ -318,12 +318,12 @@ def replayed(plan: PlanFile, path: str, prediction: PredictionTarget, with_slide
     here = machine(on, ranks)
     name = on.name if isinstance(on, Cluster) else f"{on.host} as `whale profile` measured it"
     slowest = max(range(ranks), key=lambda rank: found.ranks[rank].end_s)
-    sliders = captured_sliders(as_carried(programs, planned.settings), here, slowest) if with_sliders else None
+    sliders = make_captured_sliders(as_carried(programs, planned.settings), here, slowest) if with_sliders else None
     likely_s = None if isinstance(on, Cluster) else compute_interval_s(found.step_s, OWN_RUNS)
     return Drawn(planned.plan, planned.program, found, alone_s, here.memory_bytes, name, sliders, likely_s)
 
 
-def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
+def simulate_file(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     """Returns (text with the prediction of a model file's step on a machine that `whale profile` measured, whether it
     fits).
 
@@ -331,9 +331,12 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
       ClusterError: a file cannot be read.
     """
     table = read(measured)
-    planned = _described(model, ranks)
+    planned = _describe(model, ranks)
     found = predict_plan(planned, table)
-    text = "\n".join(format_step(kept(found, f"{table.host} as `whale profile` measured it", measured=True))) + "\n"
+    text = (
+        "\n".join(format_step(keep_prediction(found, f"{table.host} as `whale profile` measured it", measured=True)))
+        + "\n"
+    )
     limits = machine(table, ranks).memory_bytes
     fits = True
     for rank, (ran, limit) in enumerate(zip(found.ranks, limits)):
@@ -343,7 +346,7 @@ def simulated(model: str, ranks: int, measured: str) -> tuple[str, bool]:
     return text, fits
 
 
-def _described(path: str, ranks: int, passes: PassLog | None = None) -> Planned:
+def _describe(path: str, ranks: int, passes: PassLog | None = None) -> Planned:
     from whale.tools import models
 
     description = models.read_description(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 from whale.errors import CommError
 from whale.ir.plan_text import format_bytes
 from whale.passes.memory.footprint import CATEGORIES
-from whale.runtime.compile.offload import offloaded_bytes
+from whale.runtime.compile.offload import count_offloaded_bytes
 from whale.runtime.context import require_current
 from whale_ops.memory import COUNTED_FROM_BYTES
 
@@ -116,7 +116,7 @@ def memory_report() -> MemoryReport:
         resident,
         most,
         context.variables.count_host_bytes(),
-        offloaded_bytes() if context.reports.offloaded else (0, 0),
+        count_offloaded_bytes() if context.reports.offloaded else (0, 0),
         dict(context.reports.offloaded),
         why,
     )

@@ -12,10 +12,10 @@ from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.plan_text import format_bytes
 from whale.partition.verify_saved_plan import format_in_a_line
-from whale.passes.memory.step_bytes import taken_bytes
+from whale.passes.memory.step_bytes import predict_taken_bytes
 from whale.planner.graph_search.plan_prediction import rank_programs
 from whale.planner.report.planfile import PlanFile
-from whale.tools.dry_run import captured_again
+from whale.tools.dry_run import capture_again
 
 
 def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
@@ -35,12 +35,12 @@ def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
         return [f"{ranks} ranks, and {cluster.name} has {len(devices)} devices"]
     found = []
     try:
-        planned = captured_again(plan, path)
+        planned = capture_again(plan, path)
         programs = rank_programs(planned)
     except PlanError as error:  # made_plan has proved it
         return [format_in_a_line(error)]
     for rank, program in enumerate(programs):
-        needed = sum(taken_bytes(program, rank, planned.settings).values())
+        needed = sum(predict_taken_bytes(program, rank, planned.settings).values())
         if cluster is not None and needed > devices[rank]:
             lacking = format_bytes(round(needed - devices[rank]))
             found.append(

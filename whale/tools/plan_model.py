@@ -25,14 +25,14 @@ from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner.evaluate import ProgramEvaluator
 from whale.planner.graph_search.environment import SearchEnvironment
-from whale.planner.graph_search.plan_prediction import Planned, predicted_on
-from whale.planner.graph_search.predict import completed
+from whale.planner.graph_search.plan_prediction import Planned, predict_on
+from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.search import Found, best_way
 from whale.planner.report import planfile
 from whale.planner.report.planfile import Alternative, PlanFile
 from whale.planner.report.show import show, terminal_width
 from whale.runtime.compile.memory_plan import options_text
-from whale.runtime.compile.settings import fused_on
+from whale.runtime.compile.settings import choose_fused
 from whale.tools.models import Description, capture_program
 from whale.tools.models.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
 
@@ -81,7 +81,7 @@ def read(text: str, batch: int | None = None) -> Description:
         ) from error
 
 
-def found_for(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Found, Plan]:
+def find_strategy(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Found, Plan]:
     """Searches over all devices; returns the result, and the plan of the fastest strategy that fits, with its
     prediction.
 
@@ -94,7 +94,7 @@ def found_for(described: Description, cluster: Cluster, budget_s: float | None =
     captured = capture_program(described, mark_gradients=True)
     settings = _settings(cluster)
     program = normalise(captured, settings)
-    environment = SearchEnvironment.of_cluster(cluster, program, settings.size, captured)
+    environment = SearchEnvironment.read_cluster(cluster, program, settings.size, captured)
     try:
         found = best_way(program, settings, environment, budget_s=budget_s)
     except DoesNotFitError as error:
@@ -102,19 +102,19 @@ def found_for(described: Description, cluster: Cluster, budget_s: float | None =
         error.action = options_text(settings, environment.limits_bytes, captured, lambda: captured, apart)
         raise
     made = Planned(found.made.program, found.made.plan, found.made.settings)
-    return found, _told(found.chosen.strategy, made, cluster)
+    return found, _add_prediction(found.chosen.strategy, made, cluster)
 
 
-def planned_as(strategy: ParallelStrategy, captured: Program, cluster: Cluster) -> Plan:
+def plan_as(strategy: ParallelStrategy, captured: Program, cluster: Cluster) -> Plan:
     """Returns the plan of a captured step under a strategy over all devices, with its prediction.
 
     Raises:
       PlanError: it cannot be divided that way.
     """
-    return _told(strategy, ProgramEvaluator(captured, _settings(cluster), cluster).planned(strategy), cluster)
+    return _add_prediction(strategy, ProgramEvaluator(captured, _settings(cluster), cluster).plan(strategy), cluster)
 
 
-def planned_again(plan: PlanFile, path: str) -> Planned:
+def plan_again(plan: PlanFile, path: str) -> Planned:
     """Captures a described model's step again, under a saved plan of it.
 
     Raises:
@@ -124,21 +124,21 @@ def planned_again(plan: PlanFile, path: str) -> Planned:
     layouts = plan.plan
     assert layouts is not None
     captured = capture_program(read(plan.description, plan.batch), mark_gradients=True)
-    program, settings = ProgramEvaluator(captured, _settings(plan.cluster), plan.cluster).applied(plan.strategy)
+    program, settings = ProgramEvaluator(captured, _settings(plan.cluster), plan.cluster).apply(plan.strategy)
     if compute_fingerprint(program) != layouts.fingerprint:
         raise PlanError("the saved plan was made for another program", given=path, op=program.name)
     return Planned(program, layouts, settings, tuple(verify_saved_plan(program, layouts, settings, path)))
 
 
 def _settings(cluster: Cluster) -> PlanSettings:
-    return PlanSettings(size=cluster.device_count, fuse=fused_on(cluster, FuseSettings.all_on()))
+    return PlanSettings(size=cluster.device_count, fuse=choose_fused(cluster, FuseSettings.all_on()))
 
 
-def _told(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
+def _add_prediction(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
     """Returns the plan of a strategy with its prediction."""
     program, settings = made.program, made.settings
     plan = add_memory(made.plan, lower_shown_ranks(program, made.plan, settings), settings)
-    return replace(plan, predicted=predicted_on(made, cluster), strategy=completed(strategy, settings), searched=True)
+    return replace(plan, predicted=predict_on(made, cluster), strategy=complete(strategy, settings), searched=True)
 
 
 def file_of(text: str, cluster: Cluster, found: Found, plan: Plan) -> PlanFile:
@@ -152,7 +152,7 @@ def file_of(text: str, cluster: Cluster, found: Found, plan: Plan) -> PlanFile:
             others.append(Alternative(one.strategy, lacking_bytes=one.lacking_bytes))
         else:
             others.append(Alternative(one.strategy, slower_s=one.step_s - step_s))
-    return planfile.of_program(plan, cluster, text, others)
+    return planfile.from_program(plan, cluster, text, others)
 
 
 def main(
@@ -176,7 +176,7 @@ def main(
       PlanError: the description cannot be read, or no strategy fits.
     """
     machines = read_named_cluster(cluster, network, cpu_quota())
-    plan = file_of(text, machines, *found_for(read(text, batch), machines, budget_s))
+    plan = file_of(text, machines, *find_strategy(read(text, batch), machines, budget_s))
     found()
     if out is not None:
         planfile.save(plan, out)

@@ -28,7 +28,7 @@ def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path = argv, path
 
 
-def beside(script: Sequence[str], plan: str) -> tuple[str, ...]:
+def make_relative(script: Sequence[str], plan: str) -> tuple[str, ...]:
     """Returns path and arguments of a script for a plan file: the path relative to the plan's folder.
 
     So both may move together. If they have only the root in common, the path is absolute.
@@ -38,9 +38,9 @@ def beside(script: Sequence[str], plan: str) -> tuple[str, ...]:
     return (path if apart else os.path.relpath(path, folder), *script[1:])
 
 
-def located(script: Sequence[str], plan: str) -> tuple[str, ...]:
-    """Returns path and arguments from a plan file (see `beside`), with the path relative to the current folder; may be
-    empty.
+def locate(script: Sequence[str], plan: str) -> tuple[str, ...]:
+    """Returns path and arguments from a plan file (see `make_relative`), with the path relative to the current
+    folder; may be empty.
     """
     folder = os.path.dirname(os.path.abspath(plan))
     return tuple(os.path.normpath(os.path.join(folder, part)) if not i else part for i, part in enumerate(script))
@@ -63,7 +63,7 @@ def failures_told(script: str) -> Iterator[None]:
         reason = f"it called sys.exit({end.code!r})"
     except Exception as error:
         sys.stdout.flush()
-        sys.stderr.write(_shown(error))
+        sys.stderr.write(_format(error))
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     else:
         return
@@ -74,7 +74,7 @@ def failures_told(script: str) -> Iterator[None]:
     ) from None
 
 
-def _shown(error: BaseException) -> str:
+def _format(error: BaseException) -> str:
     """Formats the traceback; Whale's frames are part of it only if Whale itself failed."""
     told = traceback.TracebackException.from_exception(error)
     one: traceback.TracebackException | None = told

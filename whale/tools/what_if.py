@@ -94,32 +94,34 @@ def with_choice(planned: Planned, one: WhatIf) -> Planned:
     readers = {n.name for handle in weights for n, _ in program.consumers.get(Ref(handle), ())}
     inside = meant | weights | readers
     if one.ways == 1:
-        program = _rescoped(program, inside, _whole)
+        program = _change_scopes(program, inside, _replicate)
         if not any(split_scope(n.scope) for nodes in products(program).values() for n in nodes):
-            program = _rescoped(program, program.by_name.keys(), _whole)  # what is left has nothing to be divided for
-        return _planned(program, planned.settings)
-    program = annotate(_rescoped(program, inside, _divided))
-    return _planned(program, settings.but(mesh=(Axis(TENSOR, one.ways),) if one.ways < settings.size else ()))
+            program = _change_scopes(
+                program, program.by_name.keys(), _replicate
+            )  # what is left has nothing to be divided for
+        return _plan(program, planned.settings)
+    program = annotate(_change_scopes(program, inside, _divide))
+    return _plan(program, settings.but(mesh=(Axis(TENSOR, one.ways),) if one.ways < settings.size else ()))
 
 
-def _divided(path: str) -> str:
+def _divide(path: str) -> str:
     if split_scope(path):
         return path
     return f"{path}/{SCOPE}" if path else SCOPE
 
 
-def _whole(path: str) -> str:
+def _replicate(path: str) -> str:
     return path.rpartition("/")[0] if split_scope(path) else path
 
 
-def _rescoped(program: Program, names: Set[str], scope: Callable[[str], str]) -> Program:
+def _change_scopes(program: Program, names: Set[str], scope: Callable[[str], str]) -> Program:
     """Changes the scopes of ``names``: of nodes, and of variables by their handles."""
     nodes = tuple(replace(n, scope=scope(n.scope)) if n.name in names else n for n in program.nodes)
     variables = tuple(replace(v, scope=scope(v.scope)) if v.node in names else v for v in program.variables)
     return replace(program, nodes=nodes, variables=variables)
 
 
-def _planned(program: Program, settings: PlanSettings) -> Planned:
+def _plan(program: Program, settings: PlanSettings) -> Planned:
     try:
         return Planned(program, make_any_plan(program, settings), settings)
     except PlanError as error:
@@ -130,7 +132,7 @@ class _Infeasible(Exception):
     """Raised, with the reason, for an impossible choice."""
 
 
-def compared(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) -> str:
+def compare(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) -> str:
     """Returns one line: the changes by the choice, or why it is impossible.
 
     Args:

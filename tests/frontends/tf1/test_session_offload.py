@@ -13,7 +13,7 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from whale.errors import ConfigError
-from whale.runtime.compile.offload import offloaded_bytes
+from whale.runtime.compile.offload import count_offloaded_bytes
 from whale.runtime.context import require_current
 
 Start = Callable[..., None]
@@ -74,10 +74,10 @@ def test_state_lies_in_the_hosts_memory(ranks: Start, tmp_path: Path, how: str, 
     net = Net(wh.stage) if how == "stages" else Net()
     with wh.Session(graph=net.graph, config=TWO_DEVICES) as session:
         found = net.trained(session, str(tmp_path / "spread"))
-        before, metadata = offloaded_bytes(), v1.RunMetadata()
+        before, metadata = count_offloaded_bytes(), v1.RunMetadata()
         batch = {net.x: np.zeros((16, 12)), net.y: np.zeros((16, 4))}
         session.run(net.train, batch, v1.RunOptions(output_partition_graphs=True), metadata)
-        copied = tuple(now - then for now, then in zip(offloaded_bytes(), before))
+        copied = tuple(now - then for now, then in zip(count_offloaded_bytes(), before))
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, 1e-12, 1e-12)
     assert copied == require_current().reports.offloaded["session"] and min(copied) > 0

@@ -113,7 +113,7 @@ def test_what_is_computed_again_stays_apart_from_what_was_computed_first() -> No
     again.append(b.op("Neg", again[0]))
     built = b.build([first, again[1]])
     names = {ref.node for ref in again}
-    built = built.replace_nodes(tuple(n.marked(recomputed=True) if n.name in names else n for n in built.nodes))
+    built = built.replace_nodes(tuple(n.with_marks(recomputed=True) if n.name in names else n for n in built.nodes))
     program = fuse_elementwise(built)
     marks = [node.marks.recomputed for node in program.nodes if node.op == ELEMENTWISE]
     assert marks == [False, True]

@@ -141,7 +141,7 @@ def test_copies_are_made_when_the_product_can_be_computed() -> None:
     kinds = {"transpose_a": True, "transpose_b": False, "T": DType("float32")}
     built = b.build([b.op("MatMul", x, late, name="product", controls=["dy"], **kinds)])
     *others, product = built.nodes
-    marked = product.marked(recomputed=True)
+    marked = product.with_marks(recomputed=True)
     program = pad_products(built.replace_nodes((*others, marked)))
     nodes = program.by_name
     (pad,) = [node for node in program.nodes if node.op == "Pad"]

@@ -26,7 +26,7 @@ def _step(view: str) -> Program:
 
 def _marked(program: Program, marks: dict[str, str]) -> Program:
     return program.replace_nodes(
-        tuple(n.marked(**{marks[n.name]: True}) if n.name in marks else n for n in program.nodes)
+        tuple(n.with_marks(**{marks[n.name]: True}) if n.name in marks else n for n in program.nodes)
     )
 
 

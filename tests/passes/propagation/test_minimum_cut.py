@@ -25,9 +25,9 @@ def test_of_cheapest_cuts_the_one_nearest_to_the_source_is_found(seed: int) -> N
         least, _ = nx.minimum_cut(graph, "s", "t")
     except nx.NetworkXUnbounded:
         with pytest.raises(PlanError):
-            network.reached(range(count), "s", "t")
+            network.find_reachable(range(count), "s", "t")
         return
-    reached = network.reached(range(count), "s", "t")
+    reached = network.find_reachable(range(count), "s", "t")
     assert "s" in reached and "t" not in reached
     assert sum(c for a, b, c in graph.edges(data="capacity") if a in reached and b not in reached) == least
     residual = nx.algorithms.flow.edmonds_karp(graph, "s", "t")

@@ -12,14 +12,14 @@ from whale.ir.program import Program
 from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
-from whale.passes.verify.explain import explained
+from whale.passes.verify.explain import explain_matches
 
 
 def test_a_product_is_explained_by_the_batch_and_by_what_else_would_cost() -> None:
     program, settings = _program()
     plan = make_plan(program, settings)
     product = next(n for n in program.nodes if n.op == "MatMul")
-    text = "\n".join(explained(expand(program, plan.expanded, settings), plan, product.name))
+    text = "\n".join(explain_matches(expand(program, plan.expanded, settings), plan, product.name))
     batch = plan.batch_inputs[0]
     assert f"layout   {batch.placement} B -> {batch.placement}" in text
     assert f"{batch.name} is the batch, {batch.placement}" in text

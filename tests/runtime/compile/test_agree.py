@@ -83,9 +83,9 @@ def test_a_rank_that_waits_for_a_plan_says_that_rank_0_is_planning(monkeypatch: 
     def of_rank(rank: int) -> Any:
         config = {"debug.check_timeout_s": _TIMEOUT_S}
         context: Any = SimpleNamespace(has_other_processes=True, rank=rank, comms=[comms[rank]], config=config)
-        return cross_rank_checks.agreed_plan(program, 3, context, PlanSettings(size=2))
+        return cross_rank_checks.agree_on_plan(program, 3, context, PlanSettings(size=2))
 
-    monkeypatch.setattr(cross_rank_checks, "made_plan", slowly)
+    monkeypatch.setattr(cross_rank_checks, "make_plan", slowly)
     with ThreadPoolExecutor(2) as threads:
         plans = list(threads.map(of_rank, (0, 1)))
     assert said == ["the planning of program 3, `mlp` (rank 0 is planning)"]

@@ -23,11 +23,11 @@ from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Shard
 from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search import pipelines, search, strategies, team
-from whale.planner.graph_search.balance import balanced
-from whale.planner.graph_search.strategies import over_all
+from whale.planner.graph_search.balance import balance_rows
+from whale.planner.graph_search.strategies import divide_over_all
 from whale.runtime import context
 from whale.runtime.compile import auto
-from whale.runtime.compile.microbenchmark import of_kinds
+from whale.runtime.compile.microbenchmark import average_kinds
 
 __all__ = ["double"]
 
@@ -40,7 +40,7 @@ MIDDLE = Rates(1e10, 1e9, 0.0, 1e-6, 1e8, "for the test")  # a weight's gradient
 def speed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def of(rates: Rates, *others: Rates) -> None:
         monkeypatch.setattr(
-            auto, "measured_rates", lambda context, dry, program: [rates, *others] if others else [rates] * context.size
+            auto, "measure_rates", lambda context, dry, program: [rates, *others] if others else [rates] * context.size
         )
         monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
 
@@ -114,16 +114,16 @@ def test_activations_are_computed_again_where_memory_binds(
 ) -> None:
     expected = Deep(depth=32).train(8192)
     speed(FREE_LINK)
-    monkeypatch.setattr(search, "choices", lambda *_: [over_all("data parallel", 2)])
+    monkeypatch.setattr(search, "choices", lambda *_: [divide_over_all("data parallel", 2)])
     monkeypatch.setattr(search, "pipelines", lambda *_: [])
     taken: list[search.Candidate] = []
-    predict = team.predicted
+    predict = team.predict
 
     def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
         taken.append(predict(plans, strategy))
         return taken[-1]
 
-    monkeypatch.setattr(team, "predicted", predicted)
+    monkeypatch.setattr(team, "predict", predicted)
     ranks(2, **{"mesh.auto_parallel": True})
     deep = Deep(wh.function, 32)
     deep.step.plan(*deep.batch(0, 8192))
@@ -153,12 +153,12 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     ranks: Callable[..., None], speed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed(replace(FREE_LINK, start_s=1e-5, exchange_s=1e-4, exchanged_bytes_per_s=1e9))
-    alone = over_all("every rank alone", 2, replicated=True)
-    monkeypatch.setattr(search, "choices", lambda *_: [over_all("data parallel", 2), alone])
+    alone = divide_over_all("every rank alone", 2, replicated=True)
+    monkeypatch.setattr(search, "choices", lambda *_: [divide_over_all("data parallel", 2), alone])
     ranks(2, **{"mesh.auto_parallel": True, "memory.zero_min_bytes": 0})
     lasting: dict[str, float] = {}
     taken: dict[str, float] = {}
-    looked_at, predict = search._looked_at, team.predicted
+    looked_at, predict = search._list_looked_at, team.predict
 
     def every(*args: Any) -> list[tuple[ParallelStrategy, float]]:
         found = looked_at(*args)
@@ -170,8 +170,8 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
         taken[way.strategy.name] = way.seconds
         return way
 
-    monkeypatch.setattr(search, "_looked_at", every)
-    monkeypatch.setattr(team, "predicted", predicted)
+    monkeypatch.setattr(search, "_list_looked_at", every)
+    monkeypatch.setattr(team, "predict", predicted)
     deep = Deep(wh.function, 2)
     deep.step.plan(*deep.batch(0, 64))
     chosen = context.require_current().planning.auto
@@ -180,7 +180,7 @@ def test_what_takes_too_long_by_its_operations_alone_is_not_planned(
     assert len(shares) > 4
     assert all(0 < share <= 1 + 1e-9 for share in shares.values()), shares
     assert shares[alone.name] > 0.5 and shares["data parallel, optimizer's state divided"] > 0.5
-    monkeypatch.setattr(search, "_looked_at", looked_at)
+    monkeypatch.setattr(search, "_list_looked_at", looked_at)
     ranks(2, **{"mesh.auto_parallel": True, "memory.zero_min_bytes": 0})
     planned, _ = set(taken), taken.clear()
     deep = Deep(wh.function, 2)
@@ -198,13 +198,13 @@ def test_unequal_ranks_get_rows_by_their_speed(
     ranks(2, **{"mesh.auto_parallel": True})
     classifier = Classifier(wh.function)
     found: list[Any] = []
-    looked_at = search._looked_at
+    looked_at = search._list_looked_at
 
     def rows_only(*args: Any) -> list[tuple[ParallelStrategy, float]]:
         found.extend(choice for choice, _ in looked_at(*args) if choice.shares)
-        return [(over_all("equal", 2), 0.0), *((choice, 0.0) for choice in found)]
+        return [(divide_over_all("equal", 2), 0.0), *((choice, 0.0) for choice in found)]
 
-    monkeypatch.setattr(search, "_looked_at", rows_only)
+    monkeypatch.setattr(search, "_list_looked_at", rows_only)
     worst = difference(expected, classifier.train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
     assert found[0].shares == (11, 5)
@@ -221,15 +221,15 @@ def test_rows_so_few_that_unequal_ranks_have_as_many(ranks: Callable[..., None],
 
 
 def test_all_ranks_end_together_whatever_they_do_once() -> None:
-    assert balanced(16, [0.0, 0.0], [1.0, 2.0]) == (11, 5)
-    assert balanced(90, [10.0, 20.0], [1.0, 2.0]) == (63, 27)  # 73 and 74 s
-    assert balanced(10, [1.0, 100.0], [1.0, 1.0]) == (10, 0)
-    assert balanced(7, [0.0], [1.0]) == (7,)
+    assert balance_rows(16, [0.0, 0.0], [1.0, 2.0]) == (11, 5)
+    assert balance_rows(90, [10.0, 20.0], [1.0, 2.0]) == (63, 27)  # 73 and 74 s
+    assert balance_rows(10, [1.0, 100.0], [1.0, 1.0]) == (10, 0)
+    assert balance_rows(7, [0.0], [1.0]) == (7,)
 
 
 def test_ranks_of_one_kind_have_one_speed() -> None:
-    assert of_kinds([100.0, 58.0, 110.0, 62.0]) == [105.0, 60.0, 105.0, 60.0]
-    assert of_kinds([100.0, 50.0]) == [100.0, 50.0]
+    assert average_kinds([100.0, 58.0, 110.0, 62.0]) == [105.0, 60.0, 105.0, 60.0]
+    assert average_kinds([100.0, 50.0]) == [100.0, 50.0]
 
 
 class Deep:

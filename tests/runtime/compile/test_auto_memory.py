@@ -26,13 +26,13 @@ class Looked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.ways: list[search.Candidate] = []
         self.limit_bytes = 1e15
-        predict = team.predicted
+        predict = team.predict
 
         def predicted(plans: Any, strategy: ParallelStrategy, needed_s: float) -> search.Candidate:
             self.ways.append(predict(plans, strategy))
             return self.ways[-1]
 
-        monkeypatch.setattr(team, "predicted", predicted)
+        monkeypatch.setattr(team, "predict", predicted)
         monkeypatch.setattr(auto, "limits_bytes", lambda *_: [self.limit_bytes] * 4)
 
 

@@ -22,7 +22,7 @@ from whale.passes.pass_manager import make_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import search
 from whale.runtime.compile import auto, cross_rank_checks, progress
-from whale.runtime.compile.plan_cache import keep_plan, kept_plan
+from whale.runtime.compile.plan_cache import keep_plan, load_plan
 from whale.runtime.context import RunMachines, require_current
 
 __all__ = ["double", "speed"]
@@ -88,10 +88,10 @@ def test_a_plan_is_that_of_the_same_variables(
     program = b.build([b.op("MatMul", x, b.read(w))])
     plan = make_plan(program, settings)
     keep_plan(program, context, settings, plan)
-    kept = kept_plan(program, context, settings)
+    kept = load_plan(program, context, settings)
     assert kept is not None and kept.to_json() == plan.to_json()
     (variable,) = program.variables
-    assert kept_plan(replace(program, variables=(replace(variable, **other),)), context, settings) is None
+    assert load_plan(replace(program, variables=(replace(variable, **other),)), context, settings) is None
 
 
 def test_a_plan_that_is_not_legal_is_made_anew(
@@ -176,10 +176,10 @@ def test_a_folder_that_cannot_be_used_is_said_once(
 
 
 def test_a_line_says_what_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.told("planning `step`"):
+    with progress.log_while_running("planning `step`"):
         pass
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress, "FIRST_S", 0.01)
-    with progress.told("planning `step`"):
+    with progress.log_while_running("planning `step`"):
         time.sleep(0.1)
     assert "whale: planning `step`: 0 s\n" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_what_was_predicted_is_what_runs(
     speed(*rates)
     lowered: list[list[Program]] = []
     foreseen: dict[str, list[Program]] = {}
-    lower_some, predicts, lower = predict.lower_ranks, team.predicted, compile.lower_ranks
+    lower_some, predicts, lower = predict.lower_ranks, team.predict, compile.lower_ranks
 
     def lowered_some(*args: Any) -> list[Program]:
         lowered.append(lower_some(*args))
@@ -91,7 +91,7 @@ def test_what_was_predicted_is_what_runs(
         return ran[-1]
 
     monkeypatch.setattr(predict, "lower_ranks", lowered_some)
-    monkeypatch.setattr(team, "predicted", predicted)
+    monkeypatch.setattr(team, "predict", predicted)
     monkeypatch.setattr(compile, "lower_ranks", lower_ranks)
     ranks(2, **{"mesh.auto_parallel": True, **config})
     make()()

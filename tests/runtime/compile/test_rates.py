@@ -36,5 +36,5 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, said: list[Any], asked: int, fo
     context: Any = SimpleNamespace(has_other_processes=True, planned_size=2, rank=0, config=config)
     b = Builder()
     program = b.build([b.input("x", (2,))])
-    assert [one.flops_per_s for one in microbenchmark.measured_rates(context, False, program)] == pytest.approx(found)
+    assert [one.flops_per_s for one in microbenchmark.measure_rates(context, False, program)] == pytest.approx(found)
     assert heard == ["first", *(f"again/{n}" for n in range(asked - 1))]

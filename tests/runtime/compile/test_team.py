@@ -21,7 +21,7 @@ from whale.ir.strategy import ParallelStrategy, Stage
 from whale.planner.graph_search import team
 from whale.planner.graph_search.predict import Candidate, Plans
 from whale.planner.graph_search.search import Found, Search, best_way
-from whale.planner.graph_search.strategies import over_all
+from whale.planner.graph_search.strategies import divide_over_all
 from whale.planner.graph_search.team import Answer, Asked, Member
 from whale.runtime import context
 from whale.runtime.compile import auto
@@ -90,7 +90,7 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
     """Rows alone do not fit, and the first way that fits is kept before one that is hardly faster."""
     expected = Classifier().train()
     speed(MIDDLE)
-    predicted = team.predicted
+    predicted = team.predict
 
     def hardly_faster(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
         way = predicted(plans, strategy)
@@ -110,12 +110,12 @@ def test_the_plan_is_that_of_the_way_that_was_chosen(
         assert len(helpers.looked_at) > 1 and helpers.looked_at[0] == found[-1].chosen.strategy.name
         return found[-1]
 
-    monkeypatch.setattr(team, "predicted", hardly_faster)
+    monkeypatch.setattr(team, "predict", hardly_faster)
     monkeypatch.setattr(auto, "best_way", together)
     ranks(4, **{"mesh.auto_parallel": True})
     worst = difference(expected, Classifier(wh.function).train(), 0.1)
     assert worst.error <= limit("float64", 0.0), worst
-    assert found[0].made.plan == plans[0].made(found[0].chosen.strategy).plan
+    assert found[0].made.plan == plans[0].make(found[0].chosen.strategy).plan
 
 
 def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
@@ -140,7 +140,7 @@ def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
             raise AcrossMicroBatchesError("a value of all micro-batches is needed")
 
     looking, plans = Search(float("inf"), Others()), cast("Plans", Across())
-    assert looking.begin_before_stages(plans, [over_all("rows", 2)]) == []
+    assert looking.begin_before_stages(plans, [divide_over_all("rows", 2)]) == []
     looking.look(plans)
     assert [way.strategy.name for way in looking.found] == ["rows"]
     looking.look(plans, *[ParallelStrategy((Stage(), Stage()), name=name) for name in ("first", "second")])
@@ -150,4 +150,4 @@ def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
         "second: cannot run: as first",
     ]
     # Alone, all is looked at by this process.
-    assert Search(float("inf")).begin_before_stages(plans, [over_all("rows", 2)]) == [over_all("rows", 2)]
+    assert Search(float("inf")).begin_before_stages(plans, [divide_over_all("rows", 2)]) == [divide_over_all("rows", 2)]

@@ -130,5 +130,5 @@ def test_a_change_of_the_list_is_news_and_so_is_an_answer_that_was_asked_for(tmp
 def test_joining_ranks_receive_all_that_ranks_decide_by() -> None:
     common = CommonState(3, 5, 2, [4, 2], BalanceHistory(looks=4, gain=1.32, slower=1.25, before_s=0.5))
     said = RankStatement(9, 8, 2, "h0", True, (1.0, 2.0), common)
-    assert CommonState.of_values(unpack(pack(common.to_values()))) == common
-    assert RankStatement.of_values(unpack(pack(said.to_values()))) == said
+    assert CommonState.from_values(unpack(pack(common.to_values()))) == common
+    assert RankStatement.from_values(unpack(pack(said.to_values()))) == said

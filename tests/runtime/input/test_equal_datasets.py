@@ -23,8 +23,8 @@ from whale.config import Config, Mesh
 from whale.errors import ProgramError
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.equal_datasets import Summary
-from whale.runtime.input.equal_inputs import compared
-from whale.runtime.input.tables import held_by_tables
+from whale.runtime.input.equal_inputs import compare_arguments
+from whale.runtime.input.tables import number_tables
 
 Make = Callable[[int], tf.data.Dataset]  # of a rank
 WORDS = [f"word{i}" for i in range(9)]
@@ -65,7 +65,7 @@ def train(make: Make, epochs: int = 1, batches: int | None = None, other_hashes:
             dataset = ShardedDataset(make(rank), context, "row", told=False)
             leaves = len(tf.nest.flatten(dataset.element_spec))
             names = [f"input{i}" for i in range(leaves)]
-            step = compared(lambda tensors: None, context, "step", names, names, {})
+            step = compare_arguments(lambda tensors: None, context, "step", names, names, {})
             for _ in range(epochs):
                 for element in itertools.islice(dataset, batches):
                     flat = tf.nest.flatten(element)
@@ -298,13 +298,13 @@ def test_rounds_that_are_read_ahead_are_told_apart() -> None:
     summary.begin()
     for sums in (7, 8, 9):
         summary._keep(np.int64(0), np.array([sums]))
-    assert [[t.numpy().tolist() for t in summary.of(0)] for _ in range(3)] == [[[7]], [[8]], [[9]]]
+    assert [[t.numpy().tolist() for t in summary.find(0)] for _ in range(3)] == [[[7]], [[8]], [[9]]]
     summary.end()
     summary.begin()
     for sums in (7, 8, 9):  # of each round, the first batch is left out behind batch(n)
         summary._keep(np.int64(0), np.array([0]))
         summary._keep(np.int64(1), np.array([sums]))
-    assert [[t.numpy().tolist() for t in summary.of(1)] for _ in range(3)] == [[[7]], [[8]], [[9]]]
+    assert [[t.numpy().tolist() for t in summary.find(1)] for _ in range(3)] == [[[7]], [[8]], [[9]]]
 
 
 def test_only_what_is_to_come_is_kept() -> None:
@@ -313,7 +313,9 @@ def test_only_what_is_to_come_is_kept() -> None:
     for number in range(20):
         if number < 3 or number % 4 == 0:
             summary._keep(np.int64(number), np.array([number]))
-        assert [t.numpy().tolist() for t in summary.of(number)] == [[number if number < 3 else max(2, number // 4 * 4)]]
+        assert [t.numpy().tolist() for t in summary.find(number)] == [
+            [number if number < 3 else max(2, number // 4 * 4)]
+        ]
         assert len(summary._held) == 1
 
 
@@ -327,7 +329,7 @@ def test_two_iterations_at_once_are_no_difference() -> None:
         dataset = ShardedDataset(make(rank), Rank(rank, [comms[rank]]), "row", told=False)  # type: ignore[arg-type]
         kept.append(len([1 for _ in zip(dataset, dataset)]))
         assert dataset._own is not None
-        assert [summary.of(0) for summary in dataset._own.summaries] == [[]]
+        assert [summary.find(0) for summary in dataset._own.summaries] == [[]]
 
     comms = whale_ops.connect_in_process(f"equal_datasets{next(_numbers)}", 2)
     with ThreadPoolExecutor(2) as threads:
@@ -342,13 +344,13 @@ def test_tables_of_all_kinds_are_read() -> None:
     dense = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, -1, 0, -2)
     tables = [static_table(WORDS), mutable, dense, keras.layers.IntegerLookup(vocabulary=[4, 2]).lookup_table]
     handles = {f"{i}/table_handle": table.resource_handle for i, table in enumerate(tables)}
-    empty = held_by_tables(handles)
+    empty = number_tables(handles)
     mutable.insert(["a", "b"], [[1.0, 2.0], [3.0, 4.0]])
     dense.insert([5, 3], [7, 8])
-    filled = held_by_tables(handles)
+    filled = number_tables(handles)
     changed = {name for name in filled if int(filled[name]) != int(empty[name])}
     assert {name.rpartition(" ")[2] for name in changed} == {"`1`", "`2`"}
     assert len(filled) == 8
     mutable.insert(["a"], [[1.0, 2.5]])
-    assert {n for n, v in held_by_tables(handles).items() if int(v) != int(filled[n])} == {"entries of the table `1`"}
-    assert not held_by_tables({"a variable": tf.Variable(1.0).handle, "numbers": tf.constant(1)})
+    assert {n for n, v in number_tables(handles).items() if int(v) != int(filled[n])} == {"entries of the table `1`"}
+    assert not number_tables({"a variable": tf.Variable(1.0).handle, "numbers": tf.constant(1)})

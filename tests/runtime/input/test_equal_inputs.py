@@ -27,7 +27,7 @@ def _called(times: int, every: int, has_other_processes: bool = True, has_local_
     context: Any = SimpleNamespace(
         config={"debug.check_inputs": every}, has_other_processes=has_other_processes, has_local_batch=has_local_batch
     )
-    call = equal_inputs.compared(lambda tensors: tensors, context, "step", ["x", "y"], {"y"}, {"captured": -1})
+    call = equal_inputs.compare_arguments(lambda tensors: tensors, context, "step", ["x", "y"], {"y"}, {"captured": -1})
     return [call([number, number]) for number in range(times)]
 
 

@@ -67,7 +67,9 @@ def follow_fit(call: str, context: Context) -> Iterator[None]:
     except CommError as error:
         if not tells_of_other_places(error):
             raise
-        raise _apart(error, f"rank {context.rank} is still in {call}, at step {max(progress.steps, 1)}") from None
+        raise _make_apart_error(
+            error, f"rank {context.rank} is still in {call}, at step {max(progress.steps, 1)}"
+        ) from None
     finally:
         _current.reset(token)
     ended = f"the end of {call}, after {_steps(progress.steps)}"
@@ -78,10 +80,10 @@ def follow_fit(call: str, context: Context) -> Iterator[None]:
             raise
         other = f"rank {1 - context.rank}" if context.size == 2 else "another rank"
         place = f"{other} is still in {call}, at step {progress.steps + 1}"
-        raise _apart(error, place) from None
+        raise _make_apart_error(error, place) from None
 
 
-def _apart(error: CommError, place: str) -> CommError:
+def _make_apart_error(error: CommError, place: str) -> CommError:
     """Returns the error of ranks of which some have left ``fit``, or are elsewhere in it."""
     return CommError(
         f"{place}, while another rank is elsewhere: a callback may stand on one rank only",

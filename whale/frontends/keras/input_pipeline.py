@@ -17,7 +17,7 @@ from whale.runtime.context import Context
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
-from whale.runtime.input.equal_datasets import built_of
+from whale.runtime.input.equal_datasets import describe_build
 from whale.runtime.input.equal_inputs import refuse_other_values
 from whale.runtime.input.local_batches import rows_of
 
@@ -137,7 +137,7 @@ def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBat
         return None
     if context.config["debug.check_inputs"] and not again:
         given = dict(list_named_parts(next(iter(arrays))))
-        order = {f"the order of rows ({what})": value for what, value in built_of(indices).items()}
+        order = {f"the order of rows ({what})": value for what, value in describe_build(indices).items()}
         refuse_other_values(given | order, context, "fit, evaluate or predict", "these arrays")
 
     def find_bounds(rows: np.ndarray) -> np.ndarray:

@@ -16,8 +16,8 @@ from whale.frontends.tf1.ranks_graph import Run
 from whale.runtime.context import Context
 from whale.runtime.graph_semantics import BatchReaders
 from whale.runtime.input.equal_inputs import FIRST_STEPS, refuse_other_values
-from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, exchange, failed
-from whale.runtime.input.whole_batch import rows_of_run, whole_batch
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, describe_failure, exchange
+from whale.runtime.input.whole_batch import gather_whole_batch, rows_of_run
 
 Read = Callable[[], Sequence[np.ndarray]]
 
@@ -50,7 +50,7 @@ def read_parts(read: Read, names: Sequence[str], batches: BatchReaders, context:
         try:
             return join_parts([read() for _ in range(batches.turns)], names)
         except tf.errors.OpError as error:
-            exchange(failed(error), context)
+            exchange(describe_failure(error), context)
             raise
     said = b""
     if context.rank in batches.readers:
@@ -92,7 +92,7 @@ def replace_fed_rows(feed_dict: Any, context: Context) -> tuple[Any, dict[str, t
         name, part = fed if isinstance(fed, str) else fed.name, rows_of_run(value, context)
         if context.scoping.stages_seen:
             with tf_context.eager_mode():
-                part = whole_batch(value, name, context)
+                part = gather_whole_batch(value, name, context)
         else:
             rows[name] = value.sizes
         feeds[fed] = part.numpy()

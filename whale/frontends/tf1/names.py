@@ -35,7 +35,7 @@ def rename_resources(program: Program, position: int, on_host: Collection[str]) 
         if shared is None:
             return node
         if node.op == "VarHandleOp" and find_name(node) in on_host:
-            node = node.marked(on_host=True)
+            node = node.with_marks(on_host=True)
         return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name)})
 
     return program.replace_nodes(tuple(map(rename_node, program.nodes)))

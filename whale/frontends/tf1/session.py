@@ -46,7 +46,7 @@ from whale.runtime.compile.tensorflow_functions import load_ops
 from whale.runtime.context import Context, require_current
 from whale.runtime.elastic.elastic_run import refuse_session
 from whale.runtime.graph_semantics import BatchReaders
-from whale.runtime.input.local_batches import brought, exchange, rows_of_values
+from whale.runtime.input.local_batches import describe_brought, exchange, rows_of_values
 from whale.runtime.loss_scale import find_loss_scale_feed
 
 _QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
@@ -307,7 +307,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
             return {t.name: rows[t.name] for t in feeds if t.name in rows}
         names = [t.name for t in feeds]
         marked = [name for name in names if name.partition(":")[0] in context.config["batch.inputs"]]
-        found = rows_of_values(exchange(brought(list(feeds.values())), context), names, marked)
+        found = rows_of_values(exchange(describe_brought(list(feeds.values())), context), names, marked)
         return {name: sizes for name, sizes in zip(names, found) if sizes is not None}
 
     def _capture(

@@ -51,7 +51,7 @@ from whale.launcher.protocol import (
     StopReport,
     unpack,
 )
-from whale.replicas import differing, in_words
+from whale.replicas import find_differing, in_words
 from whale.token_listener import TokenListener
 
 _HIDDEN_BYTES = 1 << 18
@@ -478,7 +478,7 @@ class Job:
     def _end_well(self, ends: list[RankEnd | None]) -> int:
         """Returns the exit code of a run without a failure: 1 if trainable variables differ between its ranks."""
         if all(end is not None for end in ends):
-            found, _ = differing([end["held"] for end in ends if end is not None])
+            found, _ = find_differing([end["held"] for end in ends if end is not None])
             if found:
                 self.say(
                     f"at the end of the run trainable variables differ between the ranks: {in_words(found)}; assign to "

@@ -20,10 +20,10 @@ from whale.partition.axis_partitioner import count_axes_with_rows, iterate_level
 from whale.partition.identical_ranks import is_alike
 from whale.partition.pipeline.microbatch_loop import outline
 from whale.partition.pipeline.plan_microbatches import EACH, time_plan
-from whale.partition.pipeline.prepare_microbatches import prepared
+from whale.partition.pipeline.prepare_microbatches import prepare
 from whale.partition.rank_mapping import ROWS_OF_GROUP
 from whale.partition.resharding import make_reshard_name
-from whale.passes.analysis.rank_groups import brings_rows_together, named_ranks
+from whale.passes.analysis.rank_groups import brings_rows_together, map_named_ranks
 from whale.passes.settings import PlanSettings
 
 _SIZES = {"axis": "sizes", "split_axis": "split_sizes", "concat_axis": "concat_sizes"}
@@ -73,7 +73,7 @@ def can_keep_own_rows(program: Program, rows: Iterable[Sequence[int]], micro_bat
     """
     if micro_batches == 1 or not brings_rows_together(program):
         return True
-    return not named_ranks(program) and all(len({*sizes}) == 1 and sizes[0] % micro_batches == 0 for sizes in rows)
+    return not map_named_ranks(program) and all(len({*sizes}) == 1 and sizes[0] % micro_batches == 0 for sizes in rows)
 
 
 def find_own_rows(program: Program, plan: Plan) -> set[tuple[int, ...]]:
@@ -123,7 +123,7 @@ def divide_in_micro_batches(
     together = interleave_rows(program, plan.micro_batches, own) if own else program
     if together is not program:
         rows = {name: make_interleaved_split(cut.extent, plan.micro_batches) for name, cut in rows.items()}
-    program = prepared(together)
+    program = prepare(together)
     one = next((one for one in known if one.rows == rows and is_alike(one.program, program)), None)
     if one is None:
         streams, statistics = settings.batch.local_streams, settings.time.local_statistics
@@ -197,4 +197,4 @@ def _put_in_views(graph: Program, node: Node, turns: Mapping[int, int], micro_ba
     inputs, outputs = (node.inputs[0], seen), (view_type(made),)
     e.nodes[name] = replace(node, name=name, inputs=inputs, attrs=attrs, outputs=outputs, marks=marks)
     e.reshape(node.name, Ref(name), made.dtype, require_static_shape(made))
-    return [n.marked(cut_in_runs=True) if n.op == "Reshape" else n for n in e.nodes.values()]
+    return [n.with_marks(cut_in_runs=True) if n.op == "Reshape" else n for n in e.nodes.values()]

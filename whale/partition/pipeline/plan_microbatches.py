@@ -29,7 +29,7 @@ from whale.ir.values import UNMOVABLE
 from whale.partition.pipeline.empty_shards import bodies_of, of_no_rows
 from whale.partition.pipeline.prepare_microbatches import acts
 from whale.passes.analysis.scopes import has_split_scopes
-from whale.passes.propagation.fixpoint import settled_layouts
+from whale.passes.propagation.fixpoint import settle_layouts
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.in_place import make_in_place
 from whale.passes.propagation.partial_sums import reduce_partial_sums
@@ -81,7 +81,7 @@ def time_plan(
                 reshards=explicit_reshards(program, layouts, micro_batches),
                 microbatched=True,
             )
-            corrected = _moved_once(program, plan)
+            corrected = _choose_sums_once(program, plan)
             level = {} if corrected else _levels(program, plan)
             corrected = corrected or _corrections(program, plan, level)
             if not corrected:
@@ -102,25 +102,25 @@ def _layouts(
     no_rows: ReferencePlan,
 ) -> dict[str, GraphLayout]:
     result = {}
-    layouts = settled_layouts(program, parts, rows, statistics, streams, fixed=fixed, model=no_rows)
+    layouts = settle_layouts(program, parts, rows, statistics, streams, fixed=fixed, model=no_rows)
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
-        result[graph] = make_in_place(body, reduce_partial_sums(body, _computed_once(layout), parts), parts)
+        result[graph] = make_in_place(body, reduce_partial_sums(body, _replicate_once(layout), parts), parts)
     return result
 
 
-def _computed_once(layout: GraphLayout) -> GraphLayout:
+def _replicate_once(layout: GraphLayout) -> GraphLayout:
     """Replicates in time the nodes placed on the first coordinate only: they run once."""
 
-    def of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    def replicate(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(B if p == FIRST else p for p in placements)
 
     strategies = {
-        name: Strategy(of(s.inputs), of(s.outputs), s.why) if s.once or FIRST in s.inputs else s
+        name: Strategy(replicate(s.inputs), replicate(s.outputs), s.why) if s.once or FIRST in s.inputs else s
         for name, s in layout.strategies.items()
     }
     produced = {ref: B if p == FIRST else p for ref, p in layout.produced.items()}
-    return GraphLayout(strategies, produced, layout.preferred, of(layout.outputs), layout.unruled)
+    return GraphLayout(strategies, produced, layout.preferred, replicate(layout.outputs), layout.unruled)
 
 
 def _crosses(r: Reshard) -> bool:
@@ -169,7 +169,7 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
     return level
 
 
-def _moved_once(program: Program, plan: Plan) -> dict[str, Strategy]:
+def _choose_sums_once(program: Program, plan: Plan) -> dict[str, Strategy]:
     """Returns strategies that run communication of sums, of which each micro-batch has a part, once after the last."""
     found: dict[str, Strategy] = {}
     for node in program.nodes:
@@ -191,7 +191,7 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
     found: dict[str, Strategy] = {}
     updating, leading = _leading_to_updates(program), _leading_to_products(program)
     for node in program.nodes:
-        if level[node.name] == 1 and node.op in HAS_BODIES and (summed := _summed_inside(plan, node)) is not None:
+        if level[node.name] == 1 and node.op in HAS_BODIES and (summed := _find_sum_inside(plan, node)) is not None:
             if node.name in leading and any(
                 isinstance(p, Shard | PerRank) for p in strategies[node.name].inputs + strategies[node.name].outputs
             ):
@@ -219,7 +219,7 @@ def _corrections(program: Program, plan: Plan, level: Mapping[str, int]) -> dict
             continue
         before: dict[str, Strategy] = {}
         try:
-            for ref in _summed_before(program, plan, level, node):
+            for ref in _find_sums_before(program, plan, level, node):
                 before.update(_on_whole_batch(program, strategies, ref, node, plan.size))
         except AcrossMicroBatchesError:
             if node.name in leading:
@@ -280,7 +280,7 @@ def _once(node: Node, why: str) -> Strategy:
     return Strategy((B,) * len(node.inputs), (B,) * len(node.outputs), why)
 
 
-def _summed_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
+def _find_sums_before(program: Program, plan: Plan, level: Mapping[str, int], node: Node) -> list[Ref]:
     """Returns the sums over all micro-batches from which ``node`` of a second round is computed."""
     strategies = plan.strategies[""]
     found, seen, stack = dict[Ref, None](), {node.name}, [node]
@@ -364,7 +364,7 @@ def _that_wants(program: Program, node: Node) -> Node:
     return node
 
 
-def _summed_inside(plan: Plan, node: Node) -> Ref | None:
+def _find_sum_inside(plan: Plan, node: Node) -> Ref | None:
     """Returns a tensor inside a loop or branch of a micro-batch that is reduced over all of them, which is impossible
     there.
     """

@@ -17,7 +17,7 @@ _LIKE = {"OnesLike": 1, "ZerosLike": 0}
 _LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
 
 
-def prepared(program: Program) -> Program:
+def prepare(program: Program) -> Program:
     """Removes control edges and operands without effect that would tie a micro-batch to others.
 
     These are control edges between nodes without effects, or from an assertion, which concerns the whole batch; and

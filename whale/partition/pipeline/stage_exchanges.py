@@ -114,7 +114,7 @@ class _Connector:
             nothing = self.emitter.const(name, np.zeros(require_static_shape(t), find_numpy_dtype(t.dtype)))
             cut = self._find_rows(key, t, self.stages.is_direct(source, self.number)) if key in self.rows else None
             if cut is not None and cut.extent:  # of rows that have nothing here each micro-batch has its own
-                self.nodes[name] = self.nodes[name].marked(micro_batch_rows=str(cut))
+                self.nodes[name] = self.nodes[name].with_marks(micro_batch_rows=str(cut))
             return nothing
         block = self.stages.find_block(key, source, self.number, self.position)
         return self._join_along(name, t.dtype, [(p.spans or (), ref) for p, ref in zip(parts, pieces)], block, 0)

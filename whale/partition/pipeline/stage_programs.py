@@ -56,7 +56,7 @@ def cut(program: Program, groups: Sequence[StageGroup]) -> tuple[Cut, ...]:
 class _Cutter:
     def __init__(self, program: Program, groups: Sequence[StageGroup]):
         self.groups = groups
-        program = without_waits(program)
+        program = drop_waits(program)
         self.free = free_nodes(program)
         self.group_of = _group_numbers(program, groups, self.free)
         self.program = self._with_tokens(program)
@@ -80,15 +80,15 @@ class _Cutter:
         return program.replace_nodes(tuple(nodes)) if tokens else program
 
     def run(self) -> tuple[Cut, ...]:
-        needed = [self._needed(k) for k in range(len(self.groups))]
-        taken = self._taken(needed)
+        needed = [self._find_needed(k) for k in range(len(self.groups))]
+        taken = self._find_taken(needed)
         given: list[dict[Ref, list[int]]] = [{} for _ in self.groups]
         for k, refs in enumerate(taken):
             for ref, source in refs.items():
                 given[source].setdefault(ref, []).append(k)
         return tuple(self._program(k, needed[k], taken[k], given[k]) for k in range(len(self.groups)))
 
-    def _needed(self, k: int) -> set[str]:
+    def _find_needed(self, k: int) -> set[str]:
         """Returns the nodes of group ``k``, and the free ones that they read."""
         by_name, found = self.program.by_name, set()
         stack = [n for n, group in self.group_of.items() if group == k]
@@ -103,7 +103,7 @@ class _Cutter:
             stack.extend(by_name[name].controls)
         return found
 
-    def _taken(self, needed: Sequence[Collection[str]]) -> list[dict[Ref, int]]:
+    def _find_taken(self, needed: Sequence[Collection[str]]) -> list[dict[Ref, int]]:
         """Returns the tensors that each group reads from others, with their group, given the names of the nodes it
         needs.
         """
@@ -173,14 +173,14 @@ def _group_numbers(program: Program, groups: Sequence[StageGroup], free: Collect
     return {n.name: number[stage_of(n.scope)] for n in mine}
 
 
-def without_waits(program: Program) -> Program:
+def drop_waits(program: Program) -> Program:
     """Removes NoOps from ``program``: nodes that wait for one wait for its predecessors instead.
 
     A NoOp that is a fetched result can go as well: its predecessors are executed for their effects.
     """
     behind: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for
 
-    def resolved(names: Iterable[str]) -> tuple[str, ...]:
+    def resolve(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(n for name in names for n in behind.get(name, (name,))))
 
     nodes: list[Node] = []
@@ -188,7 +188,7 @@ def without_waits(program: Program) -> Program:
     last -= {r.node for n in program.nodes for r in n.inputs}
     alone: list[str] = []
     for node in program.nodes:
-        controls = resolved(node.controls) if node.controls else ()
+        controls = resolve(node.controls) if node.controls else ()
         if node.name in last and not node.stateful:
             alone += controls
             controls = ()
@@ -196,4 +196,4 @@ def without_waits(program: Program) -> Program:
             behind[node.name] = controls
         else:
             nodes.append(node if controls == node.controls else replace(node, controls=controls))
-    return program.replace_nodes(tuple(nodes), effects=resolved((*program.effects, *alone)))
+    return program.replace_nodes(tuple(nodes), effects=resolve((*program.effects, *alone)))

@@ -201,7 +201,7 @@ class _Reader:
         """
         words = letters(self.program, node)
         assert words is not None
-        turn = _turned(words[shares], words[result])
+        turn = _find_permutation(words[shares], words[result])
         if turn is None:
             return None
         (values,) = {0, 1, 2} - {shares, result}
@@ -328,7 +328,7 @@ def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
     return mine[gone] in other and mine[gone] not in out and mine[stays] in out and mine[stays] not in other
 
 
-def _turned(shares: str, result: str) -> tuple[int, ...] | None:
+def _find_permutation(shares: str, result: str) -> tuple[int, ...] | None:
     """Returns the permutation by which [.., queries, 1] broadcasts over a result; None if its features are not one
     dimension.
     """

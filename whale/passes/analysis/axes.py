@@ -16,14 +16,14 @@ from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.passes.analysis.batch import batch_inputs
 from whale.passes.analysis.scopes import (
-    all_paths,
     as_replica,
     axes_of_part,
+    drop_axis,
+    list_paths,
     ranks_of_scope,
     with_innermost,
     with_paths,
     with_ranks,
-    without_axis,
 )
 from whale.passes.analysis.stages import DATA, TENSOR, stage_groups_of
 from whale.passes.settings import PlanSettings
@@ -31,7 +31,7 @@ from whale.passes.settings import PlanSettings
 ALL = "ranks"  # the one axis of a program that has no more
 
 
-def named_axes(paths: Iterable[str]) -> tuple[str, ...]:
+def list_named_axes(paths: Iterable[str]) -> tuple[str, ...]:
     """Lists the axes that the ``wh.split`` scopes in these paths divide tensors over, in the order in which they were
     entered.
     """
@@ -49,10 +49,10 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
     Raises:
       PlanError: the ranks do not fill the mesh.
     """
-    used = set(named_axes(all_paths(program)))
+    used = set(list_named_axes(list_paths(program)))
     used |= {axis or TENSOR for tiles in settings.split.tiles.values() for axis in tiles.axes}
-    axes = _completed(settings.mesh, used, settings.size)  # a program without stages divides rows over their axis
-    return _merged(axes, used)
+    axes = _complete_axes(settings.mesh, used, settings.size)  # a program without stages divides rows over their axis
+    return _merge_axes(axes, used)
 
 
 def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]
     return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local, coordinates)
 
 
-def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
+def _complete_axes(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
     """Appends an axis of all remaining ranks to ``given``: the first one that a scope names, else ``data``."""
     filled = prod(a.size for a in given)
     if size % filled:
@@ -102,7 +102,7 @@ def _completed(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple
     )
 
 
-def _merged(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
+def _merge_axes(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
     """Drops axes of one coordinate, and merges neighbours that only divide rows."""
     used = set(used)
     found: list[Axis] = []
@@ -118,7 +118,7 @@ def _merged(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
     return (Axis(found[0].name if found else ALL, prod(a.size for a in axes)),)
 
 
-def known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
+def select_known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
     """Returns the placements over one axis, by handle node, of variables whose layout earlier programs have fixed.
 
     Args:
@@ -155,7 +155,7 @@ def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]
         found = fit
 
 
-def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Program:
+def project_to_axis(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Program:
     """Returns ``program`` as one axis sees it: without the ``wh.split`` scopes of others, and with coordinates along it
     in the place of the ranks that scopes name.
 
@@ -164,19 +164,19 @@ def seen_along(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Progra
     Args:
       axes: all of them, where there are several.
     """
-    paths = all_paths(program)
+    paths = list_paths(program)
     groups = {path for path in paths if ranks_of_scope(path) is not None} if len(axes) > 1 else set()
-    if set(named_axes(paths)) <= {axis} and not groups and not any("(axis=" in text for text in paths):
+    if set(list_named_axes(paths)) <= {axis} and not groups and not any("(axis=" in text for text in paths):
         return program
 
     def as_seen(path: str) -> str:
-        parts = (_located(path, axis, axes) if path in groups else path).split("/")
-        return "/".join(kept for part in parts if (kept := without_axis(part, axis)))
+        parts = (_locate(path, axis, axes) if path in groups else path).split("/")
+        return "/".join(kept for part in parts if (kept := drop_axis(part, axis)))
 
     return with_paths(program, as_seen)
 
 
-def _located(path: str, axis: str, axes: Sequence[Axis]) -> str:
+def _locate(path: str, axis: str, axes: Sequence[Axis]) -> str:
     """Rewrites the ranks in a path as coordinates along ``axis``, in the innermost part that names ranks.
 
     Raises:

@@ -72,7 +72,7 @@ def in_named_scopes(program: Program, patterns: Sequence[Pattern], variables: Ma
     matched: set[str] = set()
     known: dict[str, dict[str, Pattern]] = {}
 
-    def found(name: str) -> dict[str, Pattern]:
+    def find(name: str) -> dict[str, Pattern]:
         if name not in known:
             known[name] = {}
             for pattern in patterns:
@@ -81,10 +81,10 @@ def in_named_scopes(program: Program, patterns: Sequence[Pattern], variables: Ma
                     known[name].setdefault(pattern.kind, pattern)
         return known[name]
 
-    of_variable = {v.node: found(variables.get(v.node, v.name)) for v in program.variables}
+    of_variable = {v.node: find(variables.get(v.node, v.name)) for v in program.variables}
     scoped = replace(
-        _graph(program, found, of_variable),
-        functions={name: _graph(body, found, {}) for name, body in program.functions.items()},
+        _graph(program, find, of_variable),
+        functions={name: _graph(body, find, {}) for name, body in program.functions.items()},
     )
     scopes = {n.name.rpartition("/")[0] for body in (program, *program.functions.values()) for n in body.nodes}
     return Named(scoped, frozenset(matched), sorted({*scopes, *variables.values()} - {""}))

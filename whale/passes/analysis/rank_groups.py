@@ -17,8 +17,8 @@ from whale.ir.layout import Placement, Shard, divide_evenly, divide_proportional
 from whale.ir.plan import StageGroup
 from whale.ir.program import Program
 from whale.passes.analysis.scopes import (
-    all_paths,
     has_split_scopes,
+    list_paths,
     ranks_of_scope,
     split_scope,
     with_innermost,
@@ -36,30 +36,30 @@ def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[
     return tuple(mine.get(rank, 0) for rank in range(parts))
 
 
-def named_ranks(program: Program) -> dict[str, frozenset[int]]:
+def map_named_ranks(program: Program) -> dict[str, frozenset[int]]:
     """Maps the scopes of a program that name ranks to these ranks."""
-    found = ((path, ranks_of_scope(path)) for path in sorted(all_paths(program)))
+    found = ((path, ranks_of_scope(path)) for path in sorted(list_paths(program)))
     return {path: ranks for path, ranks in found if ranks is not None}
 
 
 def brings_rows_together(program: Program) -> bool:
     """Tells whether ranks need rows of others: a scope divides tensors, or names only some of the ranks."""
-    return has_split_scopes(program) or bool(named_ranks(program))
+    return has_split_scopes(program) or bool(map_named_ranks(program))
 
 
 class RankGroups:
     """The placements of batch rows under ``wh.replica`` scopes, some of which name ranks."""
 
     def __init__(self, program: Program, parts: int, rows: Mapping[int, Shard]):
-        named = named_ranks(program) if parts > 1 and rows else {}
+        named = map_named_ranks(program) if parts > 1 and rows else {}
         groups = {ranks for path, ranks in named.items() if not split_scope(path)}
         self.active = bool(groups)
         self.rows = {  # size of the batch, or of each of its runs -> group -> rows of each rank
-            whole.run: {None: whole.sizes, **{ranks: _shared(whole, ranks) for ranks in groups}}
+            whole.run: {None: whole.sizes, **{ranks: _share_rows(whole, ranks) for ranks in groups}}
             for _, whole in sorted(rows.items(), reverse=True)
         }
 
-    def placed(self, path: str, placement: Placement) -> Placement:
+    def place(self, path: str, placement: Placement) -> Placement:
         """Returns the placement that nodes of a scope want for rows that are placed as ``placement``."""
         if not self.active or type(placement) is not Shard or not path or split_scope(path):
             return placement
@@ -70,7 +70,7 @@ class RankGroups:
         return placement
 
 
-def _shared(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
+def _share_rows(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
     """Returns the rows of each rank of a group, in the proportion of all ranks' rows; evenly if the group's ranks have
     none.
     """
@@ -82,7 +82,7 @@ def _shared(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
 
 def refuse_rank_groups(program: Program, size: int) -> None:
     """Raises PlanError where scopes name ranks that do not exist."""
-    for path, ranks in named_ranks(program).items():
+    for path, ranks in map_named_ranks(program).items():
         if size > 1 and max(ranks) >= size:
             raise PlanError(
                 "a scope is on ranks that do not exist",
@@ -102,18 +102,18 @@ def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> P
     Raises:
       PlanError: a scope names no rank of its stage.
     """
-    if not named_ranks(program):
+    if not map_named_ranks(program):
         return program
     group_of = {stage: group for group in groups for stage in group.stages}
 
-    def located(path: str) -> str:
+    def locate(path: str) -> str:
         ranks = ranks_of_scope(path)
         if ranks is None:
             return path
         mine = _positions(path, ranks, group_of.get(stage_of(path)), plan)
         return with_innermost(path, lambda part: with_ranks(part, mine))
 
-    return with_paths(program, located)
+    return with_paths(program, locate)
 
 
 def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan: int) -> tuple[int, ...]:

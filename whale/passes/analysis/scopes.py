@@ -43,7 +43,7 @@ def axes_of_part(part: str) -> tuple[str, ...] | None:
     return tuple(match["axis"].split("+")) if match["axis"] else ("tensor",)
 
 
-def without_axis(part: str, axis: str) -> str:
+def drop_axis(part: str, axis: str) -> str:
     """Rewrites a part of a path for ``axis``: "" for a split over other axes, and without axis names for a split over
     this one.
     """
@@ -82,13 +82,13 @@ def with_paths(program: Program, change: Callable[[str], str]) -> Program:
     """Rewrites the scopes' paths of ``program`` and of its functions; ``change`` is called once for each path."""
     change = cache(change)
 
-    def of_graph(graph: Program) -> Program:
+    def rewrite_graph(graph: Program) -> Program:
         nodes = tuple(replace(n, scope=new) if (new := change(n.scope)) != n.scope else n for n in graph.nodes)
         variables = tuple(replace(v, scope=new) if (new := change(v.scope)) != v.scope else v for v in graph.variables)
         return replace(graph, nodes=nodes, variables=variables)
 
-    functions: Mapping[str, Program] = {name: of_graph(body) for name, body in program.functions.items()}
-    return replace(of_graph(program), functions=functions)
+    functions: Mapping[str, Program] = {name: rewrite_graph(body) for name, body in program.functions.items()}
+    return replace(rewrite_graph(program), functions=functions)
 
 
 @lru_cache(maxsize=4096)
@@ -128,7 +128,7 @@ def micro_batches_in(paths: Iterable[str]) -> dict[int, str]:
     return {int(match[1]): part for part in parts if (match := _PIPELINE.match(part))}
 
 
-def all_paths(program: Program) -> set[str]:
+def list_paths(program: Program) -> set[str]:
     """Returns the paths of all scopes of the nodes and variables of a program and its functions."""
     bodies = (program, *program.functions.values())
     return {x.scope for body in bodies for x in body.nodes} | {v.scope for body in bodies for v in body.variables}

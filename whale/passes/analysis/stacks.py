@@ -20,26 +20,26 @@ def stacks(program: Program) -> frozenset[str]:
     If one of these inputs has no dimension 1, its elements are rows rather than batches, and the result is empty.
     """
     shapes = {name: program.by_name[name].outputs[0].shape or () for name in program.inputs}
-    apart = [name for name, shape in shapes.items() if shape and _taken_apart(program, program, Ref(name)) is True]
+    apart = [name for name, shape in shapes.items() if shape and _is_taken_apart(program, program, Ref(name)) is True]
     return frozenset(apart) if all(len(shapes[name]) > 1 for name in apart) else frozenset()
 
 
-def _taken_apart(program: Program, graph: Program, ref: Ref) -> bool | None:
+def _is_taken_apart(program: Program, graph: Program, ref: Ref) -> bool | None:
     """Tells whether every reader takes one element of a tensor at a time; None if nothing reads the tensor."""
     if ref in graph.outputs:
         return False
-    return _all(_by(program, graph, node, place) for node, place in graph.consumers.get(ref, ()))
+    return _all_or_none(_takes_apart(program, graph, node, place) for node, place in graph.consumers.get(ref, ()))
 
 
-def _all(found: Iterable[bool | None]) -> bool | None:
+def _all_or_none(found: Iterable[bool | None]) -> bool | None:
     known = [one for one in found if one is not None]
     return all(known) if known else None
 
 
-def _by(program: Program, graph: Program, node: Node, place: int) -> bool | None:
+def _takes_apart(program: Program, graph: Program, node: Node, place: int) -> bool | None:
     """Tells whether ``node`` takes one element at a time of the tensor that is its operand number ``place``."""
     if node.op in IDENTITIES:
-        return _taken_apart(program, graph, Ref(node.name))
+        return _is_taken_apart(program, graph, Ref(node.name))
     if node.op in ASKS_SHAPE:
         return None
     if node.op in LOOPS or node.op in BRANCHES:
@@ -74,10 +74,10 @@ def _inside(program: Program, graph: Program, node: Node, place: int) -> bool | 
                 return False
             kept = tuple(ref for i, ref in enumerate(body.outputs) if i != place)
             body = body.replace_nodes(body.nodes, outputs=kept)
-        found.append(_taken_apart(program, body, argument))
+        found.append(_is_taken_apart(program, body, argument))
     if node.op in LOOPS:
-        found.append(_taken_apart(program, graph, Ref(node.name, place)))
-    return _all(found)
+        found.append(_is_taken_apart(program, graph, Ref(node.name, place)))
+    return _all_or_none(found)
 
 
 def _origin(graph: Program, ref: Ref) -> Ref:

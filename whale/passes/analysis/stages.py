@@ -48,7 +48,7 @@ def stages_of(program: Program) -> tuple[str, ...]:
     entered.
     """
     stage = {n.name: stage_of(n.scope) for n in program.nodes}
-    found = sorted({s for s in stage.values() if s}, key=_entered_as)
+    found = sorted({s for s in stage.values() if s}, key=_count_entered)
     if not found:
         return ()
     before: dict[str, set[str]] = {s: set() for s in found}  # the stages that it reads from, directly or not
@@ -74,7 +74,7 @@ def stages_of(program: Program) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda s: len(before[s])))
 
 
-def _entered_as(stage: str) -> int:
+def _count_entered(stage: str) -> int:
     return int(re.search(r"stage_(\d+)[^/]*$", stage)[1])  # type: ignore[index]
 
 
@@ -179,7 +179,7 @@ def free_nodes(program: Program) -> set[str]:
         for node in nodes:
             if node.name in handles:
                 found = node.name in shared
-            elif not _all_in(free, node):
+            elif not _has_only(free, node):
                 continue
             else:
                 if node.name not in light:
@@ -194,7 +194,7 @@ def free_nodes(program: Program) -> set[str]:
         shared, nodes = still, kept  # what is not free does not become so where less is shared
 
 
-def _all_in(free: Collection[str], node: Node) -> bool:
+def _has_only(free: Collection[str], node: Node) -> bool:
     """Tells whether all operands and control inputs of a node are free."""
     for ref in node.inputs:
         if ref.node not in free:
@@ -248,7 +248,7 @@ class _Assignment:
         self.explicit = {n.name: stage_of(n.scope) for n in program.nodes if stage_of(n.scope)}
         of_variables = [stage_of(v.scope) for v in program.variables]
         order = set(self.explicit.values()) or {s for s in of_variables if s}
-        self.order = {stage: i for i, stage in enumerate(sorted(order, key=_entered_as))}
+        self.order = {stage: i for i, stage in enumerate(sorted(order, key=_count_entered))}
         self.stage: dict[str, str] = {}
         self.together = self._together()
 
@@ -262,7 +262,7 @@ class _Assignment:
         reads: dict[str, str] = {}  # what is read from a variable -> its stage; "": several stages read it
         for node in program.nodes:
             if any(r.node in program.variable_of for r in node.inputs):
-                several = len(set(self._marked(reader.name for reader in self._readers(node)))) > 1
+                several = len(set(self._mark(reader.name for reader in self._readers(node)))) > 1
                 reads[node.name] = "" if several else self.stage.get(node.name, "")
             elif node.op in PASSED_ON and node.inputs[0].node in reads:
                 reads[node.name] = reads[node.inputs[0].node]
@@ -324,14 +324,14 @@ class _Assignment:
             else:
                 sparse = [n for n in members if by_name[n].op in READS_ROWS]
                 created = [stage_of(handles[n].scope) for n in members if n in handles]
-                known = [s for s in created if s in self.order] if not self._marked(members) else []
+                known = [s for s in created if s in self.order] if not self._mark(members) else []
                 readers = [r.name for name in members if name not in handles for r in self._readers(by_name[name])]
-                reading = sorted(self._marked(readers), key=self._number)
-                stage = next(iter(self._marked(sparse) + self._marked(members) + known + reading), "")
+                reading = sorted(self._mark(readers), key=self._number)
+                stage = next(iter(self._mark(sparse) + self._mark(members) + known + reading), "")
             for name in members if stage else ():
                 self.stage[name] = stage
 
-    def _marked(self, names: Iterable[str]) -> list[str]:
+    def _mark(self, names: Iterable[str]) -> list[str]:
         return [self.explicit[n] for n in names if n in self.explicit]
 
     def _put(self, name: str, stage: str) -> None:

@@ -12,7 +12,7 @@ from whale.sharding_rules import find_rule
 _POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
 
 
-def taken_by_updates(program: Program, ref: Ref) -> bool:
+def is_taken_by_updates(program: Program, ref: Ref) -> bool:
     """Tells whether an update uses the elements of a tensor one by one, as a gradient that may be clipped or scaled.
 
     On the way the tensor may be sliced for ranks, or gathered from them.
@@ -44,7 +44,7 @@ def is_pointwise(node: Node) -> bool:
     return len(node.outputs) == 1 and isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
 
 
-def leaving(program: Program) -> frozenset[Ref]:
+def find_leaving(program: Program) -> frozenset[Ref]:
     """Returns the tensors that leave ``wh.split`` scopes on the way to the program's results: activations that lead to
     the loss.
 
@@ -62,4 +62,4 @@ def leaving(program: Program) -> frozenset[Ref]:
     for node in program.nodes:
         if node.name in wanted and node.name not in split:
             found |= {r for r in node.inputs if r.node in split and r.node not in program.variable_of}
-    return frozenset(ref for ref in found if not taken_by_updates(program, ref))
+    return frozenset(ref for ref in found if not is_taken_by_updates(program, ref))

@@ -137,12 +137,12 @@ class Candidates:
         forms = self.forms.setdefault(ref, {})
         if placement in forms or len(forms) >= _MOST_FORMS:
             return
-        if isinstance(placement, Shard) and not any(self._within(placement, group) for group in self.region.groups):
+        if isinstance(placement, Shard) and not any(self._is_within(placement, group) for group in self.region.groups):
             return
         forms[placement] = None
         self._waiting.update(self._around.get(ref, ()))
 
-    def _within(self, placement: Shard, group: frozenset[int]) -> bool:
+    def _is_within(self, placement: Shard, group: frozenset[int]) -> bool:
         """Tells whether exactly the ranks of a group have a part each; with few experts, only some of the ranks do."""
         if placement.holders in self._few and placement.holders < group:
             return True
@@ -196,7 +196,7 @@ class Candidates:
             key = (option.inputs, option.outputs)
             if key in options:
                 continue
-            if any(not self._within(p, group) for p in key[0] + key[1] if isinstance(p, Shard)):
+            if any(not self._is_within(p, group) for p in key[0] + key[1] if isinstance(p, Shard)):
                 continue
             options[key] = option
             for ref, p in zip((*node.inputs, *node.list_refs()), option.inputs + option.outputs):
@@ -230,14 +230,14 @@ class Candidates:
             given = self.region.known.get(name)
             candidates: list[Placement] = [given] if given is not None else [B]
             if given is None and self.region.at_rest:
-                candidates += [p for p in self.forms.get(ref, ()) if self._all_take(ref, p)]
+                candidates += [p for p in self.forms.get(ref, ()) if self._can_all_take(ref, p)]
             for p in candidates:
                 self.options[name][(), (p,)] = Strategy((), (p,), "split scope: a variable")
             for reader, i in self.region.program.consumers.get(ref, ()):
                 if reader.name in self.region.nodes:
                     self.keep(reader.name, lambda o, i=i, c=candidates: o.inputs[i] in c)  # type: ignore[misc]
 
-    def _all_take(self, handle: Ref, placement: Placement) -> bool:
+    def _can_all_take(self, handle: Ref, placement: Placement) -> bool:
         for node, i in self.region.program.consumers.get(handle, ()):
             if node.name in self.region.nodes:
                 if not any(o.inputs[i] == placement for o in self.options[node.name].values()):

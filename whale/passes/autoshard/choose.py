@@ -36,7 +36,7 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
     for tensor in tensors:
         if (found := matters.get(shape := tensor.shape)) is None:
             found = matters[shape] = _forms_that_matter(tensor)
-        if (simple := _simplified(tensor, found)) is not None:
+        if (simple := _simplify(tensor, found)) is not None:
             needed.append(simple)
     chosen = eliminate.solve(costs, needed)
     if chosen is None:
@@ -51,7 +51,7 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
     return chosen
 
 
-def _simplified(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int]) -> TensorForms | None:
+def _simplify(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int]) -> TensorForms | None:
     """Drops readers that never cost anything and fixes readers that want one form only; None: no choice affects the
     cost.
     """

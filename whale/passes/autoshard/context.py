@@ -17,7 +17,7 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import Dims
 from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.scopes import context_of
-from whale.passes.autoshard.sequence import RANK, kept_whole
+from whale.passes.autoshard.sequence import RANK, price_kept_whole
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import make_op_view
 
@@ -44,7 +44,7 @@ def context_seeds(
         node = program.by_name[name]
         weights = {i for i, _ in read[name]}
         for ref in (*(r for i, r in enumerate(node.inputs) if i not in weights), *node.list_refs()):
-            behind = _unflattened(program, ref)
+            behind = _unflatten(program, ref)
             shape: Dims = program.find_type(behind).shape or ()
             size = shape[at] if len(shape) >= RANK else None
             if size is not None and size >= len(groups[name]):
@@ -52,7 +52,7 @@ def context_seeds(
     return found
 
 
-def _unflattened(program: Program, ref: Ref) -> Ref:
+def _unflatten(program: Program, ref: Ref) -> Ref:
     """Returns the tensor of rank 3 or more of which a tensor of lower rank is a view; the tensor itself if there is
     none.
     """
@@ -114,7 +114,7 @@ def _note(found: dict[Ref, Placement], refs: Iterable[Ref], placements: Iterable
             found.setdefault(ref, placement)
 
 
-def whole_activations(program: Program, node: Node, carriers: Collection[Ref], option: Strategy) -> float:
+def price_whole_activations(program: Program, node: Node, carriers: Collection[Ref], option: Strategy) -> float:
     """Returns the surcharge of an option that takes whole activations, or produces partial sums of them.
 
     Args:
@@ -122,7 +122,7 @@ def whole_activations(program: Program, node: Node, carriers: Collection[Ref], o
     """
     whole = [ref for ref, p in zip(node.inputs, option.inputs) if isinstance(p, Replicate)]
     whole += [ref for ref, p in zip(node.list_refs(), option.outputs) if isinstance(p, Partial)]
-    return sum(kept_whole(program.find_type(ref)) for ref in whole if ref in carriers)
+    return sum(price_kept_whole(program.find_type(ref)) for ref in whole if ref in carriers)
 
 
 def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:

@@ -11,7 +11,7 @@ from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.resharding_cost import LATENCY, change_cost, compute_cost, exchange_cost, fraction
 from whale.passes.analysis.scopes import context_of
-from whale.passes.autoshard.context import whole_activations
+from whale.passes.autoshard.context import price_whole_activations
 from whale.passes.autoshard.region import SplitRegion
 from whale.passes.autoshard.sequence import surcharge
 from whale.passes.autoshard.tables import is_whole
@@ -37,7 +37,7 @@ def node_costs(
     node = region.nodes.get(name)
     if node is None:
         return [0.0 if isinstance(o.outputs[0], Shard) else _WHOLE_VARIABLE for o in options]
-    flops, touched = region.flops(node), region.touched_bytes(node)
+    flops, touched = region.flops(node), region.count_touched_bytes(node)
     if any(region.communicates(r.node) for r in node.inputs):
         return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
     rule, op = find_rule(node.op), make_op_view(region.program, node, region.parts)
@@ -50,7 +50,7 @@ def node_costs(
         for o in options
     ]
     if context_of(node.scope) is not None:
-        found = [c + whole_activations(region.program, node, region.carriers, o) for c, o in zip(found, options)]
+        found = [c + price_whole_activations(region.program, node, region.carriers, o) for c, o in zip(found, options)]
     if sequences:
         found = [c + surcharge(region.program, node, sequences, o) for c, o in zip(found, options)]
     return found

@@ -26,7 +26,7 @@ from whale.passes.autoshard.costs import node_costs, tensor_forms
 from whale.passes.autoshard.region import SplitRegion
 from whale.passes.autoshard.required_shardings import require_shardings
 from whale.passes.autoshard.sequence import along_sequence, check_sequences
-from whale.passes.autoshard.tables import is_whole, whole_tables
+from whale.passes.autoshard.tables import find_whole_tables, is_whole
 from whale.passes.autoshard.unbounded_expert_rows import refuse_unbounded_expert_rows
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.propagate import NOTHING
@@ -78,34 +78,34 @@ def divide(
                 for name, p in before.variables.items()
                 if isinstance(p, Shard) and is_whole(p)
             }
-            return _among(region, {}, ranks, before.strategies)
-        division = _chosen(region, {})
+            return _choose_among(region, {}, ranks, before.strategies)
+        division = _choose(region, {})
         if any(sequence_of(n.scope) is not None for n in program.nodes):
             shapes = {region.handles[h].type.shape or () for uses in region.weights.values() for _, h in uses}
             wanted = along_sequence(program, region.nodes, region.group, parts, shapes, division.strategies)
-            division = _chosen(region, wanted)
+            division = _choose(region, wanted)
             if region.weights:
                 check_sequences(program, region.nodes.values(), wanted, division.strategies)
         return division
     return Division(held, {name: s.outputs[0] for name, s in held.items()})
 
 
-def _chosen(region: SplitRegion, sequences: Mapping[Ref, Shard]) -> Division:
+def _choose(region: SplitRegion, sequences: Mapping[Ref, Shard]) -> Division:
     """Chooses strategies for all split scopes; ``sequences`` are placements that activations between products should
     have.
 
     Tables are assigned to ranks before it is known which of them are best kept whole; afterwards, these are balanced
     again.
     """
-    tables = whole_tables(region)
-    division = _among(region, sequences, tables)
+    tables = find_whole_tables(region)
+    division = _choose_among(region, sequences, tables)
     whole = {name for name in tables if is_whole(division.variables.get(name))}
     if whole and len(whole) < len(tables):
-        division = _among(region, sequences, whole_tables(region, whole))
+        division = _choose_among(region, sequences, find_whole_tables(region, whole))
     return division
 
 
-def _among(
+def _choose_among(
     region: SplitRegion,
     sequences: Mapping[Ref, Shard],
     tables: Mapping[str, int],
@@ -123,11 +123,11 @@ def _among(
     chosen = choose(costs, tensor_forms(region, number, options, len(tables)))
     strategies = {name: options[name][i] for name, i in zip(names, chosen)}
     variables = {name: strategies[name].outputs[0] for name in region.handles}
-    strategies.update(_behind_tables(region, strategies))
+    strategies.update(_choose_behind_tables(region, strategies))
     return Division(strategies, {name: p for name, p in variables.items() if isinstance(p, Shard)})
 
 
-def _behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
+def _choose_behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
     """Returns strategies, as without tables on single ranks, for outside nodes that read a table's rows from one rank.
 
     Propagation alone would put them, and all nodes behind them, on that rank.

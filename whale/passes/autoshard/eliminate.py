@@ -53,7 +53,7 @@ def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> l
     number = len(tables)
     best: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     for node in order:
-        joined, total = _joined(list(of_node[node].values()), node)
+        joined, total = _join(list(of_node[node].values()), node)
         least, options = _least(total)
         best.append((node, joined, options))
         for key, (nodes, _) in list(of_node[node].items()):
@@ -68,7 +68,7 @@ def solve(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> l
     return chosen
 
 
-def _joined(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.ndarray]:
+def _join(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.ndarray]:
     """Sums the cost tables that contain ``node``; returns (the other nodes, the sum with ``node`` as its first
     dimension).
     """
@@ -140,7 +140,7 @@ class _Elimination:
         for n, others in enumerate(self.near):
             others.discard(n)
         self.bits = [round(math.log2(size) * _OF_A_BIT) for size in sizes]
-        self.fill = [self._missing(around) for around in self.near] if by_fill else []
+        self.fill = [self._count_missing(around) for around in self.near] if by_fill else []
 
     def run(self, most: float) -> _Found | None:
         """Eliminates all nodes and returns the order; None if its tables have ``most`` entries or more."""
@@ -197,7 +197,7 @@ class _Elimination:
         other.add(a)
         return both
 
-    def _missing(self, around: set[int]) -> int:
+    def _count_missing(self, around: set[int]) -> int:
         """Returns the weight of the pairs of these nodes that have no edge."""
         return sum(self.bits[m] * self._weight(around - self.near[m] - {m}) for m in around) // 2
 
@@ -226,7 +226,7 @@ def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Seque
         return np.array(flags).reshape(shape)
 
     forms = dict.fromkeys(q for _, wanted in tensor.readers for q in wanted)
-    asked = {q: _any([along(r, [w == q for w in wanted]) for r, wanted in tensor.readers]) for q in forms}
+    asked = {q: _any_of([along(r, [w == q for w in wanted]) for r, wanted in tensor.readers]) for q in forms}
     values = np.zeros([len(costs[n]) for n in nodes])
     for p in dict.fromkeys(tensor.forms):
         made = along(tensor.producer, [form == p for form in tensor.forms])
@@ -242,7 +242,7 @@ def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Seque
     return values
 
 
-def _any(flags: Sequence[np.ndarray]) -> np.ndarray:
+def _any_of(flags: Sequence[np.ndarray]) -> np.ndarray:
     result = flags[0]
     for one in flags[1:]:
         result = result | one

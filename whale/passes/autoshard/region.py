@@ -73,7 +73,7 @@ class SplitRegion:
         group = self.group[name]
         return shard(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
 
-    def touched_bytes(self, node: Node) -> int:
+    def count_touched_bytes(self, node: Node) -> int:
         """Returns the bytes of a node's operands and results."""
         return sum(self.program.find_type(r).bytes for r in node.inputs) + sum(t.bytes for t in node.outputs)
 
@@ -114,17 +114,17 @@ class SplitRegion:
     def _weights(self) -> dict[str, list[tuple[int, str]]]:
         """Maps products and lookups to (operand computed from variables of rank 2 or more only; handles of these)."""
         found: dict[str, list[tuple[int, str]]] = {}
-        alone = self._made_from_weights()
+        alone = self._find_made_from_weights()
         for node in self.nodes.values():
             lookup = node.op in ROW_LOOKUPS
             if not lookup and not self.flops(node):
                 continue
             for i, ref in enumerate(node.inputs[:1] if lookup else node.inputs):
                 if ref.node in alone:
-                    found.setdefault(node.name, []).extend((i, handle) for handle in self._behind(ref))
+                    found.setdefault(node.name, []).extend((i, handle) for handle in self._find_weights_behind(ref))
         return {name: uses for name, uses in found.items() if uses}
 
-    def _made_from_weights(self) -> set[str]:
+    def _find_made_from_weights(self) -> set[str]:
         """Returns variables, constants, and nodes computed from these alone: normalised or scaled weights, and their
         sums.
 
@@ -141,7 +141,7 @@ class SplitRegion:
                     found.add(node.name)
         return found
 
-    def _behind(self, ref: Ref) -> list[str]:
+    def _find_weights_behind(self, ref: Ref) -> list[str]:
         """Returns the weights from which a tensor is computed element by element, without those that products and
         lookups read.
 

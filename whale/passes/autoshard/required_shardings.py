@@ -71,13 +71,13 @@ def require_shardings(region: SplitRegion, candidates: Candidates) -> None:
             candidates.keep(name, lambda o: any(isinstance(p, Shard) for p in o.inputs + o.outputs))
     for path, something in divided.items():
         if not something:
-            raise _nothing(region, path)
+            raise _make_nothing_error(region, path)
     # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a
     # batch is computed on, some scope must have. Those that something else decides on, as a branch that updates them,
     # are read whole.
     batch = any(isinstance(p, Shard) for p in region.outside.produced.values())
     if not divided and not region.layers and batch and not _reads_variables(region):
-        raise _nothing(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
+        raise _make_nothing_error(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
 
 
 def _reads_variables(region: SplitRegion) -> bool:
@@ -125,7 +125,7 @@ def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str,
     )
 
 
-def _nothing(region: SplitRegion, scope: str) -> PlanError:
+def _make_nothing_error(region: SplitRegion, scope: str) -> PlanError:
     parts = len(ranks_of_scope(scope) or range(region.parts))
     ranks = f"over {parts} ranks"
     rows: dict[str, str] = {}

@@ -61,11 +61,11 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Shard], option:
         if (along := wanted.get(ref)) is None or (isinstance(placement, Shard) and placement.dim == along.dim):
             continue
         if not (isinstance(placement, Partial) and node.op in VIEWS):
-            found += kept_whole(program.find_type(ref))
+            found += price_kept_whole(program.find_type(ref))
     return found
 
 
-def kept_whole(activation: TensorType) -> float:
+def price_kept_whole(activation: TensorType) -> float:
     """Returns the surcharge of an activation that is not divided along its sequence: the cost of sending it several
     times.
     """

@@ -21,7 +21,7 @@ from whale.passes.analysis.scopes import split_scope
 from whale.passes.autoshard.region import SplitRegion
 
 
-def whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> dict[str, int]:
+def find_whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> dict[str, int]:
     """Maps the handles of tables that may be whole on one rank to that rank.
 
     Such tables are read by lookups alone, under scopes that name no dimension and no ranks, or one rank. Where earlier
@@ -33,7 +33,7 @@ def whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> di
     if not region.tables:
         return {}
     lookups = _lookups(region)
-    placed = {name: rank for name in lookups if (rank := _given(region, name, lookups[name])) is not None}
+    placed = {name: rank for name in lookups if (rank := _find_given_rank(region, name, lookups[name])) is not None}
     free = {
         name: (region.handles[name].type.bytes, sum(region.nodes[reader].outputs[0].bytes for reader in readers))
         for name, readers in lookups.items()
@@ -83,7 +83,7 @@ def _reads_rows(region: SplitRegion, name: str, handle: str) -> bool:
     return ids.is_static and bool(ids.shape) and table.is_static and node.outputs[0].is_static
 
 
-def _given(region: SplitRegion, handle: str, lookups: Collection[str]) -> int | None:
+def _find_given_rank(region: SplitRegion, handle: str, lookups: Collection[str]) -> int | None:
     """Returns the rank that already has the table, or that the scopes of all its lookups name; else None."""
     known = region.known.get(handle)
     if isinstance(known, Shard) and is_whole(known):

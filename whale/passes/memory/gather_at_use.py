@@ -16,7 +16,7 @@ from whale.ir.program import Node, Program, Ref, remove_unread
 from whale.ir.values import DType, Func
 from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.analysis.state import is_model
-from whale.passes.memory.zero import gathered_type
+from whale.passes.memory.zero import find_gathered_type
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
     position = {node.name: i for i, node in enumerate(program.nodes)}
     kept = {c for n in program.nodes for c in n.controls} | {*program.effects, *(r.node for r in program.outputs)}
     reads = [node for node in program.nodes if node.op == "ReadVariableOp" and node.inputs]
-    large = [node for node in reads if gathered_type(program, node.inputs[0], min_bytes) is not None]
+    large = [node for node in reads if find_gathered_type(program, node.inputs[0], min_bytes) is not None]
     uses = [use for node in large for use in _uses(program, node, (), kept) if not _is_of_parts(program, use.reader)]
     if not uses:
         return program

@@ -17,7 +17,7 @@ from whale.ir.marks import NO_MARKS
 from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, Tensor, TensorType
-from whale.passes.memory.zero import gathered_type
+from whale.passes.memory.zero import find_gathered_type
 from whale.sharding_rules.graph import list_called_functions
 
 
@@ -33,9 +33,9 @@ def hoist_reads(program: Program, min_bytes: int) -> Program:
     for node in program.nodes:
         if not handles.keys().isdisjoint(node.inputs):
             node = replace(node, inputs=tuple(handles.get(r, r) for r in node.inputs))
-        if node.op == "VariableShape" and (kind := gathered_type(program, node.inputs[0], min_bytes)) is not None:
+        if node.op == "VariableShape" and (kind := find_gathered_type(program, node.inputs[0], min_bytes)) is not None:
             node = _shape(node, kind)
-        types = {i: gathered_type(program, node.inputs[i], min_bytes) for i in _operands(node)}
+        types = {i: find_gathered_type(program, node.inputs[i], min_bytes) for i in _operands(node)}
         kinds = {i: kind for i, kind in types.items() if kind is not None and _is_only_read(program, node, i)}
         operands = list(node.inputs)
         for i, kind in kinds.items():
@@ -47,7 +47,7 @@ def hoist_reads(program: Program, min_bytes: int) -> Program:
             operands[i] = Ref(read.name)
             if node.op in LOOPS:
                 handles[Ref(node.name, i)] = node.inputs[i]
-        nodes.append(_given(replace(node, inputs=tuple(operands)), kinds, functions) if kinds else node)
+        nodes.append(_adapt(replace(node, inputs=tuple(operands)), kinds, functions) if kinds else node)
     return program.replace_nodes(tuple(nodes), functions=functions)
 
 
@@ -89,7 +89,7 @@ def _shape(node: Node, kind: TensorType) -> Node:
     return Node(node.name, "Const", (), node.controls, {"dtype": DType(t.dtype), "value": value}, (t,), node.scope)
 
 
-def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
+def _adapt(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
     """Adapts a loop or branch, and its functions, to operands (the numbers in ``kinds``) that are now values instead of
     handles.
     """
@@ -105,7 +105,7 @@ def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Progra
         outputs = tuple(kinds.get(i, t) for i, t in enumerate(outputs))
         attrs["output_shapes"] = tuple(Shape(t.shape) for t in outputs)
 
-    def renamed(func: Func) -> Func:
+    def rename(func: Func) -> Func:
         name = f"{func.name}/of/{node.name}"
         if name not in functions:
             function = functions[func.name]
@@ -115,9 +115,9 @@ def _given(node: Node, kinds: dict[int, TensorType], functions: dict[str, Progra
 
     for key, value in node.attrs.items():
         if isinstance(value, Func):
-            attrs[key] = renamed(value)
+            attrs[key] = rename(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Func):
-            attrs[key] = tuple(map(renamed, value))
+            attrs[key] = tuple(map(rename, value))
     return replace(node, attrs=attrs, outputs=outputs)
 
 
@@ -136,14 +136,14 @@ def _with_values(function: Program, arguments: dict[str, TensorType], functions:
         elif inner and node.op == "VariableShape":
             node = _shape(node, inner[0])
         elif inner:
-            node = _given(node, inner, functions)
+            node = _adapt(node, inner, functions)
             values.update((Ref(node.name, i), kind) for i, kind in inner.items() if node.op in LOOPS)
         nodes.append(node)
-    effects = _without(function.effects, nodes)
+    effects = _drop_effects(function.effects, nodes)
     return replace(function, nodes=tuple(nodes), effects=effects)
 
 
-def _without(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
+def _drop_effects(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
     """Drops effects of nodes that now only pass a value on or yield a constant, and need not be executed any more."""
     plain = {n.name for n in nodes if n.op in ("Identity", "Const") and not n.stateful}
     return tuple(name for name in effects if name not in plain)

@@ -44,7 +44,7 @@ _BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
 _RUNS_PARTS = BRANCHES | CALLS  # some nodes of their functions may be computed there
 
 
-def offloaded(program: Program, level: str) -> tuple[str, ...]:
+def find_offloaded(program: Program, level: str) -> tuple[str, ...]:
     """Returns the handle nodes of the variables to offload to the host's memory; what one op updates stays together.
 
     Raises:
@@ -129,7 +129,7 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
             readers = [r for r in use.graph.consumers.get(Ref(node.name), ()) if r[0].op not in ASKS_SHAPE]
         by_rows = [r for r, i in readers if r.op in ROW_LOOKUPS and i == 0]
         whole = [r for r, _ in readers if r not in by_rows]
-        inside = _looked_up_in(program, node)
+        inside = _find_looked_up(program, node)
         for i, handle in ((i, h) for i, h in enumerate(use.handles) if h):
             if (node.op in READS_ROWS or by_rows or i in inside) and len(
                 program.variable_of[handle].type.shape or ()
@@ -143,7 +143,7 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
     return {v.name: needed_by[v.node] for v in left}
 
 
-def _looked_up_in(program: Program, loop: Node) -> set[int]:
+def _find_looked_up(program: Program, loop: Node) -> set[int]:
     """Returns those operands of a loop in which its functions look rows up."""
     bodies = [program.functions[f.name] for f in list_called_functions(loop)] if loop.op in LOOPS else []
     gathers = [(body, node) for body in bodies for node in body.nodes if node.op in READS_ROWS]
@@ -189,7 +189,7 @@ def _is_call(node: Node) -> bool:
     return node.op in HAS_BODIES or any(True for _ in iterate_function_refs(node))
 
 
-def _computed_there(program: Program, handles: Collection[str]) -> set[str]:
+def _find_computed_on_host(program: Program, handles: Collection[str]) -> set[str]:
     """Returns the nodes to compute on the host: those that use an offloaded variable, its state, and cheap producers.
 
     The last are nodes that are computed for these alone and would have more bytes to move behind them than before them.
@@ -258,7 +258,7 @@ class _Crossings:
 
     def __init__(self, program: Program, handles: Collection[str], inside: bool):
         self.program, self.handles, self.inside = program, handles, inside
-        self.there = _computed_there(program, handles)
+        self.there = _find_computed_on_host(program, handles)
         self.nodes: list[Node] = []
         self.made: dict[tuple[Ref, bool], Ref] = {}
         self.functions = dict(program.functions)
@@ -328,4 +328,4 @@ class _Crossings:
 
 
 def _on_host(node: Node) -> Node:
-    return node.marked(on_host=True)
+    return node.with_marks(on_host=True)

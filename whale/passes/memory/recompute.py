@@ -47,7 +47,7 @@ def recompute(program: Program, kind: str) -> Program:
     forward = _Forward(program)
     if not forward.backward or any(n.marks.recomputed for n in program.nodes):
         return program  # no gradients, or done before
-    ways = {"marked": forward.marked, "auto": forward.chosen, "stage": forward.sent}
+    ways = {"marked": forward.number_marked, "auto": forward.choose, "stage": forward.number_sent}
     numbers = ways[kind]()
     if kind == "stage" and not numbers:
         raise PlanError(
@@ -87,10 +87,10 @@ class _Forward:
                 self.fixed.add(node.name)
             elif not node.stateful and node.op != "Placeholder" and self.fixed.issuperset(reads):
                 self.fixed.add(node.name)
-        self.drawn = self._drawn()
+        self.drawn = self._find_drawn()
         self.twice = {n.name for n in program.nodes if self._may_run_twice(n)}
 
-    def _drawn(self) -> set[str]:
+    def _find_drawn(self) -> set[str]:
         """Returns nodes computed from random numbers only, such as dropout masks."""
         found: set[str] = set()
         for node in self.program.nodes:
@@ -113,7 +113,7 @@ class _Forward:
         types = [*node.outputs, *map(self.program.find_type, node.inputs)]
         return not any(t.dtype in UNMOVABLE for t in types)
 
-    def marked(self) -> dict[str, int]:
+    def number_marked(self) -> dict[str, int]:
         """Returns the user's checkpoints, numbered in program order, with nodes that only pass a checkpoint on.
 
         Raises:
@@ -161,7 +161,7 @@ class _Forward:
                 level[name] = max((level[r] + (r in behind) for r in reads), default=0)
         return found
 
-    def sent(self) -> dict[str, int]:
+    def number_sent(self) -> dict[str, int]:
         """Returns the tensors that a stage sends to another one, numbered by stage in program order."""
         found: dict[str, int] = {}
         numbers: dict[str, int] = {}
@@ -174,7 +174,7 @@ class _Forward:
                 found[node.name] = numbers.setdefault(stage, len(numbers))
         return found
 
-    def chosen(self) -> dict[str, int]:
+    def choose(self) -> dict[str, int]:
         """Chooses the checkpoints with the lowest peak memory: all tensors alive at some points of the forward pass."""
         nodes = [n for n in self.program.nodes if n.name not in self.backward and n.name not in self.fixed]
         place = {n.name: i for i, n in enumerate(nodes)}
@@ -197,7 +197,7 @@ class _Forward:
         best, least = list[int](), sum(held)
         for count in range(2, _MOST_SEGMENTS + 1):
             cuts = _cuts(held, alive, sum(held) / count)
-            most = _held_at_most(held, alive, cuts)
+            most = _peak_held(held, alive, cuts)
             if most < least:
                 best, least = cuts, most
         found: dict[str, int] = {}
@@ -228,7 +228,7 @@ def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
     return found
 
 
-def _held_at_most(held: list[int], alive: list[int], cuts: list[int]) -> int:
+def _peak_held(held: list[int], alive: list[int], cuts: list[int]) -> int:
     """Returns the peak bytes of the checkpoints so far and one recomputed segment."""
     most = checkpoints = start = 0
     for cut in (*cuts, len(held) - 1):
@@ -264,13 +264,13 @@ class _Copies:
         segments = [s for number, names in wanted.items() if (s := self._segment(number, names)) is not None]
         copied = {n.name for s in segments for n in s.nodes}
 
-        def of_ref(ref: Ref) -> Ref:
+        def rewrite_ref(ref: Ref) -> Ref:
             return Ref(_copy(ref.node), ref.index) if ref.node in copied else ref
 
         before: dict[int, list[Node]] = {}
         for s in segments:
             for node in s.nodes:
-                inputs = tuple(map(of_ref, node.inputs))
+                inputs = tuple(map(rewrite_ref, node.inputs))
                 # The others wait for what they read.
                 controls = node.controls if inputs != node.inputs else (*node.controls, *s.waits_for)
                 copy = replace(
@@ -285,7 +285,7 @@ class _Copies:
         for i, node in enumerate(self.program.nodes):
             nodes.update((copy.name, copy) for copy in before.get(i, ()))
             if node.name in self.forward.backward:
-                node = replace(node, inputs=tuple(map(of_ref, node.inputs)))
+                node = replace(node, inputs=tuple(map(rewrite_ref, node.inputs)))
             nodes[node.name] = node
         return self.program.replace_nodes(sort_nodes(nodes))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from cost_model.graph.peak_memory import held
+from cost_model.graph.peak_memory import simulate_held
 from cost_model.kernels.gpu_memory import nccl_bytes
 from cost_model.kernels.loop_counts import count_executions
 from whale.ir.program import Program, Ref
@@ -33,12 +33,12 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
         tensors = {ref: number[kind] for ref, kind in tensor_kinds(graph).items()}
         return tensors, {handle: number[kind] for handle, kind in variable_kinds(graph).items()}
 
-    found = held(program, rank, size, len(_KINDS), kinds_of, number["buffers"], counted_from_bytes)
+    found = simulate_held(program, rank, size, len(_KINDS), kinds_of, number["buffers"], counted_from_bytes)
     by_name = dict(zip(_KINDS, found.at_peak))
     return {name: by_name[name] for name in CATEGORIES}
 
 
-def taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
+def predict_taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
     """Returns the peak of `step_bytes` with NCCL's memory on the rank's GPU added as a category."""
     return step_bytes(program, rank, settings.size) | nccl_memory(program, rank, settings)
 
@@ -52,16 +52,16 @@ def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str
     return {"NCCL": nccl_bytes(*partners(program, rank, settings.size), os.environ)}
 
 
-def at_most_bytes(program: Program, rank: int, settings: PlanSettings) -> int:
+def predict_at_most_bytes(program: Program, rank: int, settings: PlanSettings) -> int:
     """Returns an upper bound on the memory of ``rank``: all tensors of a step at once, fragmented to twice their size,
     and NCCL.
 
     It needs no simulation.
     """
-    called = (times * _all_bytes(program.functions[name]) for name, times in count_executions(program).items())
-    tensors = 2 * (_all_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
+    called = (times * _sum_bytes(program.functions[name]) for name, times in count_executions(program).items())
+    tensors = 2 * (_sum_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))
     return tensors + sum(nccl_memory(program, rank, settings).values())
 
 
-def _all_bytes(program: Program) -> int:
+def _sum_bytes(program: Program) -> int:
     return sum(t.bytes for node in program.nodes for t in node.outputs)

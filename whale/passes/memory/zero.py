@@ -64,7 +64,7 @@ def state_at_rest(
     for use in iterate_variable_uses(program):
         for name in {name for name in use.handles if name in variables}:
             uses[name].append(use)
-    for group in _updated_together(uses):
+    for group in _group_updated_together(uses):
         if all(name in known for name in group):
             continue
         is_weight = weights and all(_is_number(variables[name]) for name in group)
@@ -93,7 +93,7 @@ def _read_by_layers(program: Program) -> set[str]:
     return leading_to(program, lambda n: n.name in fetched or (is_model(program, n) and n.op not in LOOKUPS))
 
 
-def gathered_type(program: Program, handle: Ref, min_bytes: int) -> TensorType | None:
+def find_gathered_type(program: Program, handle: Ref, min_bytes: int) -> TensorType | None:
     """Returns the type of a variable that may be split as a weight and gathered where it is read; None if it may
     not.
     """
@@ -129,7 +129,7 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
                 )
 
 
-def _updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
+def _group_updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
     """Groups variables that one op updates, and which therefore need one layout."""
     group_of = {name: [name] for name in uses}
     for use in chain.from_iterable(uses.values()):

@@ -100,7 +100,7 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
     """Removes nodes from split scopes if the user did not put them there and they also contribute to other
     variables.
     """
-    served = _served(program, of_variable)
+    served = _map_served(program, of_variable)
     reads: dict[str, str] = {}
     for node in program.nodes:
         found = [of_variable.get(r.node) or reads.get(r.node, "") for r in node.inputs]
@@ -111,11 +111,11 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
             if not own and _is_between(program, node, scope[node.name]):
                 continue
             serves = served[node.name]
-            made = _between(program, node, scope, serves)
+            made = _find_scope_between(program, node, scope, serves)
             scope[node.name] = own or made or (next(iter(serves)) if len(serves) == 1 else "")
 
 
-def _between(program: Program, node: Node, scope: Mapping[str, str], serves: Collection[str]) -> str:
+def _find_scope_between(program: Program, node: Node, scope: Mapping[str, str], serves: Collection[str]) -> str:
     """Returns the split scope that all operands of a node come from, if the node contributes to updates only; else "".
 
     Gradients from the parts of a layer are added up by nodes without a scope. With the layout of these gradients, they
@@ -135,7 +135,7 @@ def _is_between(program: Program, node: Node, path: str) -> bool:
     return bool(node.inputs and readers) and all(other == path for other in near)
 
 
-def _served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
+def _map_served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
     """Maps each node to the scopes of the variables whose updates it contributes to; "" stands for any other use.
 
     For a variable without a scope (an optimizer's), the uses of its readers count.
@@ -186,9 +186,9 @@ def mark_flattened(program: Program) -> Program:
     that no interleaved layout arises where rows, columns or heads are divided.
     """
 
-    def marked(node: Node) -> Node:
+    def mark(node: Node) -> Node:
         if node.op != "Reshape" or context_of(node.scope) is None:
             return node
-        return node.marked(cut_in_runs=True)
+        return node.with_marks(cut_in_runs=True)
 
-    return program.replace_nodes(tuple(map(marked, program.nodes)))
+    return program.replace_nodes(tuple(map(mark, program.nodes)))

@@ -61,7 +61,7 @@ def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
     return in_rings(program, large, scores_bytes) if large else program
 
 
-def for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
+def choose_for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
     """Names the attentions for which a ring is best, of those under scopes that divide the sequence on every layer.
 
     A ring moves (p-1)(K + V) bytes forward and twice that backward; an all-to-all from sequence to heads moves

@@ -22,7 +22,7 @@ def asks_for_xla(call: Node) -> bool:
     return bool(call.attrs.get(COMPILED))
 
 
-def marked(program: Program) -> Program:
+def mark_compiled(program: Program) -> Program:
     """Marks nodes in the body of a compiled function; functions called from it are not changed."""
     if not any(map(_needs_xla, program.nodes)):
         return program
@@ -31,7 +31,7 @@ def marked(program: Program) -> Program:
     )
 
 
-def called_from(program: Program, functions: Mapping[str, Program]) -> set[str]:
+def list_called(program: Program, functions: Mapping[str, Program]) -> set[str]:
     """Returns the names of the functions that loops and branches of ``program`` run, including nested ones."""
     found: set[str] = set()
     bodies = [program]

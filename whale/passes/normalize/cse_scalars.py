@@ -21,7 +21,7 @@ def share_scalars(program: Program) -> Program:
     these return the value from the beginning of the step. Nodes of different scopes are not merged, since each has its
     stage.
     """
-    behind = _behind_updates(program)
+    behind = _find_behind_updates(program)
     handles = program.variable_of
     known: dict[Hashable, Ref] = {}
     scalars: set[Ref] = set()
@@ -47,7 +47,7 @@ def share_scalars(program: Program) -> Program:
     return rewire(program, {n.name: n for n in program.nodes if n.name not in gone}, moved)
 
 
-def _behind_updates(program: Program) -> set[str]:
+def _find_behind_updates(program: Program) -> set[str]:
     """Returns the names of the nodes from which updates are computed element by element, and of the scalars they
     use.
     """

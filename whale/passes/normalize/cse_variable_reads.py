@@ -28,17 +28,17 @@ def merge_reads(program: Program) -> Program:
     if not served:
         return program
 
-    def of_ref(ref: Ref) -> Ref:
+    def rewrite_ref(ref: Ref) -> Ref:
         return Ref(served[ref.node], ref.index) if ref.node in served else ref
 
     nodes = tuple(
         replace(
             node,
-            inputs=tuple(map(of_ref, node.inputs)),
+            inputs=tuple(map(rewrite_ref, node.inputs)),
             controls=tuple(dict.fromkeys(served.get(c, c) for c in node.controls)),
         )
         for node in program.nodes
         if node.name not in served
     )
     effects = tuple(dict.fromkeys(served.get(name, name) for name in program.effects))
-    return program.replace_nodes(nodes, outputs=tuple(map(of_ref, program.outputs)), effects=effects)
+    return program.replace_nodes(nodes, outputs=tuple(map(rewrite_ref, program.outputs)), effects=effects)

@@ -8,7 +8,7 @@ from whale.errors import ProgramError
 from whale.ir.ops import CALLS
 from whale.ir.program import Node, Program, Ref, iterate_function_refs, sort_nodes
 from whale.ir.values import TensorType
-from whale.passes.normalize.compiled import asks_for_xla, called_from, marked
+from whale.passes.normalize.compiled import asks_for_xla, list_called, mark_compiled
 
 
 def inline(program: Program) -> Program:
@@ -45,7 +45,7 @@ class _Inliner:
                     if func.name in program.functions and func.name not in kept:
                         kept[func.name] = self._function(func.name, node)
                         pending.append(kept[func.name])
-        return replace(flat, functions={n: marked(f) if n in self.compiled else f for n, f in kept.items()})
+        return replace(flat, functions={n: mark_compiled(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:
         """Returns the function ``name`` after inlining the calls in its body."""
@@ -77,8 +77,8 @@ class _Inliner:
             if node.op in CALLS:
                 body = self._function(node.attrs["f"].name, node)
                 if asks_for_xla(node):
-                    self.compiled |= called_from(body, self.program.functions)
-                    body = marked(body)
+                    self.compiled |= list_called(body, self.program.functions)
+                    body = mark_compiled(body)
                 splice.call(node, body)
             else:
                 splice.keep(node)
@@ -177,7 +177,7 @@ class _Splice:
         if node is None:
             return
         own = node.outputs[result.index]
-        better = _merged(own, wanted)
+        better = _merge(own, wanted)
         if better != own:
             outputs = (*node.outputs[: result.index], better, *node.outputs[result.index + 1 :])
             self.nodes[result.node] = replace(node, outputs=outputs)
@@ -193,7 +193,7 @@ class _Splice:
         )
 
 
-def _merged(own: TensorType, other: TensorType) -> TensorType:
+def _merge(own: TensorType, other: TensorType) -> TensorType:
     if own.shape is None:
         return TensorType(own.dtype, other.shape)
     if other.shape is None or len(other.shape) != len(own.shape):

@@ -76,7 +76,7 @@ class _Skipper:
         self.nodes: dict[str, Node] = {}
 
     def run(self) -> Program:
-        behind = self._behind({n.name for n in self.gradients})
+        behind = self._find_dependents({n.name for n in self.gradients})
         skipped = behind | self._counters(behind)
         skipped |= self._steps(skipped)
         answer = self._answer()
@@ -84,7 +84,7 @@ class _Skipper:
             inputs = tuple(answer if self.program.by_name[r.node].marks.all_finite else r for r in node.inputs)
             node = replace(node, inputs=inputs)
             if node.name in skipped and self._updates(node):
-                node = self._skipped(node, answer)
+                node = self._skip(node, answer)
             self.nodes[node.name] = node
         asked = {n.name for n in self.program.nodes if n.marks.all_finite}
         outputs = tuple(answer if r.node in asked else r for r in self.program.outputs)
@@ -94,7 +94,7 @@ class _Skipper:
         handles = [r for r in node.inputs if r.node in self.program.variable_of]
         return bool(handles) and node.op not in READS
 
-    def _behind(self, names: Collection[str]) -> set[str]:
+    def _find_dependents(self, names: Collection[str]) -> set[str]:
         """Returns the nodes that depend on ``names``, by operands or by a variable that is read after its update."""
         found = set(names)
         for node in self.program.nodes:
@@ -120,7 +120,7 @@ class _Skipper:
         for node in self.program.nodes:
             if any(r.node in fed for r in node.inputs):
                 fed.add(node.name)
-        told = self._behind({n.name for n in self.program.nodes if n.marks.all_finite})
+        told = self._find_dependents({n.name for n in self.program.nodes if n.marks.all_finite})
         read = {
             n.inputs[0].node for n in self.program.nodes if n.op == "ReadVariableOp" and n.name in for_updates
         }  # fmt: skip
@@ -165,7 +165,7 @@ class _Skipper:
             found = Ref(f"{_NAME}/and_{i}")
         return found
 
-    def _skipped(self, node: Node, answer: Ref) -> Node:
+    def _skip(self, node: Node, answer: Ref) -> Node:
         if node.op in _NEUTRAL:
             return self._changing_nothing(node, answer)
         if node.op not in ADDS and node.op != _ASSIGNED:

@@ -29,14 +29,14 @@ _BETWEEN = VIEWS | frozenset(
 )
 
 
-def mixed_precision(program: Program, low_dtype: str) -> Program:
+def lower_precision(program: Program, low_dtype: str) -> Program:
     """Computes the float32 products of ``program``, and the ops between two of them, in ``low_dtype``."""
-    bodies = {name: _of_graph(body, low_dtype) for name, body in program.functions.items()}
-    return replace(_of_graph(program, low_dtype), functions=bodies)
+    bodies = {name: _lower_graph(body, low_dtype) for name, body in program.functions.items()}
+    return replace(_lower_graph(program, low_dtype), functions=bodies)
 
 
-def _of_graph(program: Program, low_dtype: str) -> Program:
-    low = _computed_low(program)
+def _lower_graph(program: Program, low_dtype: str) -> Program:
+    low = _find_low(program)
     if not low:
         return program
     nodes: dict[str, Node] = {}
@@ -69,7 +69,7 @@ def _of_graph(program: Program, low_dtype: str) -> Program:
     return replace(program, nodes=tuple(nodes.values()), outputs=fetched)
 
 
-def _computed_low(program: Program) -> set[str]:
+def _find_low(program: Program) -> set[str]:
     """Returns the nodes that are computed in 16 bits."""
     fitting = {n.name: n for n in program.nodes if n.attrs.get("T") == _WIDE and not n.marks.full_precision}
     products = {name for name, node in fitting.items() if node.op in _PRODUCTS}

@@ -19,17 +19,17 @@ def mark_streams(program: Program) -> Program:
     Operations that XLA compiles draw other numbers, and are not marked.
     """
 
-    def marked(graph: Program, path: str) -> Program:
+    def mark_graph(graph: Program, path: str) -> Program:
         if not any(node.op in DRAWS for node in graph.nodes):
             return graph
-        return graph.replace_nodes(tuple(_marked(node, path) for node in graph.nodes), functions=graph.functions)
+        return graph.replace_nodes(tuple(_mark_node(node, path) for node in graph.nodes), functions=graph.functions)
 
-    functions = {name: marked(body, f"{name}/") for name, body in program.functions.items()}
-    return replace(marked(program, ""), functions=functions)
+    functions = {name: mark_graph(body, f"{name}/") for name, body in program.functions.items()}
+    return replace(mark_graph(program, ""), functions=functions)
 
 
-def _marked(node: Node, path: str) -> Node:
+def _mark_node(node: Node, path: str) -> Node:
     seeded = node.op in DRAWS and (node.attrs.get("seed") or node.attrs.get("seed2"))
     if not seeded or node.attrs.get(COMPILED):
         return node
-    return node.marked(stream=path + node.name)
+    return node.with_marks(stream=path + node.name)

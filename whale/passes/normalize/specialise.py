@@ -22,20 +22,20 @@ def specialise(program: Program) -> Program:
     source = dict(program.functions)
     kept: dict[str, str] = {}
 
-    def of_graph(graph: Program, prefix: str) -> Program:
+    def copy_graph(graph: Program, prefix: str) -> Program:
         source.update(graph.functions)
-        return replace(graph, nodes=tuple(of_node(n, prefix) for n in graph.nodes), functions={})
+        return replace(graph, nodes=tuple(copy_node(n, prefix) for n in graph.nodes), functions={})
 
     def own(func: Func, name: str) -> Func:
         if func.name not in source:
             return func
-        functions[name] = replace(of_graph(source[func.name], name + "/"), name=name)
+        functions[name] = replace(copy_graph(source[func.name], name + "/"), name=name)
         return replace(func, name=name)
 
-    def of_value(value: Any, name: str) -> Any:
+    def copy_value(value: Any, name: str) -> Any:
         """Renames the functions in ``value``, and copies each of them once, unchanged."""
         if isinstance(value, tuple):
-            return tuple(of_value(item, f"{name}{i}") for i, item in enumerate(value))
+            return tuple(copy_value(item, f"{name}{i}") for i, item in enumerate(value))
         if not isinstance(value, Func) or value.name not in source:
             return value
         if value.name not in kept:
@@ -46,11 +46,11 @@ def specialise(program: Program) -> Program:
 
     def with_kept(node: Node, prefix: str) -> Node:
         changes = {
-            key: of_value(node.attrs[key], f"{prefix}{node.name}/{key}") for key, _ in iterate_function_refs(node)
+            key: copy_value(node.attrs[key], f"{prefix}{node.name}/{key}") for key, _ in iterate_function_refs(node)
         }
         return replace(node, attrs={**node.attrs, **changes}) if changes else node
 
-    def of_node(node: Node, prefix: str) -> Node:
+    def copy_node(node: Node, prefix: str) -> Node:
         changes: dict[str, object] = {}
         if node.op not in HAS_BODIES:
             return with_kept(node, prefix)
@@ -62,7 +62,7 @@ def specialise(program: Program) -> Program:
                 changes[key] = own(value, name)
         return replace(node, attrs={**node.attrs, **changes}) if changes else node
 
-    main = of_graph(program, "")
+    main = copy_graph(program, "")
     return replace(main, functions=functions)
 
 

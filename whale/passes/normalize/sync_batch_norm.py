@@ -92,7 +92,7 @@ def _forward(emit: _Emitter) -> list[Ref]:
     running = [mean, corrected]
     if share != 1.0:
         running = [
-            _mixed(emit, name, new, old, share)
+            _mix(emit, name, new, old, share)
             for name, new, old in zip(("mean", "variance"), running, node.inputs[3:5], strict=True)
         ]
     return [y, *running, mean, variance, *emit.rest(5)]
@@ -103,7 +103,7 @@ def _reciprocal_deviation(emit: _Emitter, variance: Ref) -> Ref:
     return emit.add("reciprocal_deviation", "Rsqrt", (padded,), (emit.channels,))
 
 
-def _mixed(emit: _Emitter, name: str, new: Ref, old: Ref, share: float) -> Ref:
+def _mix(emit: _Emitter, name: str, new: Ref, old: Ref, share: float) -> Ref:
     """Computes ``share * new + (1 - share) * old``."""
     a = emit.binary(f"{name}_new", "Mul", new, emit.scalar(f"{name}_share", share))
     b = emit.binary(f"{name}_old", "Mul", old, emit.scalar(f"{name}_rest", 1.0 - share))

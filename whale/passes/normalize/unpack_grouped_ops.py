@@ -27,16 +27,16 @@ def unpack(program: Program) -> Program:
     """
     functions = dict(program.functions)
 
-    def of_graph(graph: Program) -> Program:
+    def unpack_graph(graph: Program) -> Program:
         while True:
             slot = next(iter(_slots(graph, functions)), None)
             if slot is None:
                 return graph
-            graph = _without(graph, functions, slot)
+            graph = _replace_slot(graph, functions, slot)
 
-    main = of_graph(program)
+    main = unpack_graph(program)
     for name in program.functions:
-        functions[name] = of_graph(functions[name])
+        functions[name] = unpack_graph(functions[name])
     return program if main is program and functions == program.functions else prune(replace(main, functions=functions))
 
 
@@ -65,14 +65,14 @@ def _slots(graph: Program, functions: Mapping[str, Program]) -> list[_Slot]:
         for index, out in enumerate(node.outputs):
             if out.dtype != "variant":
                 continue
-            saved = [_held(body, body.outputs[index]) for body in bodies]
+            saved = [_find_contents(body, body.outputs[index]) for body in bodies]
             readers = _readers(graph, functions, node, index, saved)
             if readers is not None and any(saved):
                 found.append(_Slot(node.name, index, tuple(s or () for s in saved), readers))
     return found
 
 
-def _held(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
+def _find_contents(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
     """Returns the contents of the optional ``ref``, () for an empty one; None if it is produced otherwise."""
     node = _origin(body, ref)
     if node.op == "OptionalNone":
@@ -131,7 +131,7 @@ def _only_gets(body: Program, argument: int, values: int) -> bool:
     return True
 
 
-def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Program:
+def _replace_slot(graph: Program, functions: dict[str, Program], slot: _Slot) -> Program:
     """Replaces the slot in ``graph`` and ``functions``: the first value takes its place, the others are appended."""
     producer = graph.by_name[slot.producer]
     names = [f.name for f in list_called_functions(producer)]
@@ -146,11 +146,11 @@ def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Prog
             if owner == a:
                 outputs[place] = ref
             else:
-                added = _nothing(f"{slot.producer.rpartition('/')[2]}/unused_{slot.index}_{place}", t)
+                added = _make_nothing(f"{slot.producer.rpartition('/')[2]}/unused_{slot.index}_{place}", t)
                 nodes += added
                 outputs[place] = Ref(added[-1].name)
         functions[name] = prune(replace(body, nodes=tuple(nodes), outputs=tuple(outputs)))
-    results = _placed(producer.outputs, places, [t for _, _, t in values])
+    results = _insert(producer.outputs, places, [t for _, _, t in values])
     attrs = {**producer.attrs, "Tout": tuple(DType(t.dtype) for t in results),
              "output_shapes": tuple(Shape(t.shape) for t in results)}  # fmt: skip
     changed = {producer.name: replace(producer, attrs=attrs, outputs=results)}
@@ -160,15 +160,15 @@ def _without(graph: Program, functions: dict[str, Program], slot: _Slot) -> Prog
         at = [argument, *range(total, total + len(values) - 1)]
         for a, func in enumerate(list_called_functions(node)):
             mine = [i for i, (owner, _, _) in enumerate(values) if owner == a]
-            functions[func.name] = _taking(functions[func.name], argument - 1, [t for _, _, t in values], mine)
-        inputs = _placed(node.inputs, at, [Ref(producer.name, p) for p in places])
-        kinds = _placed(node.attrs["Tin"], [i - 1 for i in at], [DType(t.dtype) for _, _, t in values])
+            functions[func.name] = _add_arguments(functions[func.name], argument - 1, [t for _, _, t in values], mine)
+        inputs = _insert(node.inputs, at, [Ref(producer.name, p) for p in places])
+        kinds = _insert(node.attrs["Tin"], [i - 1 for i in at], [DType(t.dtype) for _, _, t in values])
         kept = {k: v for k, v in node.attrs.items() if k != "_read_only_resource_inputs"}
         changed[reader] = replace(node, inputs=inputs, attrs={**kept, "Tin": kinds})
     return graph.replace_nodes(tuple(changed.get(n.name, n) for n in graph.nodes))
 
 
-def _placed(items: tuple, places: list[int], values: list) -> tuple:
+def _insert(items: tuple, places: list[int], values: list) -> tuple:
     """Returns ``items`` with ``values`` inserted: the first one replaces the item at the first of ``places``, the
     others are appended.
     """
@@ -178,7 +178,7 @@ def _placed(items: tuple, places: list[int], values: list) -> tuple:
     return tuple(result)
 
 
-def _taking(body: Program, argument: int, types: list[TensorType], mine: list[int]) -> Program:
+def _add_arguments(body: Program, argument: int, types: list[TensorType], mine: list[int]) -> Program:
     """Gives ``body`` tensors of ``types`` for the optional ``argument``; the body reads those numbered ``mine``."""
     old = body.inputs[argument]
     fresh = _fresh_names(body)
@@ -196,16 +196,16 @@ def _taking(body: Program, argument: int, types: list[TensorType], mine: list[in
                 passed.add(node.name)
             else:
                 moved.update({Ref(node.name, i): Ref(names[m]) for i, m in enumerate(mine)})
-    kept = [_moved(n, moved, gone) for n in body.nodes if n.name not in gone]
+    kept = [_read_arguments(n, moved, gone) for n in body.nodes if n.name not in gone]
     return replace(
         body,
         nodes=(*arguments, *kept),
-        inputs=_placed(body.inputs, [argument, *range(len(body.inputs), len(body.inputs) + len(types) - 1)], names),
+        inputs=_insert(body.inputs, [argument, *range(len(body.inputs), len(body.inputs) + len(types) - 1)], names),
         outputs=tuple(moved.get(r, r) for r in body.outputs),
     )
 
 
-def _moved(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
+def _read_arguments(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
     """Makes a node read arguments instead of values taken from optionals, without control inputs from the removed
     nodes.
     """
@@ -228,7 +228,7 @@ def _fresh_names(body: Program) -> Callable[[str], str]:
     return fresh
 
 
-def _nothing(name: str, t: TensorType) -> list[Node]:
+def _make_nothing(name: str, t: TensorType) -> list[Node]:
     """Creates nodes that yield zeros, or an empty optional for lists and optionals; the last node has the result."""
     if t.dtype == "variant":
         return [Node(name, "OptionalNone", outputs=(t,))]

@@ -33,9 +33,9 @@ def softmax(emit: NodeEmitter) -> list[Ref]:
     shape = require_static_shape(node.outputs[-1])
     if require_static_shape(emit.type_of(x)) != shape:
         x = emit.add("spread_logits", "BroadcastTo", (x, _ints(emit, "shape", shape)), shape, Tidx=DType("int32"))
-    z = emit.binary("shifted", "Sub", x, _over_classes(emit, "whale_max", "Max", x))
+    z = emit.binary("shifted", "Sub", x, _reduce_over_classes(emit, "whale_max", "Max", x))
     e = emit.add("exp", "Exp", (z,), shape)
-    s = _over_classes(emit, "sum", "Sum", e)
+    s = _reduce_over_classes(emit, "sum", "Sum", e)
     if node.op == "Softmax":
         return [emit.cast("softmax", emit.binary("ratio", "RealDiv", e, s), kind)]
     log = emit.add("log", "Log", (s,), (*shape[:-1], 1))
@@ -84,7 +84,7 @@ def _compare(emit: NodeEmitter, name: str, op: str, labels: Ref, bound: int) -> 
     return emit.node_of(name, op, (labels, limit), TensorType("bool", t.shape), {"T": DType(t.dtype)})
 
 
-def _over_classes(emit: NodeEmitter, name: str, op: str, x: Ref) -> Ref:
+def _reduce_over_classes(emit: NodeEmitter, name: str, op: str, x: Ref) -> Ref:
     return emit.reduce_over(name, op, x, (len(require_static_shape(emit.type_of(x))) - 1,), keep=True)
 
 

@@ -46,7 +46,7 @@ def loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk
         inner = walk(body.name, state, free)
         outs = [inner.layout.place(r) for r in function.outputs]
         joined = [
-            s if lock else at_next_turn(s, o, t.dtype, f) for s, o, t, f, lock in zip(state, outs, types, free, locked)
+            s if lock else join_turns(s, o, t.dtype, f) for s, o, t, f, lock in zip(state, outs, types, free, locked)
         ]
         if joined == state:
             break
@@ -96,7 +96,7 @@ def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wa
     outputs: list[Placement] = []
     for i, out in enumerate(node.outputs):
         options = [b.layout.place(root.functions[n].outputs[i]) for b, n in zip(inner, functions)]
-        outputs.append(B if graph.is_whole(Ref(node.name, i)) else behind_branches(options, out.dtype))
+        outputs.append(B if graph.is_whole(Ref(node.name, i)) else join_branches(options, out.dtype))
         for body, name in zip(inner, functions):
             also = (graph.name, Ref(node.name, i))
             body.need(root.functions[name].outputs[i], outputs[i], node, (also,))
@@ -106,7 +106,7 @@ def branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wa
     return Strategy((B, *arguments), tuple(outputs), "branch")
 
 
-def at_next_turn(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:
+def join_turns(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:
     """Returns the placement of a loop variable in the next iteration when it enters as ``state`` and the body yields
     ``out``.
     """
@@ -121,7 +121,7 @@ def at_next_turn(state: Placement, out: Placement, dtype: str, free: bool) -> Pl
     return state if type(state) is Shard else B
 
 
-def behind_branches(options: Sequence[Placement], dtype: str) -> Placement:
+def join_branches(options: Sequence[Placement], dtype: str) -> Placement:
     """Returns the placement in which a result leaves a conditional whose branches yield it as ``options``."""
     first = options[0]
     if all(o == first for o in options):

@@ -15,7 +15,7 @@ from whale.passes.propagation.propagate import NOTHING, propagate
 from whale.passes.propagation.reference_plan import ReferencePlan
 
 
-def settled_layouts(
+def settle_layouts(
     program: Program,
     parts: int,
     batch: Mapping[str, Placement],

@@ -34,7 +34,7 @@ class GraphLayout:
         return self.preferred.get(ref) or self.produced[ref]
 
 
-def fetched(program: Program, produced: Mapping[Ref, Placement]) -> tuple[Placement, ...]:
+def fetch_placements(program: Program, produced: Mapping[Ref, Placement]) -> tuple[Placement, ...]:
     """Returns the placements in which a program's outputs are wanted: replicated, except for tensors that cannot be
     sent.
     """

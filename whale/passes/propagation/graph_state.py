@@ -60,12 +60,12 @@ class GraphState:
         self.remakable: set[Ref] = set()
         self.origins: dict[Ref, tuple[Shard, ...]] = {}
 
-    def seen(self, node: Node) -> list[Placement]:
+    def find_operands(self, node: Node) -> list[Placement]:
         """Returns the placements in which a node finds its operands."""
         layout = self.layout
         found = [layout.preferred.get(r) or layout.produced[r] for r in node.inputs]
         if self.axis.groups.active:
-            found = [self.axis.groups.placed(node.scope, p) for p in found]
+            found = [self.axis.groups.place(node.scope, p) for p in found]
         return found
 
     def is_whole(self, ref: Ref) -> bool:

@@ -51,7 +51,7 @@ class Network:
                         found.append(other)
             yield found
 
-    def reached(self, members: Iterable[Hashable], source: Hashable, sink: Hashable) -> set[Hashable]:
+    def find_reachable(self, members: Iterable[Hashable], source: Hashable, sink: Hashable) -> set[Hashable]:
         """Returns the source side of a minimum cut among ``members``; of several minimum cuts, the nearest to
         ``source``.
 

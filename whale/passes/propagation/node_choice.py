@@ -48,7 +48,7 @@ class NodeChoice:
         """
         whole = not node.stateful and _WHOLE.issuperset(map(type, current))
         if whole and (not self._may_be_divided(node) if like is None else _is_whole(like)):
-            return self.all_broadcast(node)
+            return self.replicate(node)
         key = self._key(node) if like is None else None
         if key is None:
             return self.choose(node, current, like)
@@ -87,7 +87,7 @@ class NodeChoice:
         key += [id(kind) for kind in node.outputs]
         return tuple(key)
 
-    def all_broadcast(self, node: Node) -> Strategy:
+    def replicate(self, node: Node) -> Strategy:
         """Replicates a node whose operands are replicated."""
         key = (len(node.inputs), len(node.outputs))
         found = self._replicated.get(key)
@@ -106,7 +106,7 @@ class NodeChoice:
         rule = find_rule(node.op)
         op = make_op_view(self.state.program, node, self.state.parts)
         if is_list_op(node) and FIRST not in current:
-            return self._of_lists(node, current)
+            return self._choose_for_lists(node, current)
         if any(p == FIRST and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):
             return self.state.on_first_rank(node, "reads what only the first rank has")
         if rule is None:
@@ -130,21 +130,21 @@ class NodeChoice:
         touched = sum(t.bytes for t in op.inputs) + sum(t.bytes for t in node.outputs)
         flops = count_matmul_flops(node, op.inputs)
         if rule is not None and like is None and not node.stateful:
-            options = [*options, *self._by_rows(rule, op, current, options)]
+            options = [*options, *self._split_by_rows(rule, op, current, options)]
             if rule.routes is not None:
-                options += [o for o in self._exchanging(rule, rule.routes, op, current) if o not in options]
+                options += [o for o in self._exchange_rows(rule, rule.routes, op, current) if o not in options]
                 if not rule.routes.table_type(op).is_static:
                     # The other strategies, whose bytes only the run knows, all move the whole table.
                     options = [o for o in options if rule.is_exchanging_rows(op, o)] or options
         if like is not None:
-            divided = self._divided(node, rule, op) if flops else []
+            divided = self._divide_product(node, rule, op) if flops else []
             if rule is not None:
                 divided += rule.strategies(op, _as_in(like, op, current))
             options = [o for o in (*options, *divided) if same_kind(o, like)] or options
         elif flops:
             # Dividing the products is what the scopes ask for; a small one must not be computed on every rank
             # because its gradient would be cheaper to make twice than to move.
-            options = [o for o in options if _divides(o)] or self._divided(node, rule, op) or options
+            options = [o for o in options if _divides(o)] or self._divide_product(node, rule, op) or options
         best, best_cost = None, INFINITE
         for option in options:
             cost = self.cost(node, option, touched, flops)
@@ -166,7 +166,7 @@ class NodeChoice:
             return False
         return count_matmul_flops(node, [self.state.program.find_type(r) for r in node.inputs]) > 0
 
-    def _by_rows(
+    def _split_by_rows(
         self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
     ) -> list[Strategy]:
         """Returns strategies that split an operand by rows although it is split along another dimension.
@@ -185,7 +185,9 @@ class NodeChoice:
                 found.update((o, None) for o in rule.strategies(op, [*current[:i], cut, *current[i + 1 :]]))
         return [o for o in found if o not in options]
 
-    def _exchanging(self, rule: LineRule, rows: Rows, op: OpView, current: Sequence[Placement]) -> dict[Strategy, None]:
+    def _exchange_rows(
+        self, rule: LineRule, rows: Rows, op: OpView, current: Sequence[Placement]
+    ) -> dict[Strategy, None]:
         """Returns strategies that exchange rows by their ids and do not follow from the placements of the operands.
 
         Replicated ids are cut as for other nodes that read them, as the rows are wanted, or as the batch. If
@@ -195,7 +197,7 @@ class NodeChoice:
         ids = op.inputs[rows.ids]
         if not ids.is_static or not ids.shape:
             return found
-        wanted, cuts = self._wanted(op), {current[rows.ids]: None}
+        wanted, cuts = self._find_wanted(op), {current[rows.ids]: None}
         if isinstance(current[rows.ids], Replicate):
             strategies = self.state.layout.strategies
             for reader, i in self.state.program.consumers.get(op.node.inputs[rows.ids], ()):
@@ -210,7 +212,7 @@ class NodeChoice:
                 found.update((o, None) for o in rule.strategies(op, lie, (result,)) if rule.is_exchanging_rows(op, o))
         return found
 
-    def _wanted(self, op: OpView) -> dict[Placement, None]:
+    def _find_wanted(self, op: OpView) -> dict[Placement, None]:
         """Returns the placements in which nodes with fixed strategies want a result, and the batch's if it has as many
         rows.
         """
@@ -233,7 +235,7 @@ class NodeChoice:
                 return shard(0, tuple(n * more // less for n in s.sizes), s.blocks)
         return shard(0, divide_evenly(rows, self.state.parts))
 
-    def _divided(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
+    def _divide_product(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
         """Returns strategies that divide a product whose operands are replicated or partial, but computed from the
         batch.
         """
@@ -262,7 +264,7 @@ class NodeChoice:
             shard(dim, alike[0].sizes, alike[0].blocks) if alike else shard(dim, divide_evenly(size, self.state.parts))
         )
 
-    def _of_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
+    def _choose_for_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
         """Returns the strategy for lists that are passed on, zeroed or added: the same placement for operands and
         result.
         """

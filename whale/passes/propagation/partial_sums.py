@@ -172,5 +172,5 @@ def _broadcast_side(network: Network, members: Sequence[Hashable]) -> list[str]:
         return []
     if not any(_SINK in network.after[m] for m in members) or not any(m in made for m in members):
         return [] if any(m in made for m in members) else ops
-    reached = network.reached(members, _SOURCE, _SINK)
+    reached = network.find_reachable(members, _SOURCE, _SINK)
     return [name for name in ops if name not in reached]

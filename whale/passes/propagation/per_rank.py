@@ -72,7 +72,7 @@ class PerRankRows:
         rule = find_rule(node.op) if self.semantics.streams else None
         return rule is not None and rule.local_stream != ""
 
-    def kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
+    def find_kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
         """Returns the placement in which readers see a mean over rows that remains per rank."""
         ref = Ref(node.name)
         known = self.semantics.statistics
@@ -109,7 +109,7 @@ class PerRankRows:
             rows = self.rows.get(size or 0)
             if rows is None:
                 continue
-            wanted = self.groups.placed(op.node.scope, shard(dim, rows.sizes, rows.blocks))
+            wanted = self.groups.place(op.node.scope, shard(dim, rows.sizes, rows.blocks))
             for option in rule.strategies(op, current, (wanted,)):
                 if option.outputs == (wanted,):
                     return option

@@ -20,9 +20,9 @@ from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.program import Node, Program, Ref
 from whale.passes.analysis.rank_groups import RankGroups
 from whale.passes.analysis.scopes import split_scope
-from whale.passes.analysis.uses import leaving
+from whale.passes.analysis.uses import find_leaving
 from whale.passes.propagation.control_flow import branch, loop
-from whale.passes.propagation.graph_layout import GraphLayout, fetched
+from whale.passes.propagation.graph_layout import GraphLayout, fetch_placements
 from whale.passes.propagation.graph_state import Axis, GraphState
 from whale.passes.propagation.node_choice import NodeChoice
 from whale.passes.propagation.per_rank import AS_ONE_DEVICE, Semantics
@@ -94,7 +94,7 @@ def _propagate(
     Propagation(main, NodeChoice(main, fixed), fixed, gathered, sliced, model).run()
     for ref in program.outputs:
         main.need(ref, B, program.by_name[ref.node])
-    layout.outputs = fetched(program, layout.produced)
+    layout.outputs = fetch_placements(program, layout.produced)
     return {**axis.layouts, "": layout}
 
 
@@ -121,7 +121,7 @@ class Propagation:
         self.model = model
         # An axis that divides no rows divides nothing outside of its scopes: what stands there is computed on every
         # rank, from activations that are whole.
-        self.leaving = leaving(state.program) if not state.axis.rows and not state.name else frozenset[Ref]()
+        self.leaving = find_leaving(state.program) if not state.axis.rows and not state.name else frozenset[Ref]()
 
     def run(self) -> None:
         """Decides about every node that has no strategy yet, in topological order."""
@@ -132,7 +132,7 @@ class Propagation:
         for node in state.program.nodes:
             if node.name in strategies:
                 continue
-            current = state.seen(node)
+            current = state.find_operands(node)
             given = self.fixed.get(node.name)
             if given is None and self.model is not None:
                 given = self.model.exact(state.program, state.name, node)
@@ -147,7 +147,7 @@ class Propagation:
             elif node.op in BRANCHES:
                 strategy = branch(state, node, current, self._walk)
             else:
-                like = self.model.alike(state.name, node) if self.model is not None else None
+                like = self.model.find_like(state.name, node) if self.model is not None else None
                 strategy = self.choice.strategy(node, current, like)
             strategies[node.name] = strategy
             for i, placement in enumerate(strategy.outputs):
@@ -157,7 +157,7 @@ class Propagation:
             if node.name in self.sliced and strategy.outputs == (B,):
                 preferred[Ref(node.name)] = self.sliced[node.name]
             if given is None and statistics:
-                preferred.update(per_rank.kept(node, strategy))
+                preferred.update(per_rank.find_kept(node, strategy))
             if self.leaving:
                 preferred.update((ref, B) for ref in node.list_refs() if ref in self.leaving)
             if self.gathered and self._is_gathered(node, given is not None):

@@ -9,7 +9,7 @@ from whale.ir.layout import Placement, Replicate, Shard, Strategy, find_multiple
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.propagation.graph_layout import GraphLayout, fetched
+from whale.passes.propagation.graph_layout import GraphLayout, fetch_placements
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.base import replace_per_rank
 from whale.sharding_rules.graph import make_op_view
@@ -33,7 +33,7 @@ class ReferencePlan:
         It is if the tensors have the split sizes, or this program's rows where the other program has rows. Loops and
         branches are propagated again, with their bodies.
         """
-        found = self.alike(graph, node)
+        found = self.find_like(graph, node)
         if found is None or node.op in HAS_BODIES:
             return None
         if any(t.dtype == "variant" for t in node.outputs):
@@ -50,7 +50,7 @@ class ReferencePlan:
         along_axis = bool(node.marks.axis)  # its parts go to other groups, which have them as the first one has
         placements: list[Placement] = []
         for t, p in zip(types, found.inputs + found.outputs):
-            here = _of_nothing(p, t) or (p if along_axis or not self.rows else self._here(p, t))
+            here = _find_empty_split(p, t) or (p if along_axis or not self.rows else self._here(p, t))
             if here is None or not _fits(here, t):
                 return None
             placements.append(here)
@@ -70,12 +70,12 @@ class ReferencePlan:
         strategies: dict[str, Strategy] = {}
         produced: dict[Ref, Placement] = {}
         for node in part.nodes:
-            found = ends.get(node.name) or self.alike("", node)
+            found = ends.get(node.name) or self.find_like("", node)
             if found is None or node.op in HAS_BODIES or len(found.inputs) != len(node.inputs):
                 return None
             strategies[node.name] = found
             produced.update(zip(node.list_refs(), found.outputs))
-        return GraphLayout(strategies, produced, outputs=fetched(part, produced))
+        return GraphLayout(strategies, produced, outputs=fetch_placements(part, produced))
 
     def _here(self, p: Placement, t: TensorType) -> Placement | None:
         """Translates a placement from the other program to this one; None if it is unclear whether the split dimension
@@ -106,12 +106,12 @@ class ReferencePlan:
         inputs, outputs = (tuple(map(replace_per_rank, side)) for side in (found.inputs, found.outputs))
         return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
 
-    def alike(self, graph: str, node: Node) -> Strategy | None:
+    def find_like(self, graph: str, node: Node) -> Strategy | None:
         """Returns the other program's strategy for the node, whatever the sizes."""
         return self.strategies.get(graph, {}).get(node.name)
 
 
-def _of_nothing(p: Placement, t: TensorType) -> Shard | None:
+def _find_empty_split(p: Placement, t: TensorType) -> Shard | None:
     """Returns the split for a tensor that is empty in this program along the split dimension; None if it is not
     empty.
     """

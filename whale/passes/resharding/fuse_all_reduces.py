@@ -14,7 +14,7 @@ from dataclasses import replace
 from whale.ir.layout import Partial, PerRank, Placement, Replicate, Shard
 from whale.ir.plan import Reshard
 from whale.ir.program import Program, Ref
-from whale.passes.analysis.uses import taken_by_updates
+from whale.passes.analysis.uses import is_taken_by_updates
 from whale.passes.propagation.graph_layout import GraphLayout
 
 
@@ -48,7 +48,7 @@ def fuse_all_reduces(
             kind = (graph, depth[r.key], tensor.dtype, what, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
                 continue
-            if microbatched and not (is_all_reduce(r) and taken_by_updates(body, r.ref)):
+            if microbatched and not (is_all_reduce(r) and is_taken_by_updates(body, r.ref)):
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from whale.ir.ops import ALL_REDUCE
 from whale.ir.program import Node, Program, Ref, rewire
 from whale.ir.values import group_by_bytes
-from whale.passes.analysis.uses import taken_by_updates
+from whale.passes.analysis.uses import is_taken_by_updates
 
 
 def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
@@ -28,7 +28,7 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
       axes: the ranks that reduce along each axis, or along several; the same axes in the same order on all of these.
     """
     for ranks in axes:
-        program = _joined(program, _along(program, group_bytes, order, ranks))
+        program = _join(program, _along(program, group_bytes, order, ranks))
     return program
 
 
@@ -58,7 +58,10 @@ def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: 
 def _may_join(program: Program, node: Node, group_bytes: int) -> bool:
     t = node.outputs[0]
     return (
-        len(node.outputs) == 1 and t.is_static and t.bytes <= group_bytes and taken_by_updates(program, Ref(node.name))
+        len(node.outputs) == 1
+        and t.is_static
+        and t.bytes <= group_bytes
+        and is_taken_by_updates(program, Ref(node.name))
     )
 
 
@@ -67,7 +70,7 @@ def _place(node: Node, order: Mapping[str, int]) -> tuple[int, str]:
     return order.get(key.partition("@")[0], len(order)), key
 
 
-def _joined(program: Program, groups: list[list[Node]]) -> Program:
+def _join(program: Program, groups: list[list[Node]]) -> Program:
     if not groups:
         return program
     results: dict[Ref, Ref] = {}

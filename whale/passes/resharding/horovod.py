@@ -74,13 +74,13 @@ def horovod_can(program: Program, r: Reshard) -> bool:
 
 def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> tuple[Reshard, ...]:
     """Assigns those sums of ``reshards`` to Horovod that no other data movement depends on."""
-    moves_after = waited_for(program, layout, reshards)
+    moves_after = find_waited_for(program, layout, reshards)
     return tuple(
         replace(r, backend="horovod") if horovod_can(program, r) and r.key not in moves_after else r for r in reshards
     )
 
 
-def waited_for(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> set[str]:
+def find_waited_for(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> set[str]:
     """Returns the keys of the step's reshards from which a path leads to another one that moves data."""
     mine = [r for r in reshards if r.graph == ""]
     by_target = {(r.ref, r.target): r for r in mine}

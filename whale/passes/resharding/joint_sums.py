@@ -60,11 +60,11 @@ def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
     """Merges sums along ``axis`` in one rank's program into those with ``keys``, which then are along both axes."""
     if not keys:
         return program
-    functions = {name: _joined(body, keys, axis) for name, body in program.functions.items()}
-    return replace(_joined(program, keys, axis), functions=functions)
+    functions = {name: _join(body, keys, axis) for name, body in program.functions.items()}
+    return replace(_join(program, keys, axis), functions=functions)
 
 
-def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
+def _join(program: Program, keys: Collection[str], axis: str) -> Program:
     moved: dict[Ref, Ref] = {}
     over: dict[str, Node] = {}
     left: dict[str, list[int]] = {}  # sum along the axis -> the operands that it keeps
@@ -80,7 +80,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
                 one = behind
             else:
                 continue
-            over[one.name] = one.marked(axis=(*axes_of_sum(one), axis))
+            over[one.name] = one.with_marks(axis=(*axes_of_sum(one), axis))
             moved[made] = operand
             left.setdefault(node.name, list(range(len(node.inputs) - 1))).remove(i)
     if not moved:
@@ -92,7 +92,7 @@ def _joined(program: Program, keys: Collection[str], axis: str) -> Program:
     for node in program.nodes:
         if node.name not in gone:
             node = over.get(node.name, node)
-            nodes[node.name] = _with(node, left[node.name]) if node.name in left else node
+            nodes[node.name] = _restrict(node, left[node.name]) if node.name in left else node
     effects = tuple(e for e in program.effects if e not in gone)
     return rewire(replace(program, effects=effects), nodes, moved)
 
@@ -108,7 +108,7 @@ def _only_reader(program: Program, ref: Ref) -> Node | None:
     return readers[0][0] if len(readers) == 1 and ref not in program.outputs else None
 
 
-def _with(node: Node, kept: Collection[int]) -> Node:
+def _restrict(node: Node, kept: Collection[int]) -> Node:
     """Restricts a sum to some of its tensors."""
     return replace(
         node,

@@ -53,26 +53,26 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
     Args:
       comm: name of the communicator.
     """
-    direct = _called_directly(program)
+    direct = _find_called_directly(program)
 
-    def of_graph(graph: Program) -> Program:
+    def rewrite_graph(graph: Program) -> Program:
         return graph.replace_nodes(tuple(_on_device(n, comm, rank) if _why_not(n) == "" else n for n in graph.nodes))
 
-    functions = {name: of_graph(body) if name in direct else body for name, body in program.functions.items()}
-    return _without_handles(replace(of_graph(program), functions=functions), direct)
+    functions = {name: rewrite_graph(body) if name in direct else body for name, body in program.functions.items()}
+    return _drop_handles(replace(rewrite_graph(program), functions=functions), direct)
 
 
-def told_apart(program: Program, backend: str) -> Program:
+def mark_device_exchanges(program: Program, backend: str) -> Program:
     """Marks the communication that ``backend`` lets devices carry out, in a rank's program with its micro-batches
     unrolled.
     """
     if backend not in DEVICE_BACKENDS:
         return program
-    marked = (n.marked(device_backend=backend) if _why_not(n) == "" else n for n in program.nodes)
+    marked = (n.with_marks(device_backend=backend) if _why_not(n) == "" else n for n in program.nodes)
     return program.replace_nodes(tuple(marked))
 
 
-def _without_handles(program: Program, direct: frozenset[str]) -> Program:
+def _drop_handles(program: Program, direct: frozenset[str]) -> Program:
     """Removes handles of a communicator from calls of ``program`` whose function does not use them any more.
 
     TensorFlow would place the call, and all nodes of the function, where the handle is: on the host.
@@ -88,7 +88,7 @@ def _without_handles(program: Program, direct: frozenset[str]) -> Program:
             nodes = tuple(node for node in body.nodes if node.name not in gone)
             functions[name] = replace(body, nodes=nodes, inputs=tuple(i for i in body.inputs if i not in gone))
 
-    def of_node(node: Node) -> Node:
+    def rewrite_node(node: Node) -> Node:
         function = node.attrs.get("f") if node.op in CALLS else None
         if not isinstance(function, Func) or function.name not in kept:
             return node
@@ -96,14 +96,14 @@ def _without_handles(program: Program, direct: frozenset[str]) -> Program:
         types = [node.attrs["Tin"][k] for k in kept[function.name]]
         return replace(node, inputs=tuple(inputs), attrs={**node.attrs, "Tin": tuple(types)})
 
-    def of_graph(graph: Program) -> Program:
-        nodes = tuple(map(of_node, graph.nodes))
+    def rewrite_graph(graph: Program) -> Program:
+        nodes = tuple(map(rewrite_node, graph.nodes))
         used = {ref.node for n in nodes for ref in n.inputs} | {name for n in nodes for name in n.controls}
         used |= {ref.node for ref in graph.outputs} | set(graph.effects)
         return graph.replace_nodes(tuple(n for n in nodes if n.op != _COMMUNICATOR or n.name in used))
 
-    shorter = replace(of_graph(program), functions={name: of_graph(body) for name, body in functions.items()})
-    return _without_handles(shorter, direct) if kept else shorter  # callers may have got them as operands, too
+    shorter = replace(rewrite_graph(program), functions={name: rewrite_graph(body) for name, body in functions.items()})
+    return _drop_handles(shorter, direct) if kept else shorter  # callers may have got them as operands, too
 
 
 def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
@@ -114,7 +114,7 @@ def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
     """
     groups: set[tuple[int, ...]] = set()
     peers: set[int] = set()
-    for graph in (program, *(program.functions[name] for name in _called_directly(program))):
+    for graph in (program, *(program.functions[name] for name in _find_called_directly(program))):
         for node in graph.nodes:
             if _why_not(node):
                 continue
@@ -134,7 +134,7 @@ def host_exchanges(program: Program) -> Iterator[HostExchange]:
     Args:
       program: the rank's program before `on_devices`.
     """
-    direct = _called_directly(program)
+    direct = _find_called_directly(program)
     for name, graph in {"": program, **program.functions}.items():
         for node in graph.nodes:
             if node.op in EXCHANGES:
@@ -143,7 +143,7 @@ def host_exchanges(program: Program) -> Iterator[HostExchange]:
                     yield HostExchange(name, node, why)
 
 
-def _called_directly(program: Program) -> frozenset[str]:
+def _find_called_directly(program: Program) -> frozenset[str]:
     """Returns the functions that are only called, directly or nested: bodies of micro-batches, not of loops and
     branches.
     """

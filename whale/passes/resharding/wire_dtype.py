@@ -17,9 +17,9 @@ from whale.ir.ops import REF_UPDATES, UPDATES
 from whale.ir.plan import Reshard
 from whale.ir.program import Program
 from whale.ir.values import TensorType
-from whale.passes.analysis.uses import taken_by_updates
+from whale.passes.analysis.uses import is_taken_by_updates
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.passes.resharding.horovod import waited_for
+from whale.passes.resharding.horovod import find_waited_for
 
 _UPDATES = UPDATES | REF_UPDATES
 
@@ -39,17 +39,17 @@ def narrow(
     program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...], dtype: str, size: int
 ) -> tuple[Reshard, ...]:
     """Makes the gradients' sums among ``reshards`` travel as ``dtype``, over ``size`` ranks."""
-    moves_after = waited_for(program, layout, reshards)
+    moves_after = find_waited_for(program, layout, reshards)
     updating: set[str] = set()
     for node in reversed(program.nodes):
         if node.op in _UPDATES or node.name in updating:
             updating.update(ref.node for ref in node.inputs)
 
-    def narrowed(r: Reshard) -> Reshard:
+    def narrow_one(r: Reshard) -> Reshard:
         if not can_narrow(program, r) or r.ref.node not in updating:
             return r
         scattered = isinstance(r.target, Shard)  # weights are gathered after an update of their parts
-        if (scattered and not taken_by_updates(program, r.ref)) or (not scattered and r.key in moves_after):
+        if (scattered and not is_taken_by_updates(program, r.ref)) or (not scattered and r.key in moves_after):
             return r
         tensor = program.find_type(r.ref)
         if tensor.shape == ():
@@ -57,7 +57,7 @@ def narrow(
         r = replace(r, wire_dtype=dtype)
         return replace(r, bytes=reshard_bytes(r, tensor, size))
 
-    return tuple(map(narrowed, reshards))
+    return tuple(map(narrow_one, reshards))
 
 
 def reshard_bytes(r: Reshard, tensor: TensorType, size: int) -> int:

@@ -28,8 +28,8 @@ def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[
     found: dict[tuple[str, str, str], list[int]] = {}  # by op, dtype, where: how many, bytes whose number is known
     for program in programs:
         for name, graph in {"": program, **program.functions}.items():
-            where = "" if not name or name in _called(program) else ", in a loop or a branch: bytes of one round"
-            for node, moved_bytes in _of_graph(graph, has_kernel):
+            where = "" if not name or name in _find_called(program) else ", in a loop or a branch: bytes of one round"
+            for node, moved_bytes in _find_in_graph(graph, has_kernel):
                 dtype = str(node.attrs.get("T", node.outputs[0].dtype if node.outputs else ""))
                 entry = found.setdefault((node.op, dtype, where), [0, 0])
                 entry[0] += 1
@@ -42,14 +42,14 @@ def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[
     return lines
 
 
-def _called(program: Program) -> frozenset[str]:
+def _find_called(program: Program) -> frozenset[str]:
     """Returns the functions that call ops run: once per call, unlike the bodies of loops."""
     graphs = (program, *program.functions.values())
     calls = (n.attrs.get("f") for g in graphs for n in g.nodes if n.op in CALLS)
     return frozenset(f.name for f in calls if isinstance(f, Func))
 
 
-def _of_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
+def _find_in_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
     """Returns the graph's nodes without a kernel, each with the bytes that are copied for it."""
 
     def computes(node: Node) -> bool:

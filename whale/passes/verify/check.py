@@ -344,7 +344,7 @@ def _check_order(program: Program, graph: str, plan: Plan) -> None:
 
     moved = {r.ref for r in plan.reshards if r.graph == graph}
 
-    def behind(ref: Ref, placement: Placement) -> str | int:
+    def find_waited_for(ref: Ref, placement: Placement) -> str | int:
         """Returns what an operand waits for: its producer, or the fused group that reduces it."""
         if ref not in moved:
             return ref.node
@@ -363,7 +363,7 @@ def _check_order(program: Program, graph: str, plan: Plan) -> None:
     waiting: dict[str | int, list[str | int]] = {}
     for node in program.nodes:
         operands = zip(node.inputs, strategies[node.name].inputs)
-        waits[node.name] = {behind(r, p) for r, p in operands}.union(node.controls)
+        waits[node.name] = {find_waited_for(r, p) for r, p in operands}.union(node.controls)
         ready: list[str | int] = [node.name]
         while ready:
             one = ready.pop()

@@ -21,7 +21,7 @@ MOST_ALTERNATIVES = 6
 SHOWN_STEPS = 5  # steps of a chain that are shown, beside its end
 
 
-def explained(program: Program, plan: Plan, pattern: str) -> list[str]:
+def explain_matches(program: Program, plan: Plan, pattern: str) -> list[str]:
     """Describes the operations that a pattern matches, with the chain back to the batch and the alternatives.
 
     Args:
@@ -97,11 +97,11 @@ def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
             continue
     rows = []
     work = fraction(chosen.inputs + chosen.outputs)
-    own = _moved(program, plan, node, made, chosen)
+    own = _count_moved(program, plan, node, made, chosen)
     for option in options:
         if option.inputs == chosen.inputs and option.outputs == chosen.outputs:
             continue
-        sent = _moved(program, plan, node, made, option)
+        sent = _count_moved(program, plan, node, made, option)
         if sent is None or own is None:
             continue
         times = fraction(option.inputs + option.outputs) / work
@@ -130,7 +130,7 @@ def _starts(
                 yield one
 
 
-def _moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], option: Strategy) -> int | None:
+def _count_moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], option: Strategy) -> int | None:
     """Returns the bytes that a step moves for the operation's operands and the readers of its results; None if
     impossible.
     """

@@ -47,7 +47,7 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
     return tuple(found)
 
 
-def routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> dict[str, int]:
+def count_routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> dict[str, int]:
     """Returns the nodes that exchange rows of a table by their ids, with the bytes that they are expected to move."""
     found = {}
     for graph, layout in layouts.items():
@@ -80,7 +80,7 @@ def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) 
     return divided, total
 
 
-def unruled(program: Program, layouts: Mapping[str, GraphLayout], reshards: Iterable[Reshard]) -> dict[str, int]:
+def count_unruled(program: Program, layouts: Mapping[str, GraphLayout], reshards: Iterable[Reshard]) -> dict[str, int]:
     """Maps nodes whose op has no rule to the logical bytes moved to gather their operands."""
     reshards = tuple(reshards)
     result: dict[str, int] = {}

@@ -13,7 +13,7 @@ from whale.sharding_rules.graph import make_op_view
 _READS = frozenset({"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional"})
 
 
-def undivided(program: Program, plan: Plan) -> str:
+def explain_undivided(program: Program, plan: Plan) -> str:
     """Explains why every rank computes all of a program that could be divided, and what to do; "" if it is divided.
 
     Args:

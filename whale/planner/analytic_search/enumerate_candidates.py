@@ -86,7 +86,7 @@ class Families(Estimates):
     ) -> Iterator[Candidate]:
         limits, count, hidden = self.limits, self.model.count, self.model.stack.overlaps_sends
         for how in self.recomputes():
-            per_layer = [self.whole(k, t, rows, how)[2] for k, t in zip(chosen, tensors)]
+            per_layer = [self.predict_whole(k, t, rows, how)[2] for k, t in zip(chosen, tensors)]
             order = sorted(range(len(chosen)), key=lambda i: per_layer[i])
             for data in divisors(self.batch // rows):
                 if data > max(units) or limits.data not in (None, data):
@@ -121,7 +121,7 @@ class Families(Estimates):
                     tied_s = self.tied_s(ranks[order[0]], ranks[order[-1]], stages)
                     if stages not in after_s:
                         part = DeviceGroup(chosen[0], tensors[0], data, rows)
-                        after_s[stages] = self.after_s((part,), how, stages)
+                        after_s[stages] = self.predict_after_s((part,), how, stages)
                     for chunks in self._chunks(stages, micro_batches, len(chosen)):
                         even = chunks > 1 and len(chosen) == 1
                         layers = -(-count // (stages * chunks)) * chunks if even else 0  # of a stage
@@ -129,16 +129,16 @@ class Families(Estimates):
                         passes_s = max(slowest, per_layer[0] * layers) + sent_s
                         wait_s = (stages - 1) * passes_s / chunks
                         reduce_s, update_s = after_s[stages]
-                        reduce_s = self.reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
+                        reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
                         estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s + tied_s
                         if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
                             kinds = tuple(
                                 ((DeviceGroup(chosen[i], tensors[i], data, rows),), own[i])
-                                for i in self._by_memory(chosen)
+                                for i in self._order_by_memory(chosen)
                             )
                             yield self.noted(Candidate(estimate_s, kinds, settings, chunks))
 
-    def _by_memory(self, chosen: Sequence[int]) -> list[int]:
+    def _order_by_memory(self, chosen: Sequence[int]) -> list[int]:
         """Orders pools by memory, largest first: the first stages keep the most activations."""
         return sorted(range(len(chosen)), key=lambda i: -self.machines.pools[chosen[i]].memory_bytes)
 
@@ -152,7 +152,7 @@ class Families(Estimates):
         most = count // stages
         return divisors(most) if count % stages == 0 and pools == 1 else [v for v in SOME_CHUNKS if v <= most]
 
-    def mixed(self) -> Iterator[Candidate]:
+    def enumerate_mixed(self) -> Iterator[Candidate]:
         """Enumerates candidates with equal stages, each with replicas on all pools and rows by speed."""
         pools, limits = self.machines.pools, self.limits
         if limits.chunks not in (None, 1):
@@ -176,9 +176,9 @@ class Families(Estimates):
                 for stages in self.counts(min(units)):
                     each = [u // stages for u in units]
                     if wanted is not None:
-                        each = self._shared(wanted, chosen, tensors, each)
+                        each = self._share_replicas(wanted, chosen, tensors, each)
                     if all(each):
-                        yield from self._mixed_of(tuple(zip(chosen, tensors, each)), stages)
+                        yield from self._enumerate_mixed_of(tuple(zip(chosen, tensors, each)), stages)
 
     def _replicas_wanted(self) -> int | None:
         """Returns how many replicas follow from what the user has fixed; None: any number of them."""
@@ -187,16 +187,16 @@ class Families(Estimates):
             return self.batch // limits.micro_batches // limits.micro_batch
         return limits.data
 
-    def _shared(self, wanted: int, chosen: Sequence[int], tensors: Sequence[int], most: list[int]) -> list[int]:
+    def _share_replicas(self, wanted: int, chosen: Sequence[int], tensors: Sequence[int], most: list[int]) -> list[int]:
         """Returns how many of the replicas that are wanted each pool gets: the fastest as many as it has room for."""
         how, left = self.recomputes()[0], wanted
         each = [0] * len(chosen)
-        for i in sorted(range(len(chosen)), key=lambda i: self.whole(chosen[i], tensors[i], 1, how)[1]):
+        for i in sorted(range(len(chosen)), key=lambda i: self.predict_whole(chosen[i], tensors[i], 1, how)[1]):
             each[i] = min(left, most[i])
             left -= each[i]
         return each if left == 0 else [0] * len(chosen)
 
-    def _mixed_of(self, kinds: tuple[tuple[int, int, int], ...], stages: int) -> Iterator[Candidate]:
+    def _enumerate_mixed_of(self, kinds: tuple[tuple[int, int, int], ...], stages: int) -> Iterator[Candidate]:
         limits, replicas = self.limits, sum(k[2] for k in kinds)
         if limits.data not in (None, replicas):
             return
@@ -218,19 +218,19 @@ class Families(Estimates):
                 continue
             for how in self.recomputes():
 
-                def whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
+                def predict_whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
                     return self.shared_s(pool, tensor, n, how)
 
                 if (fixed := limits.micro_batch) is None:
-                    parts = row_shares(kinds, rows, whole_s, most)
+                    parts = row_shares(kinds, rows, predict_whole_s, most)
                 else:
                     alike = tuple(DeviceGroup(pool, tensor, n, fixed) for pool, tensor, n in kinds)
                     parts = alike if rows == replicas * fixed and fixed <= min(most) else None
                 if parts is None or any(p.rows < least for p in parts):
                     continue
-                slowest = max(self.whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
-                reduce_s, update_s = self.after_s(parts, how, stages)
-                reduce_s = self.reduced_s(reduce_s, slowest, stages, 1, micro_batches)
+                slowest = max(self.predict_whole(p.pool, p.tensor, p.rows, how)[1] for p in parts) / stages
+                reduce_s, update_s = self.predict_after_s(parts, how, stages)
+                reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, 1, micro_batches)
                 slowest += self.sends_s(parts, how) if stages > 1 else 0.0
                 estimate_s = (micro_batches + stages - 1) * slowest + reduce_s + update_s
                 estimate_s += self.tied_s(parts[0], parts[0], stages)

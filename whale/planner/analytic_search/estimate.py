@@ -49,7 +49,9 @@ class Estimates:
         self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
         self.tied: dict[tuple[int, int, int, int], float] = {}
 
-    def whole(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> tuple[LayerCosts, float, float]:
+    def predict_whole(
+        self, pool: int, tensor: int, rows: int, how: tuple[str, bool]
+    ) -> tuple[LayerCosts, float, float]:
         """Returns (costs, seconds of all layers' passes, mean seconds of one layer)."""
         key = (pool, tensor, rows, *how)
         if key not in self.each:
@@ -68,13 +70,13 @@ class Estimates:
         By formulas they are computed for some numbers of rows only; between these they grow evenly.
         """
         if rows < GRID_ROWS[2] or rows > GRID_ROWS[-1] or self.model.row_choices(pool, tensor) is not None:
-            return self.whole(pool, tensor, rows, how)[1]
+            return self.predict_whole(pool, tensor, rows, how)[1]
         at = bisect_left(GRID_ROWS, rows)
         high, low = GRID_ROWS[at], GRID_ROWS[at - 1]
-        high_s = self.whole(pool, tensor, high, how)[1]
+        high_s = self.predict_whole(pool, tensor, high, how)[1]
         if rows == high:
             return high_s
-        low_s = self.whole(pool, tensor, low, how)[1]
+        low_s = self.predict_whole(pool, tensor, low, how)[1]
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
     def rows_of(self, pool: int, tensor: int) -> list[int]:
@@ -90,7 +92,7 @@ class Estimates:
             found.append(rows)
         return found
 
-    def allowed(self, part: DeviceGroup) -> bool:
+    def is_allowed(self, part: DeviceGroup) -> bool:
         """Tells whether a stage may consist of these ranks: their rows are known, and the user's choices are
         respected.
         """
@@ -131,13 +133,15 @@ class Estimates:
         recompute, sequence_parallel = how
         return ParallelStrategy((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
 
-    def after_s(self, parts: tuple[DeviceGroup, ...], how: tuple[str, bool], stages: int) -> tuple[float, float]:
+    def predict_after_s(
+        self, parts: tuple[DeviceGroup, ...], how: tuple[str, bool], stages: int
+    ) -> tuple[float, float]:
         """Estimates the end of a step, after the last micro-batch, for one of ``stages`` equal stages.
 
         Returns:
             (seconds of the gradient reduction, including the part overlapped with passes; seconds of the update).
         """
-        costs = [self.whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
+        costs = [self.predict_whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
         own = [(one.parameters[-1] - one.twice) / stages for one in costs]
         reduce_s = reduction_s(self.model, self.machines, parts, own, self.zero)
         replicas = sum(p.replicas for p in parts) if self.zero >= 1 else 1
@@ -151,7 +155,9 @@ class Estimates:
             update_s = max(update_s, self.model.stack.optimizer_bytes * parameters / replicas / rate)
         return reduce_s, update_s
 
-    def reduced_s(self, reduce_s: float, passes_s: float, stages: int, chunks: int, micro_batches: int) -> float:
+    def predict_reduced_s(
+        self, reduce_s: float, passes_s: float, stages: int, chunks: int, micro_batches: int
+    ) -> float:
         """Estimates the part of the gradient reduction that passes do not overlap, for equal stages; `passes_s`: of one
         micro-batch.
         """
@@ -214,7 +220,7 @@ class Estimates:
             replicas = sum(p.replicas for p in parts) if s.zero >= 1 else 1
             worst: list[tuple[float, float, float]] = []
             for p in parts:
-                layers = self.whole(p.pool, p.tensor, p.rows, how)[0]
+                layers = self.predict_whole(p.pool, p.tensor, p.rows, how)[0]
                 held, gradients, optimizer = states(layers, ((0, self.model.count),), replicas, s.zero)
                 on_device = {"none": held + gradients + optimizer, "optimizer": held + gradients, "parameters": 0.0}[
                     s.offload
@@ -258,5 +264,5 @@ def peak_rates(model: Model, machines: Machines, batch: int) -> dict[tuple[str, 
             known = model.row_choices(pool.number, tensor)
             for rows in GRID_ROWS if known is None else known:
                 if rows <= batch:
-                    one.whole(pool.number, tensor, rows, one.recomputes()[0])
+                    one.predict_whole(pool.number, tensor, rows, one.recomputes()[0])
     return one.rates()

@@ -19,7 +19,7 @@ import numpy as np
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage
 from whale.planner.analytic_search.estimate import Estimates, divisors
 from whale.planner.analytic_search.neighbours import StageRanks
-from whale.planner.analytic_search.stage_options import StageOption, stage_options, undominated
+from whale.planner.analytic_search.stage_options import StageOption, drop_dominated, stage_options
 from whale.planner.analytic_search.work import ELEMENT_S, Work
 
 GRID = 24  # limits on the slowest stage, at most
@@ -57,7 +57,7 @@ def exact(
             continue
         for parallel in sorted({parallel for _, parallel in search.recomputes()}):
             kinds = [search.settings(micro_batches, (kind, parallel)) for kind in search.recompute_kinds(parallel)]
-            options = undominated([o for s in kinds for o in stage_options(search, states, s, reductions)])
+            options = drop_dominated([o for s in kinds for o in stage_options(search, states, s, reductions)])
             choices[micro_batches, parallel] = list(dict.fromkeys((o.used, o.parts) for o in options))
             if options:
                 grid = _grid(search.model.count, sizes, micro_batches, options, fastest_s)
@@ -183,7 +183,7 @@ class _Solver:
     def _put_before(self, option: StageOption, rest: tuple[int, ...], here: _Chains) -> None:
         """Puts a stage before the chains on other devices; keeps each new chain that is better than the known one."""
         grid, count = self.grid, self.count
-        passes_s, summed_s = self._behind(self.chains[rest], option.head)
+        passes_s, summed_s = self._predict_behind(self.chains[rest], option.head)
         for head in np.flatnonzero(np.isfinite(passes_s[:, -1]).any(axis=(1, 2))):
             send_s = option.send_s[head] if any(rest) else 0.0
             own_s = np.where(self.fits[id(option)], option.seconds + send_s, np.inf)
@@ -204,7 +204,7 @@ class _Solver:
                 array_s[option.head][:, 1:, :][better] = values_s[better]
             self.log.append((rest, int(head), option))
 
-    def _behind(self, chains: _Chains, head: int) -> tuple[np.ndarray, np.ndarray]:
+    def _predict_behind(self, chains: _Chains, head: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the chains' seconds (passes, summed) behind a stage on the pool ``head``, sends to it included."""
         if head not in chains.behind:
             back_s = np.zeros(chains.came.shape)

@@ -57,7 +57,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
             "no strategy is possible",
             given=f"a batch of {first.batch}, {machines.devices} devices",
             reason="what was fixed, the batch's divisors or the measured sizes leave nothing",
-            action=_freed(model, machines, limits, fits) or "measure more sizes, or change the batch",
+            action=_find_freed(model, machines, limits, fits) or "measure more sizes, or change the batch",
         )
     strategy, found = nearest
     stage = max(range(len(found.stages)), key=lambda s: found.stages[s].lacking_bytes)
@@ -100,7 +100,7 @@ def _nearest(searches: Sequence[Search]) -> tuple[ParallelStrategy, Evaluation] 
     if best is None:
         return None
     _, search, one = best
-    strategy = search.fitted(one.even(search.model.count))
+    strategy = search.fit(one.even(search.model.count))
     # A schedule of many passes takes long to play, and needs no less memory than its like with fewer.
     fewer = min(strategy.micro_batches, max(len(strategy.stages), MOST_PASSES // len(strategy.stages)))
     found = evaluate(search.model, search.machines, msgspec.structs.replace(strategy, micro_batches=fewer))
@@ -122,7 +122,7 @@ def _lacking_bytes(search: Search, one: Candidate) -> float:
 
 def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, fits: Fits) -> Iterator[Change]:
     """Yields single changes that suffice: to the user's constraints, the number of hosts or devices, or the model."""
-    yield from _unfixed(model, machines, limits, fits)
+    yield from _release_constraints(model, machines, limits, fits)
     host = pool.host
 
     def with_hosts(count: int) -> tuple[Model, Machines, Constraints]:
@@ -131,7 +131,7 @@ def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, f
 
     times = _least(lambda n: fits(*with_hosts(n * host.count)), MOST_TIMES) if host.networks else None
     if times is not None:
-        more = times * host.count - _halved(
+        more = times * host.count - _bisect(
             lambda n: fits(*with_hosts(times * host.count - n)), times * host.count // 2
         )
         yield Change(f"take {more} hosts {host.name} instead of {host.count}", *with_hosts(more))
@@ -199,33 +199,35 @@ def _smaller(model: TransformerModel, machines: Machines, limits: Constraints, f
     """Yields changes of the model that suffice: fewer layers, or a shorter sequence."""
     t = model.transformer
 
-    def of(**other: int) -> TransformerModel:
+    def make_smaller(**other: int) -> TransformerModel:
         return model.of(msgspec.structs.replace(t, **other))
 
     fewer = t.layers - 1
-    if fewer and fits(of(layers=1), machines, limits):
+    if fewer and fits(make_smaller(layers=1), machines, limits):
         low, high = 1, t.layers  # fits, does not
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(of(layers=middle), machines, limits) else (low, middle)
-        yield Change(f"{low} layers instead of {t.layers}", of(layers=low), machines, limits)
+            low, high = (middle, high) if fits(make_smaller(layers=middle), machines, limits) else (low, middle)
+        yield Change(f"{low} layers instead of {t.layers}", make_smaller(layers=low), machines, limits)
     sequence = t.sequence // 2
     while sequence >= LEAST_SEQUENCE:
-        if fits(of(sequence=sequence), machines, limits):
-            yield Change(f"a sequence of {sequence} instead of {t.sequence}", of(sequence=sequence), machines, limits)
+        if fits(make_smaller(sequence=sequence), machines, limits):
+            yield Change(
+                f"a sequence of {sequence} instead of {t.sequence}", make_smaller(sequence=sequence), machines, limits
+            )
             return
         sequence //= 2
 
 
-def _unfixed(model: Model, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
+def _release_constraints(model: Model, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
     for name in FIXED:
         value, free = getattr(limits, name), {name: None}
         if value is not None and fits(model, machines, freed := replace(limits, **free)):  # type: ignore[arg-type]
             yield Change(f"leave {name}={value} free", model, machines, freed)
 
 
-def _freed(model: Model, machines: Machines, limits: Constraints, fits: Fits) -> str:
-    return ", or ".join(change.text for change in _unfixed(model, machines, limits, fits))
+def _find_freed(model: Model, machines: Machines, limits: Constraints, fits: Fits) -> str:
+    return ", or ".join(change.text for change in _release_constraints(model, machines, limits, fits))
 
 
 def _least(good: Callable[[int], bool], most: int) -> int | None:
@@ -238,7 +240,7 @@ def _least(good: Callable[[int], bool], most: int) -> int | None:
     return None
 
 
-def _halved(good: Callable[[int], bool], most: int) -> int:
+def _bisect(good: Callable[[int], bool], most: int) -> int:
     """Returns by bisection the largest number below `most` for which `good` is true."""
     low, high = 0, most
     while high - low > 1:

@@ -110,7 +110,7 @@ class Chain:
             if (most := self.room.most(number, self.settings, kind, costs, how, live, low, many)) > low
         ]
 
-    def within(self, limit_s: float) -> list[int] | None:
+    def cut_within(self, limit_s: float) -> list[int] | None:
         """Returns the stages' last layers such that no stage exceeds `limit_s`, with layers as early as possible; None:
         impossible.
         """
@@ -144,7 +144,7 @@ class Chain:
         """
         if self.stages > self.model.count:
             return None
-        ends = self.within(below_s)
+        ends = self.cut_within(below_s)
         if ends is None or self.stages == 1:
             return ends
         high, low = self.slowest(ends), 0.0
@@ -152,7 +152,7 @@ class Chain:
             if high - low <= PRECISION * high:
                 break
             middle = (low + high) / 2 if low else (1 - FIRST_STEP) * high
-            found = self.within(middle)
+            found = self.cut_within(middle)
             if found is None:
                 low = middle
             else:

@@ -153,21 +153,21 @@ class TableModel:
         """Returns the same model on other machines."""
         return TableModel(self.table, self.stack, machines)
 
-    def _measured(self, pool: int, tensor: int, recompute: str = "none") -> dict[str, dict[int, Measured]]:
+    def _select_measured(self, pool: int, tensor: int, recompute: str = "none") -> dict[str, dict[int, Measured]]:
         return self.of.get((self.machines.pools[pool].device.name, tensor, recompute), {})
 
     def _layer_costs(
         self, pool: int, tensor: int, rows: int, recompute: str, sequence_parallel: bool, ranks: int, replicas: int = 1
     ) -> LayerCosts:
         share = self.machines.pools[pool].entry.share
-        known = self._measured(pool, tensor, recompute)
+        known = self._select_measured(pool, tensor, recompute)
         if any(layer.name not in known for layer in self.table.layers):
             raise PlanError(
                 "the profile has no measurement that the plan needs",
                 given=f"{self.machines.pools[pool].device.name}, {tensor} tensor-parallel ranks",
                 action="measure every layer there",
             )
-        each = {name: _between(sizes, rows) for name, sizes in known.items()}
+        each = {name: _interpolate(sizes, rows) for name, sizes in known.items()}
         own = [each[layer.name] for layer in self.kinds]
         zeros = sums([0.0] * self.count)
         updates = None
@@ -205,7 +205,7 @@ class TableModel:
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
         """Returns the micro-batch sizes between the smallest and the largest at which every layer was measured."""
-        known = self._measured(pool, tensor).values()
+        known = self._select_measured(pool, tensor).values()
         low, high = max(min(sizes) for sizes in known), min(max(sizes) for sizes in known)
         return list(range(low, high + 1))
 
@@ -220,7 +220,7 @@ class TableModel:
         return point_to_point_s(self.kinds[cut - 1].output_bytes * rows, *path)
 
 
-def _between(sizes: dict[int, Measured], rows: int) -> Measured:
+def _interpolate(sizes: dict[int, Measured], rows: int) -> Measured:
     """Returns the measurement for `rows` rows, interpolated between its neighbours if it was not measured itself."""
     if rows in sizes:
         return sizes[rows]

@@ -21,7 +21,7 @@ class RecomputeChoice:
         self.model, self.machines, self.ranks = model, machines, ranks
         self.known: dict[tuple[Stage, int, int, int, str, bool], Recompute] = {}
 
-    def fitted(
+    def fit(
         self, strategy: ParallelStrategy, kinds: Sequence[Recompute], live: Callable[[int], int]
     ) -> ParallelStrategy:
         """Returns the strategy with each stage's recompute chosen; where none fits, the one with the least memory.
@@ -33,10 +33,10 @@ class RecomputeChoice:
         if len(kinds) < 2:
             return strategy
         return strategy.replace_recompute(
-            [self._of(strategy, stage, live(i), kinds) for i, stage in enumerate(strategy.stages)]
+            [self._choose(strategy, stage, live(i), kinds) for i, stage in enumerate(strategy.stages)]
         )
 
-    def _of(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
+    def _choose(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
         plain = Stage(stage.layers, stage.parts)
         key = (plain, live, len(strategy.stages), strategy.zero, strategy.offload, strategy.sequence_parallel)
         if key not in self.known:

@@ -126,7 +126,7 @@ class Search(Families):
             model.count,
             batch,
             self.tensors,
-            self.allowed,
+            self.is_allowed,
             lambda pool, tensor, rows: self.shared_s(pool, tensor, rows, self.recomputes()[0]),
             lambda pool, tensor: self.rows_of(pool, tensor)[-1],
             limits.runnable,
@@ -170,15 +170,15 @@ class Search(Families):
             looked = self.room.looked
             chain = Chain(self.model, ranks, settings, self.ranks, self.room, kinds)
             ends = chain.best(below_s)
-            found = None if ends is None else self.fitted(chain.strategy(ends))
+            found = None if ends is None else self.fit(chain.strategy(ends))
             self.cuts[key] = found, below_s
             self.work.spend(FIT_S * (self.room.looked - looked) + CUT_S * len(ranks) * (1 if found is None else MANY))
         return found
 
-    def fitted(self, strategy: ParallelStrategy) -> ParallelStrategy:
+    def fit(self, strategy: ParallelStrategy) -> ParallelStrategy:
         """Returns the strategy with as little recomputation in every stage as its memory allows."""
         kinds = self.recompute_kinds(strategy.sequence_parallel)
-        return self.recompute.fitted(strategy, kinds, lambda index: self.live(strategy, index))
+        return self.recompute.fit(strategy, kinds, lambda index: self.live(strategy, index))
 
     def consider(self, strategy: ParallelStrategy, below_s: float = math.inf) -> tuple[float, ParallelStrategy]:
         """Simulates and records a strategy unless it takes at least `below_s`.
@@ -188,7 +188,7 @@ class Search(Families):
         """
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
             strategy = msgspec.structs.replace(strategy, zero=0)  # there is nobody to share the state with
-        strategy = self.fitted(strategy)
+        strategy = self.fit(strategy)
         if (key := hash(strategy)) in self.kept.seen or not self.keeps_choices(strategy):
             return math.inf, strategy
         self.kept.seen.add(key)
@@ -296,7 +296,7 @@ class Search(Families):
             chunks = min(strategy.chunks, self.model.count // len(ranks)) if len(ranks) > 1 else 1
             return self._divided(settings, ranks, chunks)
         stages = tuple(Stage(ranges, parts) for ranges, parts in zip(layers, ranks))
-        return self.fitted(msgspec.structs.replace(settings, stages=stages))
+        return self.fit(msgspec.structs.replace(settings, stages=stages))
 
     def _divided(self, settings: ParallelStrategy, ranks: Ranks, chunks: int) -> ParallelStrategy:
         """Returns a strategy whose stages have layers in proportion to their speed, equally many in each chunk."""
@@ -311,7 +311,7 @@ class Search(Families):
             ends = [0.0, *itertools.accumulate(1.0 / each[parts] / speed for _ in range(chunks) for parts in ranks)]
             cuts = [round(end / chunks * (count - stages * chunks)) for end in ends]
             found = with_counts(found, [1 + high - low for low, high in itertools.pairwise(cuts)])
-        return self.fitted(found)
+        return self.fit(found)
 
     def _recut(self, settings: ParallelStrategy, orders: Iterable[Ranks], seconds: float) -> Iterator[ParallelStrategy]:
         """Yields strategies of one chunk on these ranks that may be faster than `seconds`."""
@@ -332,7 +332,7 @@ class Search(Families):
         how = self.recomputes()[0][0], settings.sequence_parallel
         kinds = dict.fromkeys(ranks)
         self.work.spend(LOOKUP_S * len(kinds))
-        return {parts: max(self.whole(p.pool, p.tensor, p.rows, how)[2] for p in parts) for parts in kinds}
+        return {parts: max(self.predict_whole(p.pool, p.tensor, p.rows, how)[2] for p in parts) for parts in kinds}
 
     def _chunked(self, strategy: ParallelStrategy, ranks: Ranks) -> Iterator[ParallelStrategy]:
         """Yields the strategy on these ranks with the numbers of chunks that look best, layers divided evenly."""
@@ -377,7 +377,7 @@ class Search(Families):
 
     def _list(self, hurried: bool) -> None:
         self.hurried, self.best_estimate_s = hurried, math.inf
-        self.candidates = sorted(itertools.chain(self.pure(), self.mixed()), key=lambda c: c.estimate_s)
+        self.candidates = sorted(itertools.chain(self.pure(), self.enumerate_mixed()), key=lambda c: c.estimate_s)
         self._try(self.candidates, HURRIED if hurried else THOROUGH)
 
     def _improve_best(self, count: int) -> None:
@@ -479,7 +479,7 @@ class Search(Families):
         lean = Search(self.model, self.machines, self.batch, least)
         lean.kept_per_shape, lean.hurried, lean.prunes = sys.maxsize, True, False
         yield from lean.pure()
-        yield from lean.mixed()
+        yield from lean.enumerate_mixed()
 
     def misfit(self, strategy: ParallelStrategy) -> None:
         """Records a strategy that does not fit, with its evaluation, for the list of alternatives.

@@ -75,7 +75,7 @@ def stage_options(
             if sum(k[2] for k in kinds) > rows or search.limits.data not in (None, sum(k[2] for k in kinds)):
                 continue
             most = [search.rows_of(k, t)[-1] for k, t, _ in kinds]
-            parts = row_shares(kinds, rows, lambda p, t, n: search.whole(p, t, n, how)[1], most)
+            parts = row_shares(kinds, rows, lambda p, t, n: search.predict_whole(p, t, n, how)[1], most)
             if parts is not None:
                 known = {p: search.rows_of(p.pool, p.tensor) for one in variants(parts) for p in one}
                 fixed = search.limits.micro_batch
@@ -86,7 +86,7 @@ def stage_options(
                 )
                 best.update(dict.fromkeys(good))
         search.work.spend(COST_S * (search.model.count + 1) * len(best))
-        result += _undominated([kept.option(used, parts) for parts in best])
+        result += _drop_dominated([kept.option(used, parts) for parts in best])
     return result
 
 
@@ -175,7 +175,7 @@ def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> 
     return found
 
 
-def _undominated(options: list[StageOption]) -> list[StageOption]:
+def _drop_dominated(options: list[StageOption]) -> list[StageOption]:
     """Removes options that another option on the same devices equals or beats in every respect."""
     kept: list[StageOption] = []
     for one in sorted(options, key=lambda o: float(o.seconds[0, -1])):
@@ -192,9 +192,9 @@ def _undominated(options: list[StageOption]) -> list[StageOption]:
     return kept
 
 
-def undominated(options: list[StageOption]) -> list[StageOption]:
+def drop_dominated(options: list[StageOption]) -> list[StageOption]:
     """Returns, for each set of devices, the options of all kinds of recompute that are not dominated by another one."""
     by_use: dict[tuple[int, ...], list[StageOption]] = {}
     for one in options:
         by_use.setdefault(one.used, []).append(one)
-    return [one for own in by_use.values() for one in _undominated(own)]
+    return [one for own in by_use.values() for one in _drop_dominated(own)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from whale.ir.layout import divide_proportionally
 
 
-def balanced(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
+def balance_rows(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
     """Returns rows for each rank such that all take equally long, as far as whole rows allow.
 
     A rank whose fixed work takes longer than all work of the others gets no rows.

@@ -15,8 +15,8 @@ from cost_model.graph.machine import (
     Rates,
     cluster_machine,
     cluster_rates,
-    measured_machine,
-    rated_machine,
+    make_measured_machine,
+    make_rated_machine,
 )
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import rank_seconds
@@ -48,7 +48,7 @@ class SearchEnvironment:
     captured: Program | None = None
 
     @classmethod
-    def of_cluster(
+    def read_cluster(
         cls, cluster: Cluster, program: Program, size: int, captured: Program | None = None
     ) -> SearchEnvironment:
         """Reads the first ``size`` devices of a cluster from the catalogue.
@@ -72,8 +72,8 @@ class SearchEnvironment:
     def machine(self, program: Program) -> Machine:
         """Returns the machine model that prices the operations of ranks that run ``program``."""
         if isinstance(self.prices, MachineProfile):
-            return measured_machine(self.prices, len(self.rates), [compute_fingerprint(program)])
-        return rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
+            return make_measured_machine(self.prices, len(self.rates), [compute_fingerprint(program)])
+        return make_rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
         """Returns the largest memory deficit of a rank if ranks need ``held`` bytes; below 0: all fit."""
@@ -82,7 +82,7 @@ class SearchEnvironment:
     def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
         """Returns the seconds of each rank, without waiting, if it ran the program of rank ``stands_for``."""
         size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
-        seconds = rank_seconds(program, stands_for, size, [_without_waiting([one] * size) for one in kinds])
+        seconds = rank_seconds(program, stands_for, size, [_make_waitless_machine([one] * size) for one in kinds])
         of_kind = dict(zip(kinds, seconds))
         return [of_kind[one] for one in self.rates]
 
@@ -93,11 +93,11 @@ def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
     return max(speeds) > by * min(speeds)
 
 
-def _without_waiting(rates: Sequence[Rates]) -> Machine:
+def _make_waitless_machine(rates: Sequence[Rates]) -> Machine:
     """Returns a machine whose exchanges only cost CPU work on the sending rank: reading, adding and writing the
     data.
     """
-    return rated_machine([
+    return make_rated_machine([
         replace(
             one,
             exchange_s=0.0,

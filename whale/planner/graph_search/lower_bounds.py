@@ -25,7 +25,7 @@ from whale.ir.program import PRODUCT, Node, Program, Ref
 from whale.ir.strategy import ParallelStrategy
 from whale.ir.values import TensorType
 from whale.planner.graph_search.pipelines import chain, levels
-from whale.planner.graph_search.strategies import divisible, products, trained_weights, updates
+from whale.planner.graph_search.strategies import divisible, find_trained_weights, products, updates
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def speed_of(
     return Speed(lambda node: seconds(node.name, node.op), part_of, start_s)
 
 
-def of_pipelines(
+def bound_pipelines(
     program: Program, whole: Program, kinds: Sequence[Speed], equal_rows: bool
 ) -> Callable[[ParallelStrategy], float]:
     """Returns a function that computes a lower bound for pipelines, from the operations that each micro-batch repeats.
@@ -98,7 +98,7 @@ def of_pipelines(
         kinds: of each rank.
         equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
     """
-    of_rows = _depending(program, program.inputs)
+    of_rows = _find_dependents(program, program.inputs)
     at = levels(program)
     counted = []
     for name, level in (at.forward | at.backward).items():
@@ -116,7 +116,7 @@ def of_pipelines(
             started[level] += taken_s > 0.0
         sums[kind] = list(zip(accumulate(seconds, initial=0.0), accumulate(started, initial=0)))
 
-    def of_stage(kind: Speed, low: int, high: int, parts: int) -> float:
+    def bound_stage(kind: Speed, low: int, high: int, parts: int) -> float:
         (before_s, before), (until_s, until) = sums[kind][low], sums[kind][high]
         started_s = kind.start_s * (until - before)
         return started_s + max(0.0, until_s - before_s - started_s) / parts
@@ -125,7 +125,7 @@ def of_pipelines(
         count, stages = strategy.micro_batches, len(strategy.stages)
         pick = max if equal_rows else min
         each = [
-            pick(of_stage(kinds[rank], low, high, count * stage.ranks) for rank in stage.bound_ranks)
+            pick(bound_stage(kinds[rank], low, high, count * stage.ranks) for rank in stage.bound_ranks)
             for stage, low, high in strategy.ordered_layers
         ]
         filled = accumulate(each, initial=0.0)
@@ -153,7 +153,7 @@ class Shares:
     parts: int
     whole: bool
 
-    def of(self, program: Program, node: Node, by_rows: bool) -> float:
+    def find_smallest(self, program: Program, node: Node, by_rows: bool) -> float:
         """Returns the smallest share of a node that is divided along any of its dimensions, or by rows."""
         if self.whole:
             return 1 / self.parts
@@ -164,7 +164,7 @@ class Shares:
         return min((size // self.parts / size for size in sizes), default=0.0)
 
 
-def _divided(
+def _bound_divided(
     program: Program, kinds: Collection[Speed], shares: Shares, rows: Collection[str], own: Mapping[str, float]
 ) -> float:
     """Returns a lower bound of the slowest kind of rank for its part of all operations of a program.
@@ -178,13 +178,13 @@ def _divided(
         if node.op in MAY_BE_FUSED and (node.op == BIAS or program.by_name[node.inputs[0].node].op == BIAS):
             continue
         by_rows, mine = node.name in rows, own.get(node.name, 0.0)
-        share = mine + (1 - mine) * shares.of(program, node, by_rows)
+        share = mine + (1 - mine) * shares.find_smallest(program, node, by_rows)
         for kind in found_s:
             found_s[kind] += kind.part(node, share, by_rows)
     return max(found_s.values())
 
 
-def of_divided_state(
+def bound_divided_state(
     program: Program,
     whole: Program,
     kinds: Collection[Speed],
@@ -205,12 +205,12 @@ def of_divided_state(
         state: handles of variables that are split.
     """
     updated = {node.name for node in whole.nodes if any(r.node in whole.variable_of for r in node.inputs)}
-    computed_s = _divided(whole, kinds, shares, {node.name for node in whole.nodes} - updated, {})
+    computed_s = _bound_divided(whole, kinds, shares, {node.name for node in whole.nodes} - updated, {})
     if not rates[0].exchanges_compute:
         return computed_s
     size = len(rates)
-    of_state = _depending(program, state)
-    sizes = trained_weights(program)
+    of_state = _find_dependents(program, state)
+    sizes = find_trained_weights(program)
     gathered = {
         handle: sizes[handle]
         for node in program.nodes
@@ -223,7 +223,7 @@ def of_divided_state(
     return computed_s + len(gathered) * exchange_s + sent_bytes / bytes_per_s
 
 
-def of_splits(
+def bound_splits(
     program: Program,
     whole: Program,
     kinds: Collection[Speed],
@@ -249,7 +249,7 @@ def of_splits(
         for node in whole.nodes
         if node.op not in READS | LOOKUPS
     }
-    of_rows = _depending(program, program.inputs)
+    of_rows = _find_dependents(program, program.inputs)
     trained = {h for node in program.nodes if node.name in of_rows for h in updates(program, node)}
     sent = {
         handle: sizes[handle]
@@ -270,13 +270,13 @@ def of_splits(
             mine = {name: own(handles, divided) for name, handles in written.items()}
             outside_bytes = sum(size for handle, size in sent.items() if handle not in divided)
             sent_s = outside_bytes * (1 - 1 / len(rates)) / bytes_per_s if rates[0].exchanges_compute else 0.0
-            known[strategy.split] = _divided(whole, kinds, shares, by_rows, mine) + sent_s
+            known[strategy.split] = _bound_divided(whole, kinds, shares, by_rows, mine) + sent_s
         return known[strategy.split]
 
     return least
 
 
-def _depending(program: Program, names: Iterable[str]) -> set[str]:
+def _find_dependents(program: Program, names: Iterable[str]) -> set[str]:
     """Returns the named nodes and all nodes that depend on them."""
     found = {*names}
     for node in program.nodes:

@@ -47,7 +47,7 @@ def levels(program: Program) -> Levels:
     for node in program.nodes:
         level[node.name] = max([first.get(node.name, -1), *(level.get(r.node, -1) for r in node.inputs)])
     again = {name for handle in weights for name in _read_again(program, read[handle])}
-    forward = _before(program, {*first, *again}, set())
+    forward = _find_before(program, {*first, *again}, set())
     # A product with the gradient of a weight's product: what comes of it belongs to what made the operand.
     operand: dict[str, int] = {}
     for i, handle in enumerate(weights):
@@ -59,7 +59,7 @@ def levels(program: Program) -> Levels:
         for i, handle in enumerate(weights)
         for node in read[handle][1:]
     }
-    on_path = _before(program, of_weight, forward)
+    on_path = _find_before(program, of_weight, forward)
     backward: dict[str, int | None] = {}
     last = len(weights) - 1
     for node in program.nodes:
@@ -95,14 +95,14 @@ def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
         return []  # a product and its operand's gradient, or a lookup
     found = []
     for node in readers[1:]:
-        after = _after(program, node)
+        after = _find_after(program, node)
         others = [c for r in node.inputs for c, _ in program.consumers.get(r, ()) if c.name in after]
         if any(count_matmul_flops(c, [program.find_type(r) for r in c.inputs]) for c in others):
             found.append(node.name)
     return found
 
 
-def _after(program: Program, node: Node) -> set[str]:
+def _find_after(program: Program, node: Node) -> set[str]:
     """Returns all nodes that depend on a node."""
     found: set[str] = set()
     stack = [node]
@@ -115,7 +115,7 @@ def _after(program: Program, node: Node) -> set[str]:
     return found
 
 
-def _before(program: Program, names: Iterable[str], without: Collection[str]) -> set[str]:
+def _find_before(program: Program, names: Iterable[str], without: Collection[str]) -> set[str]:
     """Returns the named nodes and all that they depend on."""
     found: set[str] = set()
     stack = list(names)
@@ -245,7 +245,7 @@ def _counts(cuts: Sequence[int], count: int) -> str:
     return "+".join(str(b - a) for a, b in zip([0, *cuts], [*cuts, count]))
 
 
-def staged(program: Program, strategy: ParallelStrategy) -> Program:
+def make_staged(program: Program, strategy: ParallelStrategy) -> Program:
     """Puts each part of the chain into scopes, as if built under `wh.stage` with its ranks, and `wh.split`."""
     scopes: list[str] = []
     count, tensor = len(chain(program)), strategy.tensor

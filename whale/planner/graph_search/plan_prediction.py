@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_model.cluster.cluster_file import Cluster
-from cost_model.graph.machine import Machine, cluster_machine, measured_machine
+from cost_model.graph.machine import Machine, cluster_machine, make_measured_machine
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import CapturedPrediction, predict_ranks
 from cost_model.kernels.interval import OWN_RUNS, compute_interval_s
@@ -18,7 +18,7 @@ from whale.ir.program import Program
 from whale.kernels.substitute import substitute_kernels
 from whale.partition.lower import lower_ranks
 from whale.passes.normalize.inline import inline
-from whale.passes.resharding.on_devices import told_apart
+from whale.passes.resharding.on_devices import mark_device_exchanges
 from whale.passes.settings import PlanSettings
 
 
@@ -78,10 +78,10 @@ def as_carried(programs: Sequence[Program], settings: PlanSettings) -> list[Prog
     """Marks the exchanges that devices carry out in the ranks' programs, so that the machine prices them
     differently.
     """
-    return [told_apart(program, settings.exchange.backend) for program in programs]
+    return [mark_device_exchanges(program, settings.exchange.backend) for program in programs]
 
 
-def predicted_on(planned: Planned, on: MachineProfile | Cluster) -> Prediction:
+def predict_on(planned: Planned, on: MachineProfile | Cluster) -> Prediction:
     """Returns the prediction to store in a plan; raises as `predict_plan` does."""
     measured = isinstance(on, MachineProfile)
     if isinstance(on, MachineProfile):
@@ -89,7 +89,7 @@ def predicted_on(planned: Planned, on: MachineProfile | Cluster) -> Prediction:
     else:
         where = f"{on.name}, by the catalogue's figures"
     limits = machine(on, planned.plan.ranks).memory_bytes
-    return kept(predict_plan(planned, on), where, measured, limits)
+    return keep_prediction(predict_plan(planned, on), where, measured, limits)
 
 
 def machine(
@@ -101,13 +101,13 @@ def machine(
       marks: fingerprints under which the program's own step may have been measured.
     """
     return (
-        measured_machine(on, ranks, marks, counted_from_bytes)
+        make_measured_machine(on, ranks, marks, counted_from_bytes)
         if isinstance(on, MachineProfile)
         else cluster_machine(on)
     )
 
 
-def kept(
+def keep_prediction(
     found: CapturedPrediction, where: str, measured: bool = False, limits_bytes: Sequence[float] = ()
 ) -> Prediction:
     """Returns the prediction to store in a plan.

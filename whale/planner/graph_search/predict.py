@@ -26,14 +26,14 @@ from whale.ir.strategy import Offload, ParallelStrategy, Recompute
 from whale.kernels.substitute import substitute_kernels
 from whale.partition.lower import lower_ranks, make_any_plan
 from whale.passes.analysis.stages import DATA, TENSOR
-from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
+from whale.passes.memory.step_bytes import predict_at_most_bytes, predict_taken_bytes
 from whale.passes.normalize.inline import inline
 from whale.passes.plan_builder import FirstLayouts, expand
-from whale.passes.resharding.on_devices import told_apart
+from whale.passes.resharding.on_devices import mark_device_exchanges
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import SearchEnvironment, unequal
-from whale.planner.graph_search.pipelines import chain, staged
-from whale.planner.graph_search.strategies import over_all, scoped, trains
+from whale.planner.graph_search.pipelines import chain, make_staged
+from whale.planner.graph_search.strategies import add_scopes, divide_over_all, trains
 
 AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
 
@@ -58,7 +58,7 @@ class Candidate:
       made: see `Made`; None: it is made again if it is chosen.
       held: rank -> peak bytes of a step, where simulated.
       programs: rank -> its program, where all tensors of a step together fit, so that no simulation was needed.
-      by: the team member that predicted it, and has `made` (see `whale.planner.graph_search.team`).
+      by: the team member that predicted it, and has `make` (see `whale.planner.graph_search.team`).
     """
 
     strategy: ParallelStrategy
@@ -72,7 +72,7 @@ class Candidate:
     @cached_property
     def bytes(self) -> int:
         """Returns the bytes of the rank with the highest peak; 0 if memory was not computed."""
-        held = self.held if self.made is None else self.held or _held(self.programs, self.made.settings)
+        held = self.held if self.made is None else self.held or _predict_held(self.programs, self.made.settings)
         return max(held.values(), default=0)
 
     @property
@@ -94,46 +94,46 @@ class Plans:
     _scoped: dict[tuple[str, ...], Program] = field(default_factory=dict)
     _first: FirstLayouts = field(default_factory=FirstLayouts)
 
-    def scoped(self, strategy: ParallelStrategy) -> Program:
+    def scope(self, strategy: ParallelStrategy) -> Program:
         """Returns the program with a scope on the part that a strategy divides; it does not depend on the ranks."""
         if strategy.split not in self._scoped:
-            self._scoped[strategy.split] = scoped(self.program, strategy)
+            self._scoped[strategy.split] = add_scopes(self.program, strategy)
         return self._scoped[strategy.split]
 
-    def made(self, strategy: ParallelStrategy) -> Made:
+    def make(self, strategy: ParallelStrategy) -> Made:
         """Returns a strategy's program and settings, planned; strategies that only divide rows share a cached plan.
 
         Raises:
           WhaleError: the program cannot be distributed that way.
         """
-        by_rows = strategy == over_all(strategy.name, self.settings.size, shares=strategy.shares)
+        by_rows = strategy == divide_over_all(strategy.name, self.settings.size, shares=strategy.shares)
         found = self._of_rows.get(strategy.shares) if by_rows else None
         if found is None:
-            found = self.applied(strategy)
+            found = self.apply(strategy)
             if by_rows:
                 self._of_rows[strategy.shares] = found
         return found
 
-    def applied(self, strategy: ParallelStrategy, plan: Plan | None = None) -> Made:
+    def apply(self, strategy: ParallelStrategy, plan: Plan | None = None) -> Made:
         """Applies a strategy to program and settings, with the given plan or a new one.
 
         Raises:
           WhaleError: the program cannot be distributed that way.
         """
-        inside = self.scoped(strategy) if strategy.split else None
+        inside = self.scope(strategy) if strategy.split else None
         program, settings = apply(self.program, self.settings, strategy, inside)
         if plan is None:
             same = bool(strategy.split) or not (strategy.is_pipelined or strategy.tensor > 1)  # but for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)
         return Made(program, settings, plan)
 
-    def expanded(self, strategy: ParallelStrategy) -> Program:
+    def expand(self, strategy: ParallelStrategy) -> Program:
         """Returns the program with those composite ops expanded that the plan of a strategy needs as simple ones.
 
         All strategies that divide rows need the same. If the strategy cannot be planned, the program is not changed.
         """
         try:
-            return expand(self.program, frozenset(self.made(strategy).plan.expanded), self.settings)
+            return expand(self.program, frozenset(self.make(strategy).plan.expanded), self.settings)
         except WhaleError:
             return self.program
 
@@ -158,7 +158,7 @@ class Plans:
         except WhaleError:
             return  # in other numbers of rows there may be a way
 
-    def lowered(self, made: Made, ranks: Sequence[int]) -> list[Program]:
+    def lower(self, made: Made, ranks: Sequence[int]) -> list[Program]:
         """Returns the programs of these ranks."""
         return substitute_kernels(lower_ranks(made.program, made.plan, made.settings, ranks), made.settings)
 
@@ -176,7 +176,7 @@ def apply(
     if strategy.split:
         in_groups = strategy.tensor < settings.size and not settings.mesh
         mesh = (Axis(TENSOR, strategy.tensor),) if in_groups else settings.mesh
-        return inside or scoped(program, strategy), settings.but(mesh=mesh)
+        return inside or add_scopes(program, strategy), settings.but(mesh=mesh)
     changed = settings.but(zero__level=strategy.zero) if strategy.zero else settings
     if strategy.offload != "none":
         changed = changed.but(memory__offload=strategy.offload)
@@ -185,7 +185,7 @@ def apply(
         last = strategy.ordered_layers[-1][1] if strategy.is_pipelined else 0
         if not trains(program) or len(chain(program)) <= last:
             return program, settings
-        program, changed = staged(program, strategy), changed.but(**_in_stages(strategy, settings))
+        program, changed = make_staged(program, strategy), changed.but(**_in_stages(strategy, settings))
     elif strategy.micro_batches:
         changed = changed.but(time__micro_batches=strategy.micro_batches)
     if strategy.shares and not settings.batch.local:
@@ -211,7 +211,7 @@ def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, 
     return found
 
 
-def completed(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStrategy:
+def complete(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStrategy:
     """Fills in the fields that a strategy leaves to a program's settings, with their values when it is applied."""
     recompute: Recompute = settings.memory.recompute or "none"  # type: ignore[assignment]
     offload: Offload = settings.memory.offload or "none"  # type: ignore[assignment]
@@ -231,7 +231,7 @@ def recompute_of(strategy: ParallelStrategy) -> str:
     return AUTO if how in ("selective", "full") else how.replace("none", "")
 
 
-def predicted(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
+def predict(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
     """Predicts the seconds of a strategy's step on the slowest rank, and the memory of the fullest one.
 
     Args:
@@ -242,26 +242,31 @@ def predicted(plans: Plans, strategy: ParallelStrategy, needed_s: float = float(
     """
     settings, environment = plans.settings, plans.environment
     unlike = bool(strategy.is_pipelined or strategy.shares or settings.batch.shares) or unequal(environment.rates)
-    ranks, made = _played(settings, strategy, environment), plans.made(strategy)
-    programs = dict(zip(ranks, plans.lowered(made, ranks)))
+    ranks, made = _simulate(settings, strategy, environment), plans.make(strategy)
+    programs = dict(zip(ranks, plans.lower(made, ranks)))
     # Micro-batches are calls of a function; what they do counts as if it stood in their place.
     backend = settings.exchange.backend
-    played = {rank: told_apart(inline(one), backend) for rank, one in programs.items()}
+    played = {rank: mark_device_exchanges(inline(one), backend) for rank, one in programs.items()}
     seconds = step_seconds(played, settings.size, environment.machine(plans.program))
     if seconds >= needed_s:
         return Candidate(strategy, seconds)
     asked = programs if unlike else {0: programs[0]}
-    if environment.lacking_bytes({rank: at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}) <= 0:
+    if (
+        environment.lacking_bytes(
+            {rank: predict_at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}
+        )
+        <= 0
+    ):
         return Candidate(strategy, seconds, made=made, programs=asked)
-    held = _held(asked, made.settings)
+    held = _predict_held(asked, made.settings)
     return Candidate(strategy, seconds, environment.lacking_bytes(held), made, held)
 
 
-def _held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:
-    return {rank: sum(taken_bytes(one, rank, settings).values()) for rank, one in programs.items()}
+def _predict_held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:
+    return {rank: sum(predict_taken_bytes(one, rank, settings).values()) for rank, one in programs.items()}
 
 
-def _played(settings: PlanSettings, strategy: ParallelStrategy, environment: SearchEnvironment) -> Sequence[int]:
+def _simulate(settings: PlanSettings, strategy: ParallelStrategy, environment: SearchEnvironment) -> Sequence[int]:
     """Returns the ranks whose simulation represents all: the first of each group of equal ranks."""
     shares = strategy.shares or settings.batch.shares or (0,) * settings.size
     kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))

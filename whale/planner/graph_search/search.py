@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from cost_model.graph.machine import rated_machine
+from cost_model.graph.machine import make_rated_machine
 from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError
 from whale.ir.layout import Shard, divide_proportionally
@@ -24,19 +24,19 @@ from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node, Program
 from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.kernels.substitute import substitute_kernels
-from whale.passes.analysis.axes import batch_of, known_along
+from whale.passes.analysis.axes import batch_of, select_known_along
 from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalize.inline import inline
 from whale.passes.pass_manager import normalise
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import lower_bounds
-from whale.planner.graph_search.balance import balanced
+from whale.planner.graph_search.balance import balance_rows
 from whale.planner.graph_search.environment import SearchEnvironment, unequal
 from whale.planner.graph_search.pipelines import pipelines, why_none, work_of_chain
 from whale.planner.graph_search.predict import AUTO, Candidate, Made, Plans
-from whale.planner.graph_search.strategies import choices, over_all
-from whale.planner.graph_search.team import Answer, Asked, Team, tried
+from whale.planner.graph_search.strategies import choices, divide_over_all
+from whale.planner.graph_search.team import Answer, Asked, Team, try_candidate
 
 BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
@@ -119,7 +119,7 @@ class Search:
             return ready
         self.begin([one for one in ready if self._may_run(plans, one)])
         if self._under_way and not self._needs_all:
-            self._refused_across(plans)
+            self._refuse_across(plans)
         return []
 
     def look(self, plans: Plans, *strategies: ParallelStrategy) -> None:
@@ -128,7 +128,7 @@ class Search:
         if not self._under_way:
             self.begin([one.strategy for one in asked[1:]])
         if asked:
-            self._note(asked[0].strategy, *tried(plans, asked[0]))
+            self._note(asked[0].strategy, *try_candidate(plans, asked[0]))
         others, self._under_way = self._under_way, []
         answers = self.team.answers() if self.team is not None and others else []
         for member, (one, answer) in enumerate(zip(others, answers), 1):
@@ -140,7 +140,7 @@ class Search:
             self.lost.append(Other(strategy, refused="not looked at, the time is over"))
             self.is_whole = False
             return False
-        if strategy.is_pipelined and not self._needs_all and (across := self._refused_across(plans)).lost:
+        if strategy.is_pipelined and not self._needs_all and (across := self._refuse_across(plans)).lost:
             self._note(strategy, across, None)
             return False
         if self._needs_all and strategy.is_pipelined:
@@ -148,7 +148,7 @@ class Search:
             return False
         return True
 
-    def _refused_across(self, plans: Plans) -> Answer:
+    def _refuse_across(self, plans: Plans) -> Answer:
         """Asks, once, whether the program with divided rows shows that stages are impossible."""
         if self._across is None:
             self._across = Answer()
@@ -206,7 +206,7 @@ def best_way(
     # Bounds come from the first way's plan; others begin without.
     begun = [] if stages else [one for one in choices(program, settings.size) if one.split][: at_once - 1]
     search.begin(begun)
-    looked_at = [one for one in _looked_at(plans, stages, begun) if one[0] not in begun]
+    looked_at = [one for one in _list_looked_at(plans, stages, begun) if one[0] not in begun]
     # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
     # fast they have to be.
     for last in (False, True):
@@ -228,10 +228,10 @@ def best_way(
     best = _best(search, environment)
     if team is not None and best.by:
         plan, held_bytes = team.plan(best.by, best.strategy)
-        made = plans.applied(best.strategy, plan)
+        made = plans.apply(best.strategy, plan)
     else:
-        made, held_bytes = best.made or plans.made(best.strategy), best.bytes
-    told = list(_told(best, search, environment))
+        made, held_bytes = best.made or plans.make(best.strategy), best.bytes
+    told = list(_describe_choice(best, search, environment))
     beaten = sorted((way for way in search.found if way is not best), key=lambda way: way.seconds)
     others = [Other(way.strategy, way.seconds, way.lacking_bytes) for way in beaten]
     chosen = ChosenStrategy(best.strategy, best.seconds, held_bytes)
@@ -274,13 +274,13 @@ def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: i
     """
     if settings.zero.level or settings.exchange.wire_dtype or ranks == 1:
         return ()
-    known = known_along(settings.split.tiles, "", alone=True)
+    known = select_known_along(settings.split.tiles, "", alone=True)
 
-    def divided(weights: bool) -> Collection[str]:
+    def list_divided(weights: bool) -> Collection[str]:
         return state_at_rest(program, ranks, settings.zero.min_bytes, (), known, weights)
 
-    more = divided(level == 3)
-    return more if level == 1 or len(more) > len(divided(False)) else ()
+    more = list_divided(level == 3)
+    return more if level == 1 or len(more) > len(list_divided(False)) else ()
 
 
 def _best(search: Search, environment: SearchEnvironment) -> Candidate:
@@ -300,7 +300,7 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
     return best
 
 
-def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> Iterator[str]:
+def _describe_choice(best: Candidate, search: Search, environment: SearchEnvironment) -> Iterator[str]:
     yield f"{best.strategy.name}, predicted {1e3 * best.seconds:.2f} ms a step ({environment.origin})"
     for way in sorted(search.found, key=lambda w: w.seconds):
         if way is not best:
@@ -311,7 +311,7 @@ def _told(best: Candidate, search: Search, environment: SearchEnvironment) -> It
         yield f"  {one.strategy.name}: {one.refused}"
 
 
-def _looked_at(
+def _list_looked_at(
     plans: Plans, stages: int, begun: Collection[ParallelStrategy] = ()
 ) -> list[tuple[ParallelStrategy, float]]:
     """Returns the strategies to try, each with a lower bound in seconds; data parallelism first, pipelines in their
@@ -332,14 +332,14 @@ def _looked_at(
     if unequal(environment.rates):
         speeds = _speeds(plans)
         if not settings.batch.local and not settings.batch.shares:
-            found[1:1] = _by_speed(plans, rows, speeds)
+            found[1:1] = _order_by_speed(plans, rows, speeds)
     state = _more_divided(program, settings, settings.size, 1)
     if state:
-        found.append(over_all(f"data parallel{STATE_DIVIDED}", settings.size, zero=1))
+        found.append(divide_over_all(f"data parallel{STATE_DIVIDED}", settings.size, zero=1))
     if not settings.batch.local:
         # A table prices what ranks compute at the same time, on cores that they share.
         shared = isinstance(environment.prices, MachineProfile)
-        operations = (rated_machine(environment.rates) if shared else environment.machine(program)).operations
+        operations = (make_rated_machine(environment.rates) if shared else environment.machine(program)).operations
         unpadded = settings.but(fuse__padding=False)  # whether parts of a product are padded, the whole does not tell
         (whole,) = substitute_kernels([program], unpadded)
         kinds = {
@@ -355,7 +355,7 @@ def _looked_at(
         work = work_of_chain(program, seconds)
         every = pipelines(program, settings.size, rows, work, speeds, asked, settings.time.schedule)
         if every and not shared:
-            least = lower_bounds.of_pipelines(
+            least = lower_bounds.bound_pipelines(
                 program, whole, [kinds[one] for one in environment.rates], not settings.batch.shares
             )
             lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
@@ -363,7 +363,7 @@ def _looked_at(
             lasting = [(one, 0.0) for one in every]
         if not shared and not stages:
             least_s = {one.name: lower_bounds.alone(whole, seconds) for one in found if one.replicated}
-            as_divided, of_parts = plans.expanded(found[0]), list(kinds.values())
+            as_divided, of_parts = plans.expand(found[0]), list(kinds.values())
             if as_divided is not program:
                 (whole,) = substitute_kernels([as_divided], unpadded)
                 of_parts = [
@@ -374,13 +374,13 @@ def _looked_at(
             even = len(kinds) == 1 and not settings.batch.shares
             shares = lower_bounds.Shares(min(sizes) / max(rows, 1), settings.size, even)
             if state:
-                least_s[found[-1].name] = lower_bounds.of_divided_state(
+                least_s[found[-1].name] = lower_bounds.bound_divided_state(
                     program, whole, of_parts, shares, environment.rates, state
                 )
             if rows >= settings.size and not (settings.zero.level or settings.split.tiles):
-                least_of_split = lower_bounds.of_splits(program, whole, of_parts, shares, environment.rates)
+                least_of_split = lower_bounds.bound_splits(program, whole, of_parts, shares, environment.rates)
                 splits = [one for one in found if one.split and one not in begun]
-                least_s.update((one.name, least_of_split(one, plans.scoped(one))) for one in splits)
+                least_s.update((one.name, least_of_split(one, plans.scope(one))) for one in splits)
     lasting = [(one, least_s.get(one.name, 0.0)) for one in found] + lasting
     if not stages:
         return lasting
@@ -398,12 +398,12 @@ def _looked_at(
 
 def _speeds(plans: Plans) -> list[float]:
     """Returns each rank's speed in computing the program with equal rows; the slowest one has 1."""
-    (first,) = plans.lowered(plans.made(over_all("equal rows", plans.settings.size)), (0,))
+    (first,) = plans.lower(plans.make(divide_over_all("equal rows", plans.settings.size)), (0,))
     times = plans.environment.seconds_of_each(inline(first), 0)
     return [max(times) / t for t in times]
 
 
-def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[ParallelStrategy]:
+def _order_by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[ParallelStrategy]:
     """Returns data parallelism with rows such that all ranks take equally long.
 
     Returns [] if the rows are so few that unequal ranks get equally many. Work that does not depend on rows (updates,
@@ -415,10 +415,10 @@ def _by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Parallel
         if min(shares) == max(shares):
             return []
         few, many = (shares.index(most) for most in (min(shares), max(shares)))
-        lowered = plans.lowered(plans.made(over_all("rows by speed", len(speeds), shares=shares)), (few, many))
+        lowered = plans.lower(plans.make(divide_over_all("rows by speed", len(speeds), shares=shares)), (few, many))
         least, most = (plans.environment.seconds_of_each(inline(one), at) for one, at in zip(lowered, (few, many)))
         per_row = [(more - less) / (shares[many] - shares[few]) for less, more in zip(least, most)]
         once = [less - shares[few] * row_s for less, row_s in zip(least, per_row)]
         if min(per_row) > 0:
-            shares = balanced(rows, once, per_row)
-    return [over_all(f"data parallel, rows {'+'.join(map(str, shares))}", len(speeds), shares=shares)]
+            shares = balance_rows(rows, once, per_row)
+    return [divide_over_all(f"data parallel, rows {'+'.join(map(str, shares))}", len(speeds), shares=shares)]

@@ -27,7 +27,7 @@ MOST_WEIGHTS = 3  # that a split is tried from
 LEAST_BYTES = 1 << 20  # smaller weights are not worth it
 
 
-def over_all(name: str, size: int, tensor: int = 1, **more: Any) -> ParallelStrategy:
+def divide_over_all(name: str, size: int, tensor: int = 1, **more: Any) -> ParallelStrategy:
     """Returns a strategy of one stage on all ranks with tensor-parallel degree ``tensor``."""
     return ParallelStrategy((Stage(parts=(DeviceGroup(0, tensor, size // tensor),)),), name=name, **more)
 
@@ -36,18 +36,18 @@ def choices(program: Program, size: int) -> list[ParallelStrategy]:
     """Returns the strategies to try, plain data parallelism first; a program with the user's scopes gets no other
     ones.
     """
-    found = [over_all("data parallel", size)]
+    found = [divide_over_all("data parallel", size)]
     if size == 1 or has_scopes(program):
         return found
-    found.append(over_all("every rank alone", size, replicated=True))
+    found.append(divide_over_all("every rank alone", size, replicated=True))
     tables = _tables(program)
     if len(tables) > 1:
-        found.append(over_all(f"split of {len(tables)} tables", size, size, split=tables))
+        found.append(divide_over_all(f"split of {len(tables)} tables", size, size, split=tables))
     for name in _large_weights(program):
-        found.append(over_all(f"split from {name} on", size, size, split=(name,)))
+        found.append(divide_over_all(f"split from {name} on", size, size, split=(name,)))
         if not program.functions:
             found += [
-                over_all(f"split from {name} on, {size // g} groups of {g}", size, g, split=(name,))
+                divide_over_all(f"split from {name} on, {size // g} groups of {g}", size, g, split=(name,))
                 for g in range(2, size)
                 if size % g == 0
             ]
@@ -59,13 +59,13 @@ def has_scopes(program: Program) -> bool:
     return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
 
 
-def without_scopes(program: Program) -> Program:
+def drop_scopes(program: Program) -> Program:
     """Returns the program without scopes."""
     return replace(
         program,
         nodes=tuple(replace(n, scope="") for n in program.nodes),
         variables=tuple(replace(v, scope="") for v in program.variables),
-        functions={name: without_scopes(body) for name, body in program.functions.items()},
+        functions={name: drop_scopes(body) for name, body in program.functions.items()},
     )
 
 
@@ -79,7 +79,7 @@ def updates(program: Program, node: Node) -> list[str]:
     return [] if node.outputs else [r.node for r in node.inputs if r.node in program.variable_of]
 
 
-def _behind(program: Program, ref: Ref) -> str | None:
+def _find_weight_behind(program: Program, ref: Ref) -> str | None:
     """Returns the handle of the variable whose elements a tensor has."""
     node = program.by_name[ref.node]
     while node.name not in program.variable_of:
@@ -96,13 +96,13 @@ def products(program: Program) -> dict[str, list[Node]]:
         if node.op not in ROW_LOOKUPS and not count_matmul_flops(node, [program.find_type(r) for r in node.inputs]):
             continue
         for ref in node.inputs[:1] if node.op in ROW_LOOKUPS else node.inputs:
-            handle = _behind(program, ref)
+            handle = _find_weight_behind(program, ref)
             if handle is not None and len(program.variable_of[handle].type.shape or ()) >= 2:
                 found.setdefault(handle, []).append(node)
     return found
 
 
-def trained_weights(program: Program) -> dict[str, int]:
+def find_trained_weights(program: Program) -> dict[str, int]:
     """Returns the bytes of each trained weight that products or lookups read, by handle, largest first."""
     updated = {handle for node in program.nodes for handle in updates(program, node)}
     sizes = {h: program.variable_of[h].type.bytes for h in products(program) if h in updated}
@@ -111,21 +111,21 @@ def trained_weights(program: Program) -> dict[str, int]:
 
 def _large_weights(program: Program) -> list[str]:
     """Returns the names of the largest trained weights, largest first."""
-    sizes = trained_weights(program)
+    sizes = find_trained_weights(program)
     least = max(LEAST_BYTES, 0.05 * sum(sizes.values()))
     return [program.variable_of[h].name for h, size in sizes.items() if size >= least][:MOST_WEIGHTS]
 
 
 def _tables(program: Program) -> tuple[str, ...]:
     """Returns the names of all large trained weights that are only looked up; () where they are a small part."""
-    sizes, read = trained_weights(program), products(program)
+    sizes, read = find_trained_weights(program), products(program)
     tables = {h: n for h, n in sizes.items() if n >= LEAST_BYTES and all(r.op in ROW_LOOKUPS for r in read[h])}
     if sum(tables.values()) < 0.05 * sum(sizes.values()):
         return ()
     return tuple(program.variable_of[h].name for h in tables)
 
 
-def scoped(program: Program, strategy: ParallelStrategy) -> Program:
+def add_scopes(program: Program, strategy: ParallelStrategy) -> Program:
     """Puts a split scope on the nodes between the first product of a weight and its gradient.
 
     That is everything from the product to its gradients: for the last layer, its loss; for an earlier one, all layers
@@ -136,7 +136,7 @@ def scoped(program: Program, strategy: ParallelStrategy) -> Program:
     read = products(program)
     for handle in handles:
         if handle in read:
-            inside |= _between(program, read[handle], handle)
+            inside |= _find_between(program, read[handle], handle)
     if not inside:
         return program
     nodes = tuple(replace(n, scope=SCOPE) if n.name in inside else n for n in program.nodes)
@@ -157,7 +157,7 @@ def divisible(program: Program) -> set[str]:
     }
 
 
-def _between(program: Program, products: list[Node], handle: str) -> set[str]:
+def _find_between(program: Program, products: list[Node], handle: str) -> set[str]:
     first = products[0]
     targets = {n.name for n in products} | {n.name for n in program.nodes if handle in updates(program, n)}
     if first.op in ROW_LOOKUPS:
@@ -168,19 +168,19 @@ def _between(program: Program, products: list[Node], handle: str) -> set[str]:
         n.name: [] if n.name in ends else [c.name for r in n.list_refs() for c, _ in program.consumers.get(r, ())]
         for n in program.nodes
     }
-    after = _reached([first.name], arrows)
+    after = _find_reachable([first.name], arrows)
     if not any(handle in updates(program, n) for n in program.nodes):
         return after | _readers(program, handle)  # nothing is trained: all that follows
     inside: set[str] = set()
     own, operands = {handle}, {n.name: [r.node for r in n.inputs] for n in program.nodes}
     while True:
-        before = _reached(targets, operands)
+        before = _find_reachable(targets, operands)
         now = (after & before) | targets | {name for h in own for name in _readers(program, h)}
         if now == inside:
             return inside
         inside = now
         # Variables that are used inside (biases, the state of the optimizer), and their updates.
-        behind = {_behind(program, r) for n in program.nodes if n.name in inside for r in n.inputs}
+        behind = {_find_weight_behind(program, r) for n in program.nodes if n.name in inside for r in n.inputs}
         own |= {h for h in behind if h is not None and program.variable_of[h].type.shape}
         targets |= {n.name for n in program.nodes if n.name in after and own & set(updates(program, n))}
 
@@ -198,7 +198,7 @@ def _readers(program: Program, handle: str) -> set[str]:
     return found
 
 
-def _reached(starts: Iterable[str], arrows: Mapping[str, Iterable[str]]) -> set[str]:
+def _find_reachable(starts: Iterable[str], arrows: Mapping[str, Iterable[str]]) -> set[str]:
     found = set(starts)
     left = list(found)
     while left:

@@ -17,7 +17,7 @@ import msgspec
 from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.strategy import ParallelStrategy
-from whale.planner.graph_search.predict import Candidate, Plans, predicted
+from whale.planner.graph_search.predict import Candidate, Plans, predict
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -60,10 +60,10 @@ class Team(Protocol):
         """
 
 
-def tried(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
+def try_candidate(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
     """Predicts a strategy; the candidate is None if it cannot run."""
     try:
-        way = predicted(plans, asked.strategy, asked.needed_s)
+        way = predict(plans, asked.strategy, asked.needed_s)
     except AcrossMicroBatchesError as error:
         return Answer(lost=error.message, across=True), None
     except WhaleError as error:
@@ -80,7 +80,7 @@ class Member:
 
     def answer(self, asked: Asked) -> Answer:
         """Predicts a strategy and keeps its plan if it is the fastest so far."""
-        answer, way = tried(self._plans, asked)
+        answer, way = try_candidate(self._plans, asked)
         # What does not fit is looked at again by the first member, with less held.
         if way is not None and way.fits and (self.best is None or way.seconds < self.best.seconds):
             self.best = way
@@ -92,6 +92,6 @@ class Member:
         It need not be the fastest so far: a strategy that is hardly faster than the first one is not chosen.
         """
         best = self.best
-        way = best if best is not None and best.strategy == strategy else predicted(self._plans, strategy)
-        made = way.made or self._plans.made(strategy)
+        way = best if best is not None and best.strategy == strategy else predict(self._plans, strategy)
+        made = way.made or self._plans.make(strategy)
         return made.plan, way.bytes

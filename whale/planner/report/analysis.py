@@ -125,7 +125,7 @@ def _row(name: str, predicted: float, measured: float, small: float = 0.0) -> st
 
 def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]:
     """Formats a row for each layer, with kernels of all ranks; only operations that both sides have by name."""
-    alike = [_named(p.kernels_s, m.kernels_s) for p, m in zip(predicted.ranks, each)]
+    alike = [_match_names(p.kernels_s, m.kernels_s) for p, m in zip(predicted.ranks, each)]
     ahead = layers(alike)
     real = layers([{n: m.kernels_s[n] for n in one} for m, one in zip(each, alike)])
     whole = sum(real.values())
@@ -145,7 +145,7 @@ def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]
     return rows
 
 
-def _named(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
+def _match_names(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
     """Returns predicted seconds by measured names, without the name of a micro-batch's call where it was not
     measured.
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cost_model.analytic.evaluate import Evaluation, likely_s, played
+from cost_model.analytic.evaluate import Evaluation, likely_s, simulate_passes
 from cost_model.cluster.pools import Machines
 from cost_model.simulator import Tasks, Timeline, memory_curve
 from whale.ir.pipeline_schedule import make_schedule
@@ -29,7 +29,7 @@ def trace(plan: PlanFile) -> str:
         where = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
         name = {"name": f"stage {index}: {stage.count} layers on {where}"}
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": name})
-    tasks, times = played(plan.strategy, found)
+    tasks, times = simulate_passes(plan.strategy, found)
     strategy = plan.strategy
     orders = make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
     passes = [one for order in orders for one in order]
@@ -83,13 +83,13 @@ def describe_page(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> 
     """
     model, machines, found = plan.evaluate()
     strategy = plan.strategy
-    tasks, times = played(strategy, found)
+    tasks, times = simulate_passes(strategy, found)
     tracks, shown_s, label = _tracks(plan, found, times)
     parts = show.parts_of(found)
     name, most_s = max(parts.items(), key=lambda e: e[1])
     low_high_s = likely_s(model.stack, strategy, machines, found.step_s)
     busiest = strategy.stages[found.busiest]
-    where = f"stage {found.busiest} ({busiest.count} layers on {_where(busiest, strategy, machines)})"
+    where = f"stage {found.busiest} ({busiest.count} layers on {_describe_place(busiest, strategy, machines)})"
     full = [
         used.total_bytes / machines.pools[part.pool].memory_bytes
         for stage, cost in zip(strategy.stages, found.stages)
@@ -106,7 +106,10 @@ def describe_page(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> 
         "cluster": ", ".join(f"{p.devices} {p.name}" for p in machines.pools),
         "cards": _cards(plan, found),
         "kinds": ["forward", "backward", "reduce", "update"],
-        "rows": [{"name": f"stage {i}", "where": _where(s, strategy, machines)} for i, s in enumerate(strategy.stages)],
+        "rows": [
+            {"name": f"stage {i}", "where": _describe_place(s, strategy, machines)}
+            for i, s in enumerate(strategy.stages)
+        ],
         "tracks": tracks,
         "shown_s": shown_s,
         "step_s": found.step_s,
@@ -204,7 +207,7 @@ def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]
     ]
 
 
-def _of_layer(plan: PlanFile) -> list[int]:
+def _map_layers(plan: PlanFile) -> list[int]:
     """Returns the stage of each layer."""
     where = {}
     for index, stage in enumerate(plan.strategy.stages):
@@ -214,7 +217,7 @@ def _of_layer(plan: PlanFile) -> list[int]:
 
 
 def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], list[str]]]:
-    stages, of = plan.strategy.stages, _of_layer(plan)
+    stages, of = plan.strategy.stages, _map_layers(plan)
     per_layer = [(sum(c.forward_s) + sum(c.backward_s)) / s.count for s, c in zip(stages, found.stages)]
     held = [max(m.total_bytes for m in c.memory) / s.count for s, c in zip(stages, found.stages)]
     rows = (
@@ -240,7 +243,7 @@ def _format_cell(value: float, text: str) -> str:
     return text.format(value) if "{" in text else format_count(round(value), text)
 
 
-def _where(stage: Stage, strategy: ParallelStrategy, machines: Machines) -> str:
+def _describe_place(stage: Stage, strategy: ParallelStrategy, machines: Machines) -> str:
     how = strategy.find_recompute(stage)
     devices = ", ".join(f"{p.ranks} {machines.pools[p.pool].name}" for p in stage.parts)
     return devices + (f"; {how} recompute" if how != "none" else "")
@@ -248,7 +251,7 @@ def _where(stage: Stage, strategy: ParallelStrategy, machines: Machines) -> str:
 
 def _layers(plan: PlanFile, machines: Machines) -> list[str]:
     stages = plan.strategy.stages
-    return [f"stage {s}: {_where(stages[s], plan.strategy, machines)}" for s in _of_layer(plan)]
+    return [f"stage {s}: {_describe_place(stages[s], plan.strategy, machines)}" for s in _map_layers(plan)]
 
 
 _MEMORY = (

@@ -97,7 +97,7 @@ def describe_page(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> di
         "heat_label": "by name scope, in the order of the program",
         "heat": _heat(drawn, layers),
         "columns": layers,
-        "layers": [_explained(plan, drawn.program, layer) for layer in layers],
+        "layers": [_explain(plan, drawn.program, layer) for layer in layers],
         "table": {
             "title": "Ranks",
             "head": ["rank", *["stage"] * stages, "memory", "kernels", "waits", "bytes move"],
@@ -180,7 +180,7 @@ def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
     timeline, step_s = found.timelines[rank], found.step_s
     kernels_s = min(step_s, timeline.busy_s(exchange=False))
     ideal_s = min(kernels_s, drawn.alone_s / len(found.ranks))
-    exposed_s = _exposed(timeline)
+    exposed_s = _measure_exposed_s(timeline)
     idle_s = max(0.0, step_s - kernels_s - exposed_s)
     return [
         ("its part", ideal_s, COMPUTE_COLOUR, "one rank's step alone, divided by the number of ranks"),
@@ -195,7 +195,7 @@ def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
     ]
 
 
-def _exposed(timeline: Timeline) -> float:
+def _measure_exposed_s(timeline: Timeline) -> float:
     """Returns the seconds in which exchanges run while no kernel does."""
     marks = sorted(
         [(s.start_s, 1, s.exchange) for s in timeline.spans] + [(s.end_s, -1, s.exchange) for s in timeline.spans]
@@ -258,7 +258,7 @@ def _moves(plan: Plan) -> list[tuple[str, str]]:
 
 def _layers(drawn: Drawn) -> list[str]:
     """Returns the name scopes that compute or communicate, in program order; if too many, those that compute most."""
-    time_s, moved = _time_s(drawn), _moved(drawn.plan)
+    time_s, moved = _time_s(drawn), _count_moved(drawn.plan)
     order = list(dict.fromkeys(layer_of(n.name) for n in drawn.program.nodes if n.outputs))
     order = [name for name in order if time_s.get(name) or moved.get(name)]
     kept = set(sorted(order, key=lambda name: -time_s.get(name, 0.0))[:COLUMNS])
@@ -279,7 +279,7 @@ def _time_s(drawn: Drawn) -> dict[str, float]:
     return found
 
 
-def _moved(plan: Plan) -> dict[str, int]:
+def _count_moved(plan: Plan) -> dict[str, int]:
     """Returns the bytes communicated by the layer that produces them."""
     found: Counter[str] = Counter()
     for r in (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ())):
@@ -295,7 +295,7 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
     axes = [("ranks", plan)] if plan.inner is None else [("groups", plan), ("ranks of a group", plan.inner)]
     for name, of in axes:
         # A node is divided along rows (its scope computes each row once) or along its tensors, or is on every rank.
-        divided = _divided(of, drawn.program)
+        divided = _describe_divided(of, drawn.program)
         batch = [divided.get(layer, (0.0, 0.0))[0] for layer in layers]
         other = [divided.get(layer, (0.0, 0.0))[1] for layer in layers]
         of_name = "" if name == "ranks" else f", {name}"
@@ -309,7 +309,7 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
                     stage.setdefault(layer_of(node.name), number)
         at = [float(stage.get(layer, -1)) for layer in layers]
         rows.append(("stage", at, [plan.stage_groups[int(v)].name if v >= 0 else "no stage" for v in at]))
-    moved, time_s = _moved(plan), _time_s(drawn)
+    moved, time_s = _count_moved(plan), _time_s(drawn)
     rows.append(
         ("bytes moved", [float(moved.get(n, 0)) for n in layers], [format_bytes(moved.get(n, 0)) for n in layers])
     )
@@ -319,7 +319,7 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
     return rows
 
 
-def _divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
+def _describe_divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
     """Returns, by layer, the shares of its nodes with divided rows, and of those divided otherwise or summed over
     ranks.
     """
@@ -340,7 +340,7 @@ def _way(s: Strategy) -> int:
     return 1 if any(isinstance(p, Partial) for p in s.outputs) else 2
 
 
-def _explained(plan: Plan, program: Program, layer: str) -> str:
+def _explain(plan: Plan, program: Program, layer: str) -> str:
     """Describes the layout of most of a layer's nodes."""
     found = Counter(
         f"{program.by_name[name].op} {'on the first rank' if s.once else s}"
@@ -356,7 +356,7 @@ def _rank(drawn: Drawn, rank: int, name: str, where: str, stages: bool) -> list[
     sizes = (float(found.resident_bytes), float(found.peak_bytes - found.resident_bytes))
     parts = [(kind, size, colour) for (kind, colour), size in zip(_MEMORY, sizes)]
     memory = {"parts": parts, "used": found.peak_bytes, "limit": drawn.limits_bytes[rank]}
-    seconds = (timeline.busy_s(exchange=False), _exposed(timeline), found.exchange_s)
+    seconds = (timeline.busy_s(exchange=False), _measure_exposed_s(timeline), found.exchange_s)
     return [name.removeprefix("rank "), *[where] * stages, memory, *({"s": short(s)} for s in seconds)]
 
 

@@ -121,13 +121,13 @@ def _track(
     placed, count = side_by_side(sorted(spans, key=lambda s: s.start_s))
     begin_s, whole = begin_us / 1e6, 1 + count
 
-    def at(seconds: float) -> float:
+    def place_at(seconds: float) -> float:
         return short(min(max(0.0, seconds - begin_s), (end_us - begin_us) / 1e6))
 
-    track = [(STEP, at(step_us[0] / 1e6), at(step_us[1] / 1e6), "", 0, whole)]
+    track = [(STEP, place_at(step_us[0] / 1e6), place_at(step_us[1] / 1e6), "", 0, whole)]
     for lane, span in placed:
         come_s = min(span.end_s, span.start_s + span.seconds)
         if span.seconds:
-            track.append((WAITS, at(span.start_s), at(come_s), span.name, 1 + lane, whole))
-        track.append((MOVES, at(come_s), at(span.end_s), span.name, 1 + lane, whole))
+            track.append((WAITS, place_at(span.start_s), place_at(come_s), span.name, 1 + lane, whole))
+        track.append((MOVES, place_at(come_s), place_at(span.end_s), span.name, 1 + lane, whole))
     return track

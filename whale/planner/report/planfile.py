@@ -166,7 +166,7 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         return wrong
 
 
-def of_search(
+def from_search(
     found: SearchResult,
     cluster: Cluster,
     software: str,
@@ -204,7 +204,7 @@ def of_search(
     )
 
 
-def of_program(
+def from_program(
     plan: Plan, cluster: Cluster | None = None, description: str = "", alternatives: Sequence[Alternative] = ()
 ) -> PlanFile:
     """Creates the plan file of a program.

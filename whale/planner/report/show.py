@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from cost_model.analytic.evaluate import Evaluation, not_compared, prediction_of
 from cost_model.analytic.layer_costs import Model, costs_of
-from cost_model.analytic.memory import offloaded_bytes
+from cost_model.analytic.memory import count_offloaded_bytes
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import make_schedule
@@ -74,7 +74,7 @@ class _Page:
 
 def show(plan: PlanFile, width: int = WIDTH) -> str:
     """Returns one screen: model, devices, step time by parts, a row per stage, schedule, alternatives, a last line."""
-    page = _of_model(plan, width) if plan.program is None else _of_program(plan, width)
+    page = _describe_model(plan, width) if plan.program is None else _describe_program(plan, width)
     lines = [page.model, page.devices]
     if plan.cluster is not None and (overridden := list(plan.cluster.list_overridden())):
         lines.append(f"overridden {'; '.join(overridden)}")
@@ -112,13 +112,13 @@ def alternatives_table(alternatives: Sequence[Alternative], width: int = WIDTH) 
     return lines
 
 
-def _of_model(plan: PlanFile, width: int) -> _Page:
+def _describe_model(plan: PlanFile, width: int) -> _Page:
     """Returns the page of a described model's plan, whose strategy is evaluated again."""
     model, machines, found = plan.evaluate()
     strategy = plan.strategy
     speed = f", {plan.batch / found.step_s:,.1f} rows/s"
     if plan.transformer is not None:
-        speed += f", {_speed(plan, found) / 1e12:.1f} TFLOP/s per device"
+        speed += f", {_describe_speed(plan, found) / 1e12:.1f} TFLOP/s per device"
     tables = [stage_table(plan, machines, found, width), schedule_lines(strategy)]
     if found.tied_s >= TIED * found.step_s:
         tables.append(
@@ -164,7 +164,7 @@ def _devices(machines: Machines) -> str:
     return f"cluster    {machines.cluster.name}: " + ", ".join(f"{p.devices} {p.name}" for p in machines.pools)
 
 
-def _of_program(plan: PlanFile, width: int) -> _Page:
+def _describe_program(plan: PlanFile, width: int) -> _Page:
     """Returns the page of a program's plan, which adds the tensors' layouts and the communication."""
     program = plan.plan
     assert program is not None
@@ -223,7 +223,7 @@ def details(plan: PlanFile, width: int = WIDTH) -> list[str]:
     return layer_table(plan) if program is None else list_op_rows(program, width)
 
 
-def _speed(plan: PlanFile, found: Evaluation) -> float:
+def _describe_speed(plan: PlanFile, found: Evaluation) -> float:
     assert plan.transformer is not None
     return plan.transformer.step_flops(plan.batch) / found.step_s / plan.strategy.ranks
 
@@ -254,7 +254,7 @@ def stage_table(plan: PlanFile, machines: Machines, found: Evaluation, width: in
     stages, first = plan.strategy.stages, 0
     hidden = 0
     for at in range(1, len(stages) + 1):
-        if at < len(stages) and _alike(plan.strategy, found, at, first):
+        if at < len(stages) and _group_alike(plan.strategy, found, at, first):
             continue
         name = str(first) if at == first + 1 else f"{first}-{at - 1}"
         if len(rows) >= ROWS:
@@ -268,7 +268,7 @@ def stage_table(plan: PlanFile, machines: Machines, found: Evaluation, width: in
     return [*lines, f"  ... and {hidden} more stages"] if hidden else lines
 
 
-def _alike(strategy: ParallelStrategy, found: Evaluation, a: int, b: int) -> bool:
+def _group_alike(strategy: ParallelStrategy, found: Evaluation, a: int, b: int) -> bool:
     one, other = strategy.stages[a], strategy.stages[b]
     if one.parts != other.parts or one.count != other.count or strategy.recomputes[a] != strategy.recomputes[b]:
         return False
@@ -340,7 +340,7 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
     for stage in strategy.stages:
         for part in stage.parts:
             one = costs_of(model, strategy, part, strategy.ranks, stage.replicas, stage.recompute)
-            used = offloaded_bytes(one, stage.layers, stage.replicas, strategy.zero, strategy.offload)
+            used = count_offloaded_bytes(one, stage.layers, stage.replicas, strategy.zero, strategy.offload)
             most[part.pool] = max(most.get(part.pool, 0.0), used)
     return [
         f"offloaded  {format_bytes(used * machines.pools[k].host_devices)} of "
@@ -471,7 +471,7 @@ def diff(one: PlanFile, other: PlanFile) -> str:
     lines = [f"  {name:14} {x} -> {y}" for (name, x), (_, y) in zip(_facts(one), _facts(other)) if x != y]
     programs = one.plan, other.plan
     if programs[0] is None and programs[1] is None:
-        lines += _changed_stages(one, other)
+        lines += _list_changed_stages(one, other)
     if programs[0] is not None and programs[1] is not None:
         lines += list_changed_layouts(programs[0], programs[1])
     if a is not None and b is not None:
@@ -528,7 +528,7 @@ def _model_of(plan: PlanFile) -> str:
     return "measured layers"
 
 
-def _changed_stages(one: PlanFile, other: PlanFile) -> list[str]:
+def _list_changed_stages(one: PlanFile, other: PlanFile) -> list[str]:
     machines, other_machines = one.machines, other.machines
     pairs = enumerate(zip(one.strategy.stages, other.strategy.stages))
     texts = [(i, _stage(one.strategy, x, machines), _stage(other.strategy, y, other_machines)) for i, (x, y) in pairs]

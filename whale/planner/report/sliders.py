@@ -40,14 +40,14 @@ def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
     networks = NETWORK if machines.cluster.networks else (1.0,)
     step_s = []
     for place in product(networks, *[SHARES] * len(used)):
-        other = Machines(_changed(machines.cluster, place[0], machines, used, place[1:]))
+        other = Machines(_change(machines.cluster, place[0], machines, used, place[1:]))
         step_s.append(float(f"{ModelEvaluator(plan.model(other), other).evaluate(plan.strategy).step_s:.5g}"))
     axes = [("bandwidth between hosts", [f"{value:g} x" for value in networks], networks.index(1.0))]
     axes += [(f"speed of {machines.pools[pool].name}", [f"{s:.0%}" for s in SHARES], len(SHARES) - 1) for pool in used]
     return {"axes": axes, "step_s": step_s}
 
 
-def _changed(
+def _change(
     cluster: Cluster, network: float, machines: Machines, used: Sequence[int], shares: Sequence[float]
 ) -> Cluster:
     replace = msgspec.structs.replace
@@ -65,7 +65,7 @@ def _changed(
     )
 
 
-def captured_sliders(programs: Sequence[Program], machine: Machine, slowest: int) -> dict[str, Any] | None:
+def make_captured_sliders(programs: Sequence[Program], machine: Machine, slowest: int) -> dict[str, Any] | None:
     """Returns sliders like `sliders` for the ranks' programs, one of them for a slowed-down rank; None: programs too
     large.
 

@@ -263,12 +263,12 @@ class CheckpointManager:
             status = checkpoint_reading.restore(self._checkpoint, os.fspath(path), self._context)
             return RankMessage(place=normalize_path(path))
 
-        def restored() -> None:
+        def restore_values() -> None:
             self._follow()
             self._act_together("restored", read)
 
         with open_span(self._context.trace, "restore checkpoint", "checkpoint"):
-            self._context.retry_after_loss(restored)
+            self._context.retry_after_loss(restore_values)
         return status
 
     def restore_or_initialize(self, fallback: bool = False) -> str | None:

@@ -23,15 +23,15 @@ from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import SearchEnvironment
 from whale.planner.graph_search.predict import Made, Plans, apply, recompute_of
 from whale.planner.graph_search.search import best_way
-from whale.planner.graph_search.strategies import has_scopes, trains, without_scopes
+from whale.planner.graph_search.strategies import drop_scopes, has_scopes, trains
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import bound
 from whale.runtime.compile.memory_plan import Options, limits_bytes
-from whale.runtime.compile.microbenchmark import measured_rates
+from whale.runtime.compile.microbenchmark import measure_rates
 from whale.runtime.compile.offload import has_compute_device
-from whale.runtime.compile.plan_cache import keep_strategy, kept_strategy, know_machines
-from whale.runtime.compile.progress import told
-from whale.runtime.compile.search_team import RankTeam, found_together
+from whale.runtime.compile.plan_cache import keep_strategy, know_machines, load_strategy
+from whale.runtime.compile.progress import log_while_running
+from whale.runtime.compile.search_team import RankTeam, find_together
 from whale.runtime.context import Context
 
 
@@ -73,7 +73,7 @@ def spread_program(
         if context.planning.described is not None:
             chosen = context.planning.auto = _as_described(program, settings, context, context.planning.described)
         else:
-            chosen, made = _agreed(program, settings, context, number, captured, options)
+            chosen, made = _agree(program, settings, context, number, captured, options)
             context.planning.auto = chosen
     if made is not None and not settings.observer.is_on:  # passes run where they are watched
         return Applied(made.program, made.settings, made.plan)
@@ -83,7 +83,7 @@ def spread_program(
     return Applied(*apply(program, settings, chosen.strategy))
 
 
-def seen_by_plan(program: Program, context: Context) -> Program:
+def project_for_plan(program: Program, context: Context) -> Program:
     """Returns a captured program with the scopes that the run's plan uses: a described model's plan replaces the
     user's.
     """
@@ -93,7 +93,7 @@ def seen_by_plan(program: Program, context: Context) -> Program:
         log.info(
             f"`{program.name}` is spread as {context.planning.described[1]} says, and not by the script's own scopes"
         )
-    return without_scopes(program)
+    return drop_scopes(program)
 
 
 def _as_described(
@@ -107,7 +107,7 @@ def _as_described(
     return ChosenStrategy(strategy, plan.step_s)
 
 
-def _agreed(
+def _agree(
     program: Program,
     settings: PlanSettings,
     context: Context,
@@ -119,13 +119,13 @@ def _agreed(
     dry = context.planning.dry is not None
     # Where speeds have changed within this run, the choice of an earlier run does not fit any more.
     changed = context.elastic is not None and context.elastic.divisions > 0
-    kept = None if changed else _kept(program, settings, context, number)
+    kept = None if changed else _keep(program, settings, context, number)
     if kept is not None:
         return kept, None
     environment = _environment(program, context, number, captured)
 
     def look(team: RankTeam | None = None) -> tuple[ChosenStrategy, Made]:
-        with told(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
+        with log_while_running(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
             try:
                 found = best_way(program, settings, environment, context.config["pipeline.stages"], team=team)
             except DoesNotFitError as error:
@@ -140,22 +140,22 @@ def _agreed(
     if dry or not context.has_other_processes:
         return look()
     purpose = f"the search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
-    return found_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, environment), look)
+    return find_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, environment), look)
 
 
 def _environment(program: Program, context: Context, number: int, captured: Program | None) -> SearchEnvironment:
     """Returns the inputs of predictions: the ranks, or the target of a dry run; collective between processes."""
     size, dry, profile = context.planned_size, context.planning.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
-        environment = SearchEnvironment.of_cluster(dry.cluster, program, size, captured)
+        environment = SearchEnvironment.read_cluster(dry.cluster, program, size, captured)
         asked = context.config["memory.limit_bytes"]
         return replace(environment, limits_bytes=[asked] * size) if asked else environment
     with eager_mode():  # in a session, the script's graph must not grow
-        rates = measured_rates(context, dry is not None, program)
+        rates = measure_rates(context, dry is not None, program)
     return SearchEnvironment(rates, profile, limits_bytes(context, number), captured)
 
 
-def _kept(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
+def _keep(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:
     """Returns rank 0's strategy from an earlier run, on every rank; None: there is none. Collective between
     processes.
     """
@@ -164,7 +164,7 @@ def _kept(program: Program, settings: PlanSettings, context: Context, number: in
     if (
         context.rank == 0
         and context.planning.dry is None
-        and (chosen := kept_strategy(program, context, settings)) is not None
+        and (chosen := load_strategy(program, context, settings)) is not None
     ):
         say_kept(chosen)
     if context.planning.dry is not None or not context.has_other_processes:

@@ -27,7 +27,7 @@ from whale.partition.lower import add_memory, decompose, lower_ranks, lower_show
 from whale.partition.pipeline.microbatch_loop import CALL
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.axes import tiles_that_fit
-from whale.passes.analysis.scopes import all_paths
+from whale.passes.analysis.scopes import list_paths
 from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
@@ -35,13 +35,13 @@ from whale.passes.pass_manager import normalise
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.passes.verify.undivided import undivided
-from whale.planner.graph_search.predict import completed
+from whale.passes.verify.undivided import explain_undivided
+from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.strategies import updates
-from whale.runtime.compile.auto import Applied, seen_by_plan, spread_program
-from whale.runtime.compile.cross_rank_checks import agreed_plan, compare_programs, made_plan
+from whale.runtime.compile.auto import Applied, project_for_plan, spread_program
+from whale.runtime.compile.cross_rank_checks import agree_on_plan, compare_programs, make_plan
 from whale.runtime.compile.exchanges import compare_exchanges
-from whale.runtime.compile.memory_plan import Options, beside_files, options_text, refuse_what_does_not_fit
+from whale.runtime.compile.memory_plan import Options, drop_files, options_text, refuse_what_does_not_fit
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
@@ -112,7 +112,7 @@ def compile_program(
     if whole:
         settings = settings.but(batch__inputs=())
     lying = settings.split.tiles
-    captured = seen_by_plan(program, context)
+    captured = project_for_plan(program, context)
 
     def options(limits: Sequence[float]) -> str:
         return options_text(settings, limits, captured, marked, has_compute_device())
@@ -140,7 +140,7 @@ def compile_program(
         if movable:
             made, settings = None, settings.but(split__tiles=tiles_that_fit(program, settings.but(split__tiles=lying)))
         clock.lap("choose")
-    plan = agreed_plan(program, number, context, settings, made)
+    plan = agree_on_plan(program, number, context, settings, made)
     clock.lap("plan")
     if context.planning.meter is not None:
         context.planning.meter.note_plan(program, plan, settings)
@@ -160,7 +160,7 @@ def compile_program(
         clock.lap("fuse")
     comm = context.comm_name if context.size > 1 else ""
     ranks = prepare_for_run(lowered, settings, context.ranks, comm, number, has_gpu())
-    lowered = [beside_files(one, in_files) for one in lowered]
+    lowered = [drop_files(one, in_files) for one in lowered]
     most_bytes = 0.0
     if context.planning.dry is None:
         most_bytes = refuse_what_does_not_fit(dict(zip(context.ranks, lowered)), context, number, settings, options)
@@ -180,7 +180,7 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
     if context.planning.dry is not None or context.rank != 0 or plan.program in context.reports.whole:
         return ""
     chosen = context.planning.auto is not None and context.planning.auto.strategy.replicated
-    if chosen or not (text := undivided(program, plan)):
+    if chosen or not (text := explain_undivided(program, plan)):
         return ""
     context.reports.whole.add(plan.program)
     log.warning(text)
@@ -259,7 +259,7 @@ def micro_batches_of(program: Program, context: Context) -> int:
       PlanError: it asks for several numbers.
     """
     # A step that is traced while a pipeline is entered belongs to it as well.
-    return find_micro_batches(context, all_paths(program).union(context.scoping.scopes[-1:]))
+    return find_micro_batches(context, list_paths(program).union(context.scoping.scopes[-1:]))
 
 
 def _spread(
@@ -282,11 +282,11 @@ def _show(
     assert context.planning.dry is not None
     spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
-    plan = made_plan(program, context, settings, spread.plan)
+    plan = make_plan(program, context, settings, spread.plan)
     ranks = lower_shown_ranks(program, plan, settings)
     plan = add_memory(plan, ranks, settings)
     found = context.planning.auto.strategy if context.planning.auto is not None else strategy_of(plan)
-    plan = replace(plan, strategy=completed(found, settings), searched=context.planning.auto is not None)
+    plan = replace(plan, strategy=complete(found, settings), searched=context.planning.auto is not None)
     context.planning.dry.seen(plan, program, settings, ranks)
 
 
@@ -346,7 +346,7 @@ def bytes_under(
         spread = spread_program(program, settings, context, 0, captured, lambda _: "")
         program, settings = spread.program, spread.settings
     lowered = substitute_kernels(lower_ranks(program, plan, settings, context.ranks[:1], context.comm_name), settings)
-    return step_bytes(beside_files(lowered[0], in_files), context.rank, context.size)
+    return step_bytes(drop_files(lowered[0], in_files), context.rank, context.size)
 
 
 def compile_alone(program: Program, context: Context) -> Program:

@@ -18,8 +18,8 @@ from whale.ir.program import Program
 from whale.partition.lower import make_any_plan
 from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
-from whale.runtime.compile.plan_cache import keep_plan, kept_plan
-from whale.runtime.compile.progress import told
+from whale.runtime.compile.plan_cache import keep_plan, load_plan
+from whale.runtime.compile.progress import log_while_running
 from whale.runtime.context import Context
 
 
@@ -57,7 +57,7 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
                 raise ProgramError(
                     "the ranks pass a step's batch in different ways",
                     op=program.name,
-                    given=f"rank 0 passes {_passed(marks[0])}, rank {rank} passes {_passed(said_by)}",
+                    given=f"rank 0 passes {_pass_mark(marks[0])}, rank {rank} passes {_pass_mark(said_by)}",
                     expected="the whole batch, or a part of it with the same shares, on every rank",
                     action="use wh.shard for the same arguments on every rank",
                 )
@@ -97,11 +97,11 @@ def _cause(nodes: Sequence[str], context: Context) -> str:
     return describe_likely_cause(context) if context.other_hashes or not nodes[0].endswith("(Placeholder)") else ""
 
 
-def _passed(mark: _Mark) -> str:
+def _pass_mark(mark: _Mark) -> str:
     return ", ".join(f"parts of {name} with shares {list(sizes)}" for name, sizes in mark.local.items()) or "no parts"
 
 
-def all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
+def check_all_take(mark: str, name: str, inputs: str, context: Context) -> bool:
     """Tells whether every rank has cached the next program from the same joint lowering; collective between processes.
 
     Args:
@@ -131,7 +131,7 @@ def _inputs(program: Program) -> str:
     return ", ".join(f"{name}: {program.by_name[name].outputs[0]}" for name in program.inputs)
 
 
-def made_plan(program: Program, context: Context, settings: PlanSettings, made: Plan | None = None) -> Plan:
+def make_plan(program: Program, context: Context, settings: PlanSettings, made: Plan | None = None) -> Plan:
     """Returns the saved plan if it is for this program, else the cached plan of an earlier run, else a new one.
 
     Args:
@@ -142,11 +142,11 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
     """
     saved = context.planning.saved.find_plan(program, settings) if context.planning.saved is not None else None
     if context.planning.saved is None or saved is None:
-        if (kept := kept_plan(program, context, settings)) is not None:
+        if (kept := load_plan(program, context, settings)) is not None:
             return kept
         plan = made
         if plan is None:
-            with told(f"planning `{program.name}` ({len(program.nodes)} operations)"):
+            with log_while_running(f"planning `{program.name}` ({len(program.nodes)} operations)"):
                 plan = make_any_plan(program, settings)
         keep_plan(program, context, settings, plan)
         return plan
@@ -154,21 +154,21 @@ def made_plan(program: Program, context: Context, settings: PlanSettings, made: 
     return saved
 
 
-def agreed_plan(
+def agree_on_plan(
     program: Program, number: int, context: Context, settings: PlanSettings, made: Plan | None = None
 ) -> Plan:
     """Returns rank 0's plan on every rank; if planning fails there, raises the same error on every rank.
 
     Args:
-      made: see `made_plan`.
+      made: see `make_plan`.
     """
     if not context.has_other_processes:
-        return made_plan(program, context, settings, made)
+        return make_plan(program, context, settings, made)
     comm, timeout_s = context.comms[0], context.config["debug.check_timeout_s"]
     planning = f"the planning of program {number}, `{program.name}` (rank 0 is planning)"
     if context.rank == 0:
         try:
-            plan = made_plan(program, context, settings, made)
+            plan = make_plan(program, context, settings, made)
         except Exception as e:
             comm.broadcast_bytes(f"whale/plan/{number}", b"E" + str(e).encode(), 0, timeout_s, planning)
             raise

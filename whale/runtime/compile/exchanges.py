@@ -70,7 +70,7 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
     called = Counter((find_phase(node), func.name) for node in calls for _, func in iterate_function_refs(node))
     for (phase, name), times in called.items():
         look(program.functions[name], phase, times)
-    for node in (*_behind(program, calls), *_ahead(program, calls)):
+    for node in (*_find_sends_behind(program, calls), *_ahead(program, calls)):
         if node.op in POINT_TO_POINT and not stages:
             counts = found[str(node.attrs["key"])][1]
             counts.clear()
@@ -78,7 +78,7 @@ def phases_of_exchanges(program: Program, stages: bool) -> dict[str, tuple[list[
     return found
 
 
-def _behind(program: Program, calls: Sequence[Node]) -> list[Node]:
+def _find_sends_behind(program: Program, calls: Sequence[Node]) -> list[Node]:
     """Returns the sends that wait for some calls."""
     late = {node.name for node in calls}
     for node in program.nodes:

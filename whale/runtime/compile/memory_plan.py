@@ -26,7 +26,7 @@ from whale.ir.plan_text import format_bytes
 from whale.ir.program import Program
 from whale.ir.values import TensorType
 from whale.partition.lower import lower_first_ranks
-from whale.passes.memory.step_bytes import at_most_bytes, taken_bytes
+from whale.passes.memory.step_bytes import predict_at_most_bytes, predict_taken_bytes
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
 from whale.runtime.context import Context
@@ -119,7 +119,7 @@ class _Rank(msgspec.Struct):
         return self.bytes <= self.limit_bytes
 
 
-def beside_files(program: Program, in_files: Collection[str]) -> Program:
+def drop_files(program: Program, in_files: Collection[str]) -> Program:
     """Returns a rank's program without the memory of variables in files (by handle node)."""
     variables = (replace(v, type=TensorType(v.type.dtype, ())) if v.node in in_files else v for v in program.variables)
     return replace(program, variables=tuple(variables)) if in_files else program
@@ -146,8 +146,8 @@ def refuse_what_does_not_fit(
     mine, most_bytes = [], 0.0
     for rank, program in programs.items():
         limit, source = limit_bytes(context)
-        bound_bytes = at_most_bytes(program, rank, settings)
-        found = _Rank.make(limit, source, {} if bound_bytes <= limit else taken_bytes(program, rank, settings))
+        bound_bytes = predict_at_most_bytes(program, rank, settings)
+        found = _Rank.make(limit, source, {} if bound_bytes <= limit else predict_taken_bytes(program, rank, settings))
         most_bytes = max(most_bytes, found.bytes or bound_bytes)
         mine.append(found)
     said = dict(zip(programs, mine))
@@ -198,7 +198,7 @@ class _Option:
     name: str
     changes: Mapping[str, Any]
 
-    def and_also(self, other: _Option) -> _Option:
+    def combine(self, other: _Option) -> _Option:
         return _Option(f"{self.name} with {other.name}", {**self.changes, **other.changes})
 
 
@@ -226,7 +226,7 @@ def options_text(
         try:
             source = marked() if marked is not None and "recompute" in option.changes else program
             programs = lower_first_ranks(other, source)
-            sizes_bytes = {rank: sum(taken_bytes(one, rank, other).values()) for rank, one in programs.items()}
+            sizes_bytes = {rank: sum(predict_taken_bytes(one, rank, other).values()) for rank, one in programs.items()}
             if len(programs) != len(limits):
                 return max(sizes_bytes.values())
             return max(size - (limits[rank] - limit) for rank, size in sizes_bytes.items())
@@ -240,7 +240,7 @@ def options_text(
     if found and found[0][0] > limit:
         least = found[0][1]
         apart = [o for _, o in found if o.changes.keys().isdisjoint(least.changes)]
-        found = sorted([*found, *sizes([least.and_also(o) for o in apart])], key=lambda one: one[0])
+        found = sorted([*found, *sizes([least.combine(o) for o in apart])], key=lambda one: one[0])
     fitting = [f"{option.name} ({format_bytes(n)})" for n, option in found if n <= limit]
     if fitting:
         return "set " + ", or ".join(fitting) + "; in parentheses what is predicted then"

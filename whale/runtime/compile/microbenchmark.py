@@ -48,22 +48,22 @@ FIRST_ELEMENTS, MOST_ELEMENTS, LARGE_S = 1 << 14, 1 << 20, 0.25
 PASSES_IN_PROCESS = 4
 
 
-def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
+def measure_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
     """Measures products, copies and exchanges for half a second on all ranks at the same time; unequal ranks take
     longer.
     """
     on_gpu = has_gpu()
-    measured = _measured_chains(_product_dtype(context, program)) if on_gpu else _measured_calls(program)
+    measure = _measured_chains(_product_dtype(context, program)) if on_gpu else _measured_calls(program)
     between = context.has_other_processes and not dry
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
     devices: Link | None = None
-    pairs = _together(context, "first", measured, FIRST_S) if between else [measured(FIRST_S)]
+    pairs = _together(context, "first", measure, FIRST_S) if between else [measure(FIRST_S)]
     if between:
         host = _link(context, "")
-        exchange_s, exchanged, how = host.exchange_s, host.bytes_per_s, f"exchange {_shown(host)}"
+        exchange_s, exchanged, how = host.exchange_s, host.bytes_per_s, f"exchange {_describe(host)}"
         if (backend := context.config["communication.backend"]) in DEVICE_BACKENDS:
             devices = _link(context, backend)
-            how += f", through {backend} {_shown(devices)}"
+            how += f", through {backend} {_describe(devices)}"
     elif not dry:
         # Ranks of one process exchange through its memory.
         exchanged, how = pairs[0][1] / PASSES_IN_PROCESS, "ranks of one process"
@@ -71,23 +71,23 @@ def measured_rates(context: Context, dry: bool, program: Program) -> list[Rates]
     # Between GPUs exchanges run beside computation; on processors they take the rank's own core.
     exchanges_compute = not on_gpu
 
-    def of(flops_per_s: float, bytes_per_s: float) -> Rates:
+    def make_rates(flops_per_s: float, bytes_per_s: float) -> Rates:
         origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
         return Rates(flops_per_s, bytes_per_s, START_S, exchange_s, exchanged, origin, exchanges_compute, devices)
 
     if not between:
-        return [of(*pairs[0])] * context.planned_size
+        return [make_rates(*pairs[0])] * context.planned_size
     rounds: list[list[tuple[float, float]]] = []
-    while len(rounds) < ROUNDS and (len(rounds) == 1 or unequal([of(*pair) for pair in pairs], SUSPECT)):
+    while len(rounds) < ROUNDS and (len(rounds) == 1 or unequal([make_rates(*pair) for pair in pairs], SUSPECT)):
         # Parts of the work follow these figures: they have to be better than those that only tell that ranks differ.
-        rounds.append(_together(context, f"again/{len(rounds)}", measured, ROUND_S))
+        rounds.append(_together(context, f"again/{len(rounds)}", measure, ROUND_S))
         pairs = [
             (statistics.median(f for f, _ in rank), statistics.median(m for _, m in rank)) for rank in zip(*rounds)
         ]
-    if unequal([of(*pair) for pair in pairs]):
+    if unequal([make_rates(*pair) for pair in pairs]):
         flops, moved = zip(*pairs)
-        return [of(*pair) for pair in zip(of_kinds(flops), of_kinds(moved))]
-    return [of(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
+        return [make_rates(*pair) for pair in zip(average_kinds(flops), average_kinds(moved))]
+    return [make_rates(min(f for f, _ in pairs), pairs[context.rank][1])] * len(pairs)
 
 
 def _product_dtype(context: Context, program: Program) -> str:
@@ -177,7 +177,7 @@ def _measured_chains(dtype: str) -> _Measured:
     return measured
 
 
-def of_kinds(values: Sequence[float]) -> list[float]:
+def average_kinds(values: Sequence[float]) -> list[float]:
     """Replaces each value by the mean of its kind."""
     found = list(values)
     order = sorted(range(len(values)), key=lambda r: -values[r])
@@ -201,7 +201,7 @@ def _together(
     return [msgspec.json.decode(one, type=tuple[float, float]) for one in said]
 
 
-def _shown(link: Link) -> str:
+def _describe(link: Link) -> str:
     return f"{1e6 * link.exchange_s:.0f} us and {link.bytes_per_s / 1e9:.2f} GB/s"
 
 
@@ -214,7 +214,7 @@ def _link(context: Context, through: str) -> Link:
 
     comm = context.comms[0]
 
-    def measured(size: int, calls: int, each: int = 1) -> float:
+    def measure(size: int, calls: int, each: int = 1) -> float:
         x = tf.ones([size])
 
         def exchange(y: Any = x) -> Any:
@@ -232,13 +232,13 @@ def _link(context: Context, through: str) -> Link:
             times.append((time.perf_counter() - start_s) / each)
         return statistics.median(times[2:])
 
-    small_s = measured(1, 18, SMALL_IN_A_CALL)
+    small_s = measure(1, 18, SMALL_IN_A_CALL)
     # All ranks have to exchange as many elements: the rank that took longest decides.
-    said = comm.allgather_bytes(f"whale/auto/{through}/first", msgspec.json.encode(measured(FIRST_ELEMENTS, 3)))
+    said = comm.allgather_bytes(f"whale/auto/{through}/first", msgspec.json.encode(measure(FIRST_ELEMENTS, 3)))
     first_s = max(msgspec.json.decode(one, type=float) for one in said)
     size = min(MOST_ELEMENTS, max(FIRST_ELEMENTS, int(FIRST_ELEMENTS * LARGE_S / first_s)))
     sent = 2 * (comm.size - 1) / comm.size * 4 * size
-    return Link(small_s, sent / max(1e-6, measured(size, 4) - small_s))
+    return Link(small_s, sent / max(1e-6, measure(size, 4) - small_s))
 
 
 def _seconds(call: Callable[[], Any], least_s: float, least_calls: int = 5) -> float:

@@ -25,7 +25,7 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
     Raises:
       ConfigError: there is none: computation uses the host's memory.
     """
-    others = _beside_host(tf.config.list_logical_devices() if devices is None else devices)
+    others = _list_host_devices(tf.config.list_logical_devices() if devices is None else devices)
     if not others:
         raise ConfigError(
             "variables cannot be offloaded to the host's memory: the computing device is the host",
@@ -39,17 +39,17 @@ def compute_device(config: Config, devices: Iterable[Any] | None = None) -> str:
 
 def has_compute_device() -> bool:
     """Tells whether there is a computing device with memory of its own, separate from the host's."""
-    return bool(_beside_host(tf.config.list_logical_devices()))
+    return bool(_list_host_devices(tf.config.list_logical_devices()))
 
 
-def _beside_host(devices: Iterable[Any]) -> list[str]:
+def _list_host_devices(devices: Iterable[Any]) -> list[str]:
     found = list(devices)
     processors = [d for d in found if d.device_type == "CPU"]
     gpus = [d for d in found if d.device_type == "GPU"]
     return [str(d.name) for d in (*gpus, *processors[1:])]
 
 
-def offloaded_bytes() -> tuple[int, int]:
+def count_offloaded_bytes() -> tuple[int, int]:
     """Returns (bytes copied by steps of this process to the host's memory, bytes copied from it)."""
     from whale_ops.memory import load_library
 

@@ -50,7 +50,7 @@ class KeptStrategy(msgspec.Struct, frozen=True):
     exchange_s: float
 
 
-def kept_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
+def load_plan(program: Program, context: Context, settings: PlanSettings) -> Plan | None:
     """Returns the plan that an earlier run cached; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None
@@ -74,7 +74,7 @@ def keep_plan(program: Program, context: Context, settings: PlanSettings, plan: 
         put_kept(files, context, _plan_name(program, settings), plan.to_json())
 
 
-def kept_strategy(program: Program, context: Context, settings: PlanSettings) -> ChosenStrategy | None:
+def load_strategy(program: Program, context: Context, settings: PlanSettings) -> ChosenStrategy | None:
     """Returns the strategy that `auto_parallel` found in an earlier run on these machines; None: there is none."""
     if (files := files_of(context, settings)) is None:
         return None

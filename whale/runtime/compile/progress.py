@@ -13,7 +13,7 @@ FIRST_S, LATER_S = 2.0, 10.0
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def log_while_running(what: str) -> Iterator[None]:
     """Logs that ``what`` is still running after two seconds inside, and every ten seconds from then on."""
     over, start_s = threading.Event(), time.monotonic()
 

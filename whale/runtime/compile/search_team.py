@@ -55,7 +55,7 @@ class RankTeam:
         Raises:
           PlanError: a helper failed with an error of its own.
         """
-        return [msgspec.msgpack.decode(said, type=Answer) for said in self._said()]
+        return [msgspec.msgpack.decode(said, type=Answer) for said in self._collect_answers()]
 
     def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
         """Returns the plan of a strategy that a helper has predicted, and the bytes of the rank with the highest
@@ -63,14 +63,14 @@ class RankTeam:
         """
         self._asked = [self._helpers[member - 1]]
         self._say(_PLAN + msgspec.msgpack.encode((self._asked[0], strategy)))
-        held_bytes, _, plan = self._said()[0].partition(b" ")
+        held_bytes, _, plan = self._collect_answers()[0].partition(b" ")
         return plan_from_json(plan), int(held_bytes)
 
     def end(self, chosen: ChosenStrategy | None, error: str = "") -> None:
         """Sends all ranks the chosen strategy, or the reason why there is none."""
         if self._asked:
             try:
-                self._said()
+                self._collect_answers()
             except PlanError:
                 pass  # the first error is told
         self._say(_FAILED + error.encode() if chosen is None else _CHOSEN + msgspec.msgpack.encode(chosen))
@@ -79,7 +79,7 @@ class RankTeam:
         self._number = next(self._numbers)
         self._comm.broadcast_bytes(f"{self._key}/{self._number}", message, purpose=self._purpose)
 
-    def _said(self) -> list[bytes]:
+    def _collect_answers(self) -> list[bytes]:
         """Returns the answers of the ranks that got the latest request."""
         asked, self._asked = self._asked, ()
         said = _answers(self._comm, self._key, self._number, b"", self._purpose)
@@ -89,7 +89,7 @@ class RankTeam:
         return [said[rank] for rank in asked]
 
 
-def found_together(
+def find_together(
     context: Context,
     key: str,
     purpose: str,
@@ -110,7 +110,7 @@ def found_together(
     helps = context.place.local_rank < min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
     said = comm.allgather_bytes(f"{key}/helps", b"1" if helps else b"", PLAN_TIMEOUT_S, purpose)
     if context.rank:
-        return _helped(comm, key, purpose, plans)
+        return _help(comm, key, purpose, plans)
     team = RankTeam(comm, key, purpose, [rank for rank, says in enumerate(said) if says and rank])
     try:
         chosen, made = look(team)
@@ -121,9 +121,7 @@ def found_together(
     return chosen, made
 
 
-def _helped(
-    comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]
-) -> tuple[ChosenStrategy, Made | None]:
+def _help(comm: Communicator, key: str, purpose: str, plans: Callable[[], Plans]) -> tuple[ChosenStrategy, Made | None]:
     member: Member | None = None
     for number in count():
         data = comm.broadcast_bytes(f"{key}/{number}", None, 0, PLAN_TIMEOUT_S, purpose)

@@ -64,12 +64,12 @@ def settings_of(context: Context) -> PlanSettings:
             config["debug.dump"] if context.rank == 0 else "",
             context.planning.dry.passes if context.planning.dry is not None else None,
         ),
-        fuse=fused_on(context.planning.dry.cluster if context.planning.dry is not None else None, fuse),
+        fuse=choose_fused(context.planning.dry.cluster if context.planning.dry is not None else None, fuse),
         mesh=tuple(Axis(name, size) for name, size in context.mesh.items()),
     )
 
 
-def fused_on(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
+def choose_fused(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
     """Returns which of the requested fused operations replace the program's, on a described cluster or in this process.
 
     Their kernels run on CPUs only; which matrix library a described CPU uses is unknown.

@@ -30,7 +30,7 @@ from whale.passes.analysis.stages import has_stages
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile import step_cache
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
-from whale.runtime.compile.cross_rank_checks import all_take
+from whale.runtime.compile.cross_rank_checks import check_all_take
 from whale.runtime.compile.forecast import StepForecast
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.plan_cache import forget_strategy
@@ -39,9 +39,9 @@ from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.step_call import callable_step
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.context import Context
-from whale.runtime.input.equal_inputs import as_rows_of, compared
+from whale.runtime.input.equal_inputs import as_rows_of, compare_arguments
 from whale.runtime.input.traces import SharedTrace
-from whale.runtime.input.whole_batch import rows_of_run, whole_batch
+from whale.runtime.input.whole_batch import gather_whole_batch, rows_of_run
 from whale.runtime.loss_scale import find_loss_scale
 from whale.runtime.replica_writes import wrap_with_replica_check
 from whale.runtime.variables.deferred import capturing, make_trace_creator
@@ -76,7 +76,7 @@ class Step:
         if not self.gathers:
             return [rows_of_run(t, context) for t in tensors]
         return [
-            as_rows_of(whole_batch(t, name, context), t.local)
+            as_rows_of(gather_whole_batch(t, name, context), t.local)
             if type(t) is ShardedTensor and rows_of_run(t, context) is not t
             else t
             for name, t in zip(self.captured.inputs, tensors)
@@ -126,11 +126,11 @@ def compile_step(
         open_span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"),
         suspend_garbage_collection(),
     ):
-        found = _compiled(fn, arguments, args, kwargs, context, shared, drawing, shapes)
+        found = _compile(fn, arguments, args, kwargs, context, shared, drawing, shapes)
         return replace(found, is_common=shapes is not None)
 
 
-def _compiled(
+def _compile(
     fn: Callable[..., Any],
     arguments: Arguments,
     args: Any,
@@ -144,7 +144,7 @@ def _compiled(
         for tensor in arguments.tensors:
             rows_of_run(tensor, context)
 
-    def traced(mark_gradients: bool, drawing: IteratorReads | None) -> Trace:
+    def trace_step(mark_gradients: bool, drawing: IteratorReads | None) -> Trace:
         with captures_steps():
             found = trace_function(
                 fn,
@@ -154,10 +154,10 @@ def _compiled(
                 loss_scale=find_loss_scale(context),
                 drawing=drawing,
                 creator=make_trace_creator(context.should_defer),
-                around=shared.tracing,
+                around=shared.trace_with_seed,
                 shapes=shapes,
             )
-        shared.traced()
+        shared.note_traced()
         return found
 
     with open_span(context.trace, "capture", "compile"):
@@ -166,9 +166,9 @@ def _compiled(
             or context.config["mesh.auto_parallel"]
             or context.planning.auto is not None
         )
-        trace = traced(bool(marks), drawing)
+        trace = trace_step(bool(marks), drawing)
         if trace.is_first:
-            trace = _check_first(trace, lambda: traced(bool(marks), drawing and drawing.repeat()), context)
+            trace = _check_first(trace, lambda: trace_step(bool(marks), drawing and drawing.repeat()), context)
     if context.config["memory.offload"] and context.planning.dry is None:
         compute_device(context.config)  # refused before anything is sent
     tensors = [*(drawing.tensors if drawing is not None else ()), *arguments.tensors]
@@ -179,20 +179,20 @@ def _compiled(
     with open_span(context.trace, "look for a kept step", "compile"):
         layouts = context.variables.list_tiles(trace.variables)
         name, ready = step_cache.find(trace, local, layouts, context.programs, context)
-        if not all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_description, context):
+        if not check_all_take(ready.agreed if ready is not None else "", trace.name, trace.inputs_description, context):
             ready = None
     if ready is None:
-        return _lowered(
+        return _lower(
             trace,
             local,
             parts,
             name,
-            lambda: traced(True, drawing and drawing.repeat()),
+            lambda: trace_step(True, drawing and drawing.repeat()),
             context,
             shared.streams,
             whole=shapes is not None,
         )
-    return _taken(trace, ready, local, parts, layouts, name, context, shared.streams)
+    return _take_ready(trace, ready, local, parts, layouts, name, context, shared.streams)
 
 
 def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> Trace:
@@ -208,7 +208,7 @@ def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> 
     return trace if context.planning.dry is None else again()
 
 
-def _lowered(
+def _lower(
     trace: Trace,
     local: dict[str, tuple[int, ...]],
     parts: Collection[str],
@@ -272,7 +272,7 @@ def _in_files(variables: Iterable[CapturedVariable]) -> frozenset[str]:
     return frozenset(v.node for v in variables if find_folder(v.variable))
 
 
-def _taken(
+def _take_ready(
     trace: Trace,
     ready: Ready,
     local: Mapping[str, tuple[int, ...]],
@@ -291,11 +291,11 @@ def _taken(
     tied, plan = trace.collect_ties(ready.variables), cache(ready.read_plan)
     here = {node: tiles for node, tiles in layouts.items() if node in ready.variables}
 
-    def predicted() -> dict[str, int]:
+    def predict() -> dict[str, int]:
         program = _in_scopes(trace.read(), context).program
         return bytes_under(program, plan(), context, {} if ready.gathers else local, here, _in_files(tied.variables))
 
-    step_cache.remember(ready, plan, predicted, context)
+    step_cache.remember(ready, plan, predict, context)
     _adopt(tied.variables, ready.uses, ready.offloaded, ready.kinds, context)
     with open_span(context.trace, "functions", "compile"):
         if ready.communicates:
@@ -346,7 +346,7 @@ def _step(
     compiled: Compiled | None = None,
 ) -> Step:
     """Creates a step whose calls are compared between the ranks, if the configuration asks for that."""
-    call = compared(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
+    call = compare_arguments(call, context, ready.program, tied.inputs, parts, dict(tied.captures))
     call = wrap_with_replica_check(call, context, ready.program, {id(v.handle) for v in tied.variables})
     trim()
     return Step(call, tied, plan, seconds, ready.gathers, compiled, is_first)

@@ -120,7 +120,7 @@ def _calls_by_name(graph: Program) -> Program:
     held: set[str] = set()
     others: dict[int, dict[str, Any]] = {}  # number of attributes that calls share -> those of all but the first
 
-    def of_node(node: Node) -> Node:
+    def rewrite_node(node: Node) -> Node:
         if node.op != CALL:
             return node
         function = node.attrs["f"]
@@ -131,7 +131,7 @@ def _calls_by_name(graph: Program) -> Program:
             others[id(node.attrs)] = {**node.attrs, "f": function.name, "bodies": ()}
         return replace(node, attrs=others[id(node.attrs)])
 
-    return replace(graph, nodes=tuple(map(of_node, graph.nodes)))
+    return replace(graph, nodes=tuple(map(rewrite_node, graph.nodes)))
 
 
 def lower_to_graph(program: Program, tag: str) -> Any:
@@ -153,26 +153,26 @@ def _rename_functions(program: Program, tag: str) -> Program:
     if not names:
         return program
 
-    def of_value(value: Any) -> Any:
+    def rewrite_value(value: Any) -> Any:
         if isinstance(value, Func):
             return replace(value, name=names.get(value.name, value.name))
         if isinstance(value, tuple) and value and isinstance(value[0], Func):
-            return tuple(map(of_value, value))
+            return tuple(map(rewrite_value, value))
         return value
 
     changed: dict[int, dict[str, Any]] = {}  # attributes that several nodes share stay shared
 
-    def of_node(node: Node) -> Node:
+    def rewrite_node(node: Node) -> Node:
         if not _carries_functions(node.op):
             return node
         if id(node.attrs) not in changed:
-            changed[id(node.attrs)] = {k: of_value(v) for k, v in node.attrs.items()}
+            changed[id(node.attrs)] = {k: rewrite_value(v) for k, v in node.attrs.items()}
         return replace(node, attrs=changed[id(node.attrs)])
 
-    def of_graph(graph: Program, functions: Mapping[str, Program]) -> Program:
-        return replace(graph, nodes=tuple(map(of_node, graph.nodes)), functions=functions)
+    def rewrite_graph(graph: Program, functions: Mapping[str, Program]) -> Program:
+        return replace(graph, nodes=tuple(map(rewrite_node, graph.nodes)), functions=functions)
 
-    return of_graph(program, {names[old]: of_graph(body, {}) for old, body in program.functions.items()})
+    return rewrite_graph(program, {names[old]: rewrite_graph(body, {}) for old, body in program.functions.items()})
 
 
 def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
@@ -226,7 +226,7 @@ def with_streams(program: Program, name: str) -> Program:
     A stream also advances where the rank does not use the numbers, having no rows: in branches and loops, too.
     """
     drawing = _drawing_functions(program)
-    return change_other_graphs(program, lambda graph: _of_graph(graph, name, drawing))
+    return change_other_graphs(program, lambda graph: _make_graph(graph, name, drawing))
 
 
 def _drawing_functions(program: Program) -> frozenset[str]:
@@ -244,7 +244,7 @@ def _calls(node: Node, functions: Collection[str]) -> bool:
     return any(func.name in functions for _, func in iterate_function_refs(node))
 
 
-def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
+def _make_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
     callers = [node.name for node in graph.nodes if _calls(node, drawing)] if drawing else []
     if not callers and not any(node.marks.stream for node in graph.nodes):
         return graph
@@ -256,16 +256,16 @@ def _of_graph(graph: Program, name: str, drawing: Collection[str]) -> Program:
             nodes.append(node)
         elif node.op in DRAWS_BY_COUNTER:
             # Micro-batches have seeds of their own: whichever runs first, each goes on in its stream.
-            made = _by_counter(node, f"{name}/{stream}/{node.attrs.get('seed2', 0)}")
+            made = _draw_by_counter(node, f"{name}/{stream}/{node.attrs.get('seed2', 0)}")
             nodes += made
             effects.append(made[0].name)
         else:
-            nodes.append(_by_kernel(node, f"{name}/{stream}", [graph.find_type(ref) for ref in node.inputs]))
+            nodes.append(_draw_by_kernel(node, f"{name}/{stream}", [graph.find_type(ref) for ref in node.inputs]))
             effects.append(node.name)
     return replace(graph.replace_nodes(tuple(nodes), functions=graph.functions), effects=tuple(dict.fromkeys(effects)))
 
 
-def _by_counter(node: Node, stream: str) -> list[Node]:
+def _draw_by_counter(node: Node, stream: str) -> list[Node]:
     """Creates nodes that advance the stream's counter, and draw from it."""
     seed, seed2 = int(node.attrs.get("seed", 0)), int(node.attrs.get("seed2", 0))
     shape, *bounds = node.inputs
@@ -293,7 +293,7 @@ def _by_counter(node: Node, stream: str) -> list[Node]:
     return [advance, key, alg, drawn]
 
 
-def _by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
+def _draw_by_kernel(node: Node, stream: str, types: Sequence[TensorType]) -> Node:
     """Creates the random operation with a kernel that the programs share. ``types``: of its operands."""
     plain = replace(node, attrs={key: value for key, value in node.attrs.items() if not key.startswith("_")})
     node_def = encode_node_def(plain, "draw", [f"operand_{i}" for i in range(len(node.inputs))])

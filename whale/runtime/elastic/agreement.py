@@ -88,10 +88,10 @@ class RankStatement:
         return self.calls, self.steps, self.variables, self.host, self.keeps, self.weighed, self.common.to_values()
 
     @classmethod
-    def of_values(cls, values: Sequence[Any]) -> RankStatement:
+    def from_values(cls, values: Sequence[Any]) -> RankStatement:
         """Reads what `to_values` gave."""
         calls, steps, variables, host, keeps, weighed, common = values
-        return cls(calls, steps, variables, host, keeps, weighed, CommonState.of_values(common))
+        return cls(calls, steps, variables, host, keeps, weighed, CommonState.from_values(common))
 
 
 def hear_returned(meeting: Any, said: Sequence[RankStatement], me: int, at: CallProgress) -> None:

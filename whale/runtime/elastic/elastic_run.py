@@ -279,7 +279,7 @@ class Elastic:
             self._times.weigh(left),
             self._read_common(self.divisions),
         )
-        return [RankStatement.of_values(unpack(one)) for one in gather_bytes(meeting, pack(mine.to_values()))]
+        return [RankStatement.from_values(unpack(one)) for one in gather_bytes(meeting, pack(mine.to_values()))]
 
     def _read_common(self, divisions: int) -> CommonState:
         context = self._run

@@ -200,7 +200,7 @@ class RankGroup:
         )
         said = None if welcome is None else (welcome.calls, welcome.steps, welcome.state, welcome.common.to_values())
         calls, steps, state, common = send_value(comm, 0, said)
-        known = Welcome(calls, steps, state, CommonState.of_values(common))
+        known = Welcome(calls, steps, state, CommonState.from_values(common))
         return comm, members, [one.decode() for one in gather_bytes(comm, socket.gethostname().encode())], known
 
     def grow(

@@ -25,14 +25,14 @@ from whale.runtime.input.dataset_rows import (
     refuse_other_orders,
     shuffles_freely,
 )
-from whale.runtime.input.equal_datasets import built_of, drawn_leaves
+from whale.runtime.input.equal_datasets import describe_build, find_drawn_leaves
 from whale.runtime.input.equal_inputs import checksums, find_difference, other_datasets, with_whole
 from whale.runtime.input.local_batches import (
     ELEMENT_TIMEOUT_S,
     Brought,
-    brought,
+    describe_brought,
+    describe_failure,
     exchange,
-    failed,
     rows_of,
     rows_of_values,
 )
@@ -60,16 +60,18 @@ class ShardedDataset:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
         shares_rows = context.has_other_processes and by == "row" and not agreed
-        self._seed = context.retry_after_loss(self._common_seed) if shares_rows else self._drawn_seed()
+        self._seed = context.retry_after_loss(self._common_seed) if shares_rows else self._draw_seed()
         self._orders = Orders(dataset)
         # Of ranks that go on without others, or with more, each may have begun elsewhere.
         self._every = context.config["debug.check_inputs"] if shares_rows and context.elastic is None else 0
-        self._compares = [not drawn for drawn in drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
+        self._compares = (
+            [not drawn for drawn in find_drawn_leaves(dataset)] if self._every else [False] * len(self._leaves)
+        )
         self._divide()
         several = context.has_other_processes or context.elastic is not None  # one that is alone may not stay so
         gave = context.seeds.has_given if context.seeds is not None else lambda *_: False
         self._epochs = Epochs(
-            elements=self._traced,
+            elements=self._iterate_traced,
             begin=lambda: iter(self._read),
             orders=self._orders,
             reshuffles=reshuffles(dataset),
@@ -89,7 +91,7 @@ class ShardedDataset:
         if self._epochs.cut is None:
             self._told = False
             self._divide()
-        self._epochs.divided_again()
+        self._epochs.divide_again()
 
     def _divide(self) -> None:
         context, options = self._context, tf.data.Options().merge(self._whole.options())
@@ -98,12 +100,12 @@ class ShardedDataset:
         if not context.has_other_processes and not context.lost_count:
             self.report = "one process: it reads whole batches"
         elif self._by == "file":
-            self._read, files = self._of_own_files()
+            self._read, files = self._read_own_files()
             if context.own_files is not None:
                 context.own_files.kept = False
             self.report = f"rank {context.rank} reads {files}, and makes batches of them"
         else:
-            self.report = self._by_rows()
+            self.report = self._read_by_rows()
         if options.threading.private_threadpool_size is None:
             # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing. One
             # thread: the processors are for the step's.
@@ -157,7 +159,7 @@ class ShardedDataset:
             made.begin()
         return made
 
-    def _traced(self, start: int) -> Iterator[Element]:
+    def _iterate_traced(self, start: int) -> Iterator[Element]:
         trace = self._context.trace
         return self._elements(start) if trace is None else trace.trace_batches(self._elements(start))
 
@@ -167,20 +169,20 @@ class ShardedDataset:
             return self._own_elements(self._own, start)
         if self._by == "file" and self._context.has_other_processes:
             return self._elements_of_files(start)
-        return self._reading(start)
+        return self._iterate_read(start)
 
-    def _reading(self, start: int) -> Iterator[Any]:
+    def _iterate_read(self, start: int) -> Iterator[Any]:
         """What this rank reads, from number ``start`` on.
 
         What is read ahead decides whether a cache is full when a loop stops early. TensorFlow reads one batch ahead
         while a loop is young, and so do all ranks then, in step.
         """
-        elements = iter(_without(self._read, start))
+        elements = iter(_skip(self._read, start))
         return _one_ahead(elements) if self._one_ahead else elements
 
     # -- rows of global batches
 
-    def _by_rows(self) -> str:
+    def _read_by_rows(self) -> str:
         """Decides how rows are read; returns the report."""
         rank = self._context.rank
         seeds = ((self._seed, i) for i in itertools.count(1))
@@ -207,8 +209,8 @@ class ShardedDataset:
     def _common_seed(self) -> int:
         """A seed that rank 0 draws; checks that all ranks have the same kind of dataset on the way. Collective."""
         context = self._context
-        drawn = self._drawn_seed()
-        parts = built_of(self._whole) if context.config["debug.check_inputs"] else {}
+        drawn = self._draw_seed()
+        parts = describe_build(self._whole) if context.config["debug.check_inputs"] else {}
         mine = str(self._whole.element_spec), int(self._whole.cardinality()), drawn, checksums(parts)
         key, context.elements = f"whale/element/{context.elements}", context.elements + 1
 
@@ -230,7 +232,7 @@ class ShardedDataset:
             raise other_datasets(found, context)
         return seed
 
-    def _drawn_seed(self) -> int:
+    def _draw_seed(self) -> int:
         """The same on all ranks, and in a process that joins them."""
         return self._context.seeds.draw() % (1 << 31) + 1 if self._context.seeds is not None else 0
 
@@ -238,20 +240,20 @@ class ShardedDataset:
         for summary in own.summaries:
             summary.begin()
         # What is compared has to be met, too, where it is left out.
-        elements = self._reading(0 if own.summaries else start)
+        elements = self._iterate_read(0 if own.summaries else start)
         for element in itertools.islice(elements, start if own.summaries else 0):
             for summary, number, _ in own.part(element).met:
-                summary.of(number)
-        return self._of_own_rows(elements, own)
+                summary.find(number)
+        return self._iterate_own_rows(elements, own)
 
-    def _of_own_rows(self, elements: Iterator[Any], own: OwnRows) -> Iterator[Element]:
+    def _iterate_own_rows(self, elements: Iterator[Any], own: OwnRows) -> Iterator[Element]:
         rank = self._context.rank
         for element in elements:
             part = own.part(element)
             sizes = self._shares(part.rows)
             local = part.leaves if sizes[rank] else [t[:0] for t in part.leaves]
             for summary, number, first in part.met:
-                for tensor, whole in zip(local[first:], summary.of(number)):
+                for tensor, whole in zip(local[first:], summary.find(number)):
                     with_whole(tensor, whole)
             alone = len(sizes) == 1  # the others are gone
             yield self._element(local if alone else [ShardedTensor(t, sizes, rank) for t in local])
@@ -276,7 +278,7 @@ class ShardedDataset:
 
     # -- files
 
-    def _of_own_files(self) -> tuple[tf.data.Dataset, str]:
+    def _read_own_files(self) -> tuple[tf.data.Dataset, str]:
         """The batches that this rank makes of its own files, and which these are in words."""
         context = self._context
         usual = self._shares(batch_size(self._whole))
@@ -299,19 +301,19 @@ class ShardedDataset:
 
     def _elements_of_files(self, start: int) -> Iterator[Element]:
         """Parts of a batch that the ranks made on their own; a rank that has come to its end brings no rows."""
-        return self._of_files(self._reading(start))
+        return self._iterate_own_files(self._iterate_read(start))
 
-    def _of_files(self, own: Iterator[Any]) -> Iterator[Element]:
+    def _iterate_own_files(self, own: Iterator[Any]) -> Iterator[Element]:
         rank, names = self._context.rank, [s.name or f"value {i}" for i, s in enumerate(self._leaves)]
         local: list[Any] | None = []
         while True:
             try:
                 element = next(own, None) if local is not None else None
             except tf.errors.OpError as error:
-                exchange(failed(error), self._context)
+                exchange(describe_failure(error), self._context)
                 raise
             local = None if element is None else tf.nest.flatten(element)
-            everyone = exchange(Brought(ended=True) if local is None else brought(local), self._context)
+            everyone = exchange(Brought(ended=True) if local is None else describe_brought(local), self._context)
             if all(b.ended for b in everyone):
                 return
             rows = rows_of_values(everyone, names)
@@ -400,7 +402,7 @@ def _one_ahead(elements: Iterator[Any]) -> Iterator[Any]:
         yield element
 
 
-def _without(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
+def _skip(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
     return dataset.skip(count) if count else dataset
 
 

@@ -51,10 +51,10 @@ class Epochs:
     has_ended: bool = False
     iterators: weakref.WeakSet[ShardedIterator] = field(default_factory=weakref.WeakSet)
 
-    def divided_again(self) -> None:
+    def divide_again(self) -> None:
         """The ranks are others now. Where each reads its rows, iterations go on in a dataset that was made anew."""
         for iterator in self.iterators:
-            iterator.divided_again()
+            iterator.divide_again()
 
 
 # Where a loop is: batches yielded, the number of the iteration, and how many seeds the dataset's shuffles had drawn
@@ -101,7 +101,7 @@ class ShardedIterator(Trackable):
             self._wholes = {n: whole for n, whole in self._wholes.items() if n == self._position - 1}
             self._wholes[self._position], element = element, self._epochs.cut(element)
         self._position += 1
-        return self._marked(element, self._position - 1)
+        return self._mark(element, self._position - 1)
 
     def read_again(self, position: int) -> list[Any]:
         """The leaves of the batch of this number, as it is divided now. It was one of the latest two.
@@ -110,7 +110,7 @@ class ShardedIterator(Trackable):
         """
         if position not in self._again:
             if self._epochs.cut is not None:
-                element = self._marked(self._epochs.cut(self._wholes[position]), position)
+                element = self._mark(self._epochs.cut(self._wholes[position]), position)
             else:
                 behind = self._position
                 self._read_from(position)
@@ -124,7 +124,7 @@ class ShardedIterator(Trackable):
         """The next batch is that of this number of the same order, also if the dataset has gone on to a later one."""
         self.go_back(position)
 
-    def _marked(self, element: Any, position: int) -> Any:
+    def _mark(self, element: Any, position: int) -> Any:
         """The batch of this number, whose parts say where they are from."""
         for leaf, part in enumerate(tf.nest.flatten(element)):
             if type(part) is ShardedTensor:
@@ -133,7 +133,7 @@ class ShardedIterator(Trackable):
                 setattr(part, ALONE, (weakref.ref(self), position, leaf))
         return element
 
-    def divided_again(self) -> None:
+    def divide_again(self) -> None:
         """The ranks are others now."""
         self._again = {}
         if self._epochs.cut is None:
@@ -166,7 +166,7 @@ class ShardedIterator(Trackable):
         if self._number is None:
             self._number = epochs.begun
         if self._drawn is not None:  # it begins once more, or has begun in another process
-            self._elements = epochs.orders.begun_at(self._drawn, self._later, lambda: epochs.elements(self._position))
+            self._elements = epochs.orders.begin_at(self._drawn, self._later, lambda: epochs.elements(self._position))
         else:
             self._refuse_earlier()
             for _ in range(self._number - epochs.begun if epochs.reshuffles else 0):

@@ -36,7 +36,7 @@ from whale.runtime.input.shuffle_orders import (
     is_reshuffled,
     reshuffles,
     restarts,
-    shuffled,
+    shuffle_as,
     upstream,
 )
 
@@ -112,7 +112,7 @@ class Sizes:
     every: int
     described: tuple[Any, ...] | None
 
-    def behind(self, *transformation: Any) -> Sizes:
+    def follow(self, *transformation: Any) -> Sizes:
         """Returns those of a dataset that is made of it."""
         return Sizes(self.every, None if self.described is None else (*transformation, self.described))
 
@@ -216,10 +216,10 @@ class _Division:
             begins_here = is_apart and restarts(made) and not restarts(made._input_dataset)
             repeated = inner.dataset.prefetch(self._ahead) if self._ahead and begins_here else inner.dataset
             return replace(
-                inner, dataset=repeated.repeat(made._count), sizes=inner.sizes.behind("repeat", _number(made._count))
+                inner, dataset=repeated.repeat(made._count), sizes=inner.sizes.follow("repeat", _number(made._count))
             )
         numbers = [_number(getattr(made, name)) for name in ("_count", "_num_shards", "_index") if hasattr(made, name)]
-        sizes = inner.sizes.behind(type(made).__name__, *numbers)
+        sizes = inner.sizes.follow(type(made).__name__, *numbers)
         return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes)
 
     def _divide_shuffled(self, made: Any) -> OwnRows:
@@ -227,10 +227,10 @@ class _Division:
         inner = self.divide(made._input_dataset)
         if self.summaries:
             raise Unknown("it shuffles batches that are compared in the order in which they are read", _BATCH_LAST)
-        if is_reshuffled(made) and not _unseeded(made) and generator_of(made) is None:
+        if is_reshuffled(made) and not _is_unseeded(made) and generator_of(made) is None:
             raise Unknown("the order of its shuffle behind batch(n) is not to be had", _BATCH_LAST)
         sizes = Sizes(inner.sizes.every, None)
-        reseeded = (*inner.reseeded, made) if _unseeded(made) else inner.reseeded
+        reseeded = (*inner.reseeded, made) if _is_unseeded(made) else inner.reseeded
         return replace(inner, dataset=_put_on(inner.dataset, made, self._seeds), sizes=sizes, reseeded=reseeded)
 
     def _divide_kept(self, made: Any) -> OwnRows:
@@ -327,7 +327,7 @@ class _Division:
         is_known = count != tf.data.UNKNOWN_CARDINALITY
         full, rest = divmod(count, size) if count >= 0 else (-1, 0)
         rest = 0 if batch.drop else rest
-        found = self._without_maps(samples)
+        found = self._drop_maps(samples)
         summary, index = summary_of(found.ends, self._every), _NO_SUMMARY
         if summary is not None:
             index = len(self.summaries)
@@ -342,7 +342,7 @@ class _Division:
 
         in_full = bounds(size)
 
-        def counted(number: tf.Tensor, window: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        def note_count(number: tf.Tensor, window: Any) -> tuple[tf.Tensor, tf.Tensor]:
             """The rows of a global batch, and the bounds of this rank's."""
             if is_known or batch.drop:
                 is_rest = number >= full if rest else tf.constant(False)
@@ -354,9 +354,9 @@ class _Division:
         def mine(number: tf.Tensor, window: Any) -> tf.data.Dataset:
             """This rank's samples among those of one batch. One call a batch: a filter would be one a sample."""
             whole = window if isinstance(window, tf.data.Dataset) else tf.data.Dataset.zip(window)
-            rows, where = counted(number, window)
+            rows, where = note_count(number, window)
             if summary is not None:
-                rows += summary.after(number, whole)
+                rows += summary.note_after(number, whole)
             note = tf.stack([rows, number, np.int64(index)])
             if not usual:
                 nothing = tf.nest.map_structure(lambda s: tf.zeros([1, *s.shape[1:]], s.dtype), batch.element_spec)
@@ -377,7 +377,7 @@ class _Division:
         leaves = (len(tf.nest.flatten(batch.element_spec)),)
         return OwnRows(own, leaves, sizes, len(found.maps), found.kept, found.reseeded, ())
 
-    def _without_maps(self, dataset: Any) -> _Samples:
+    def _drop_maps(self, dataset: Any) -> _Samples:
         """Returns the samples before the maps that may come later."""
         above: list[Any] = []  # what has to be put on again
         maps: list[_Map] = []
@@ -387,12 +387,12 @@ class _Division:
         while True:
             kind = type(node).__name__
             if kind in _MOVES:
-                if is_reshuffled(node) and not _unseeded(node) and _has_maps(node) and generator_of(node) is None:
+                if is_reshuffled(node) and not _is_unseeded(node) and _has_maps(node) and generator_of(node) is None:
                     break  # what is built in its place could not draw as it does
                 if restarts(node) and _has_maps(node):
                     break  # behind the repetition, a map reads ahead: the next order would begin before its time
                 above.append(node)
-                if _unseeded(node):
+                if _is_unseeded(node):
                     lowest, base = len(above), node._input_dataset
             elif kind in _MAPS and not _state(node):
                 maps.append(_Map(_function_of(node), _parallel(node)))
@@ -401,14 +401,14 @@ class _Division:
                 break
             node = node._input_dataset
         ends: tuple[Any, ...] = (node,)
-        reseeded = [d for d in above[:lowest] if _unseeded(d)]
+        reseeded = [d for d in above[:lowest] if _is_unseeded(d)]
         if type(node).__name__ == "_ZipDataset":
-            parts = [self._without_maps(one) for one in nest.flatten(node._datasets)]
+            parts = [self._drop_maps(one) for one in nest.flatten(node._datasets)]
             ends = tuple(end for p in parts for end in p.ends)
             if any(p.maps or p.reseeded for p in parts):
                 lowest = len(above)
                 base = tf.data.Dataset.zip(nest.pack_sequence_as(node._datasets, [p.base for p in parts]))
-                reseeded = [d for d in above if _unseeded(d)] + [d for p in parts for d in p.reseeded]
+                reseeded = [d for d in above if _is_unseeded(d)] + [d for p in parts for d in p.reseeded]
                 for i, part in enumerate(parts):
                     maps += [replace(one, function=_on_part(one.function, node._datasets, i)) for one in part.maps]
         for made in reversed(above[:lowest]):
@@ -457,10 +457,10 @@ class _Map:
             return function(sample if is_tuple else sample[0])
 
         @autograph.do_not_convert
-        def beside_note(sample: Any, note: tf.Tensor) -> Any:
+        def map_beside_note(sample: Any, note: tf.Tensor) -> Any:
             return function(sample), note
 
-        return beside_note if carries else on_sample
+        return map_beside_note if carries else on_sample
 
 
 @dataclass(frozen=True)
@@ -586,9 +586,9 @@ def _put_on(base: tf.data.Dataset, made: Any, seeds: Seeds) -> tf.data.Dataset:
         return base.skip(made._count)
     if kind == "_ShardDataset":
         return base.shard(made._num_shards, made._index)
-    if _unseeded(made):
-        return shuffled(base, made, *common_order(made, seeds))
-    return shuffled(base, made, (made._seed, made._seed2), generator_of(made) if is_reshuffled(made) else None)
+    if _is_unseeded(made):
+        return shuffle_as(base, made, *common_order(made, seeds))
+    return shuffle_as(base, made, (made._seed, made._seed2), generator_of(made) if is_reshuffled(made) else None)
 
 
 def refuse_other_orders(dataset: tf.data.Dataset, reseeded: Collection[Any] = ()) -> None:
@@ -608,7 +608,7 @@ def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: b
     name = kind.strip("_")
     if getattr(dataset, "_deterministic", "default") == "false":
         raise _no_order(f"{name} with deterministic=False", "leave it out")
-    if _unseeded(dataset) and not any(dataset is r for r in reseeded):
+    if _is_unseeded(dataset) and not any(dataset is r for r in reseeded):
         raise _no_order(f"{name} without a seed", "give it a seed, or call tf.random.set_seed before")
     values_only = values_only and kind in (*_MAPS, *_MOVES, *_BATCHES, *UNCHANGED)
     for graph in _graphs(dataset):
@@ -627,7 +627,7 @@ def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bo
       of_this_run: whether two seeds are those that this run gave to a shuffle without one.
     """
     shuffles = (d for d in upstream(dataset) if type(d).__name__ == "_ShuffleDataset")
-    return any(_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)
+    return any(_is_unseeded(d) or of_this_run(_number(d._seed), _number(d._seed2)) for d in shuffles)
 
 
 def _no_order(given: str, action: str) -> ProgramError:
@@ -665,7 +665,7 @@ def _draws_freely(node: Any) -> bool:
     return not (node.attr["seed"].i or node.attr["seed2"].i)
 
 
-def _unseeded(dataset: Any) -> bool:
+def _is_unseeded(dataset: Any) -> bool:
     seeds = getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)
     return all(seed is not None and _number(seed) == 0 for seed in seeds)
 

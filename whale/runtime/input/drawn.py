@@ -19,7 +19,7 @@ from whale.errors import ProgramError
 from whale.runtime.context import Context
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import refuse_other_orders
-from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, brought, exchange, rows_of_values
+from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, describe_brought, exchange, rows_of_values
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Source:
     number: int = -1
     iterator: Any = None
 
-    def of(self, arguments: Arguments) -> Any:
+    def find(self, arguments: Arguments) -> Any:
         """Returns the iterator, for a call with these arguments."""
         return self.iterator if self.number < 0 else arguments.leaves[self.number]
 
@@ -89,7 +89,7 @@ def _draw(iterator: Any, context: Context) -> Any:
     if context.has_local_batch:
         return _as_parts(iterator.get_next(), context)
     if context.has_other_processes and not _reads_alike(iterator):
-        return _of_first_rank(iterator, context)
+        return _read_on_first_rank(iterator, context)
     return iterator.get_next()
 
 
@@ -102,7 +102,7 @@ def _reads_alike(iterator: Any) -> bool:
     return True
 
 
-def _of_first_rank(iterator: Any, context: Context) -> Any:
+def _read_on_first_rank(iterator: Any, context: Context) -> Any:
     """Returns the first rank's batch on all ranks; each reads one, so that they come to the end together."""
     key, context.elements = f"whale/element/{context.elements}", context.elements + 1
     comm, said = context.comms[0], None
@@ -124,6 +124,6 @@ def _as_parts(element: Any, context: Context) -> Any:
     """Marks a rank's own batch as its part of the global one."""
     tensors = tf.nest.flatten(element, expand_composites=True)
     names = [f"batch_{i}" for i in range(len(tensors))]
-    sizes = rows_of_values(exchange(brought(tensors), context), names)
+    sizes = rows_of_values(exchange(describe_brought(tensors), context), names)
     parts = [t if rows is None else ShardedTensor(t, rows, context.rank) for t, rows in zip(tensors, sizes)]
     return tf.nest.pack_sequence_as(element, parts, expand_composites=True)

@@ -19,7 +19,7 @@ from tensorflow.python.framework import op_def_registry
 
 from whale.ir.ops import DRAWS
 from whale.runtime.input.equal_inputs import FIRST_STEPS
-from whale.runtime.input.tables import held_by_tables
+from whale.runtime.input.tables import number_tables
 
 # Datasets that change no element, or name files of this host only.
 _LEFT_OUT = (
@@ -47,7 +47,7 @@ _MOST_SAMPLES = 1 << 40  # more than a batch has
 _READS = (*_PYTHON, "ReadFile", "MatchingFiles")
 
 
-def built_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
+def describe_build(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
     """Returns all that decides on a dataset's elements, by names that a person understands; equal on ranks that read
     the same.
 
@@ -61,10 +61,10 @@ def built_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
         place = f"{kind} ({number} before the end)" if number else kind
         found[f"the kind of {place}"] = tf.constant(kind)
         for what, value in _attributes(node):
-            found[f"{what} of {place}"] = _without_folder(value)
+            found[f"{what} of {place}"] = _strip_folder(value)
         for wrapper in node._functions():
             called = getattr(getattr(wrapper, "_func", None), "__name__", "a function")
-            for what, value in _of_function(wrapper.function):
+            for what, value in _describe_function(wrapper.function):
                 found[f"{what} of `{called}` in {place}"] = value
     return found
 
@@ -97,7 +97,7 @@ def _is_held(value: Any) -> bool:
     return isinstance(value, tf.__internal__.EagerTensor) and value.dtype not in (tf.resource, tf.variant)
 
 
-def _of_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
+def _describe_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
     """Yields what decides on a function that a dataset calls: its operations, its constants, and what it captures."""
     graph_def = function.graph.as_graph_def()
     constants: list[tf.Tensor] = []
@@ -105,16 +105,16 @@ def _of_function(function: Any) -> Iterator[tuple[str, tf.Tensor]]:
     yield "the operations", tf.constant(_operations(graph_def, constants, seeds))
     yield "the seeds", tf.constant(seeds, tf.int64)
     for i, constant in enumerate(constants):
-        yield f"constant {i}", _without_folder(constant)
+        yield f"constant {i}", _strip_folder(constant)
     variables = {id(v.handle): v for v in function.graph.variables}
     for i, value in enumerate(
         function.captured_inputs
     ):  # names of variables and tables differ with what was made before
         if _is_held(value):
-            yield f"captured tensor {i}", _without_folder(value)
+            yield f"captured tensor {i}", _strip_folder(value)
         elif (variable := variables.get(id(value))) is not None and not _is_random_state(variable):
             yield f"the captured variable {i}", tf.convert_to_tensor(variable)
-    yield from held_by_tables({str(i): value for i, value in enumerate(function.captured_inputs)}).items()
+    yield from number_tables({str(i): value for i, value in enumerate(function.captured_inputs)}).items()
 
 
 def _is_random_state(variable: Any) -> bool:
@@ -140,16 +140,16 @@ def _operations(graph_def: Any, constants: list[tf.Tensor], seeds: list[int]) ->
             left.append(name)
         return f"function {numbers[name]}"
 
-    found = _of_nodes(graph_def.node, {}, number_of, library, constants, seeds)
+    found = _describe_nodes(graph_def.node, {}, number_of, library, constants, seeds)
     while left:
         function = library.get(left.pop(0))
         if function is not None:
             arguments = {arg.name: i for i, arg in enumerate(function.signature.input_arg)}
-            found.append(_of_nodes(function.node_def, arguments, number_of, library, constants, seeds))
+            found.append(_describe_nodes(function.node_def, arguments, number_of, library, constants, seeds))
     return zlib.crc32(repr(found).encode())
 
 
-def _of_nodes(
+def _describe_nodes(
     nodes: Any,
     arguments: Mapping[str, int],
     number_of: Callable[[str], str],
@@ -183,7 +183,7 @@ def _of_nodes(
     return found
 
 
-def _without_folder(value: tf.Tensor) -> tf.Tensor:
+def _strip_folder(value: tf.Tensor) -> tf.Tensor:
     """Strips from paths of files the folder that all of them are in, which may be another one on each host."""
     if value.dtype != tf.string or not tf.size(value):
         return value
@@ -196,7 +196,7 @@ def _without_folder(value: tf.Tensor) -> tf.Tensor:
 
 
 def is_seen(dataset: Any) -> bool:
-    """Tells whether a dataset's elements follow from what ``built_of`` sees, wherever the ranks have begun to
+    """Tells whether a dataset's elements follow from what ``describe_build`` sees, wherever the ranks have begun to
     read it.
     """
     for node in _nodes(dataset):
@@ -217,29 +217,29 @@ def _types(graph_def: Any) -> Iterator[str]:
         yield from (node.op for node in nodes)
 
 
-def drawn_leaves(dataset: Any) -> list[bool]:
+def find_drawn_leaves(dataset: Any) -> list[bool]:
     """Tells which tensors of an element each rank may draw for itself, as it may disturb its own samples in its own
     way.
 
     They come of random operations without a seed, of a generator's state, or are floating point from Python.
     """
     leaves = tf.nest.flatten(dataset.element_spec)
-    sources = [drawn_leaves(source) for source in dataset._inputs()]
+    sources = [find_drawn_leaves(source) for source in dataset._inputs()]
     before = [drawn for source in sources for drawn in source]
     functions = [wrapper.function for wrapper in dataset._functions()]
     if type(dataset).__name__ in ("_MapDataset", "_ParallelMapDataset"):
-        found = _drawn_by(functions[0], before, parallel=type(dataset).__name__ == "_ParallelMapDataset")
+        found = _find_drawn_results(functions[0], before, parallel=type(dataset).__name__ == "_ParallelMapDataset")
         if len(found) == len(leaves):
             return found
     if len(sources) > 1 and len(before) != len(leaves) and len(before) % len(leaves) == 0:
         return [any(before[i :: len(leaves)]) for i in range(len(leaves))]  # elements of one source after the other
-    drawn = any(_draws(node) for f in functions for node in _all_nodes(f.graph.as_graph_def()))
+    drawn = any(_draws(node) for f in functions for node in _iterate_nodes(f.graph.as_graph_def()))
     if len(before) == len(leaves) and not drawn:
         return before
     return [drawn or any(before)] * len(leaves)
 
 
-def _all_nodes(graph_def: Any) -> Iterator[Any]:
+def _iterate_nodes(graph_def: Any) -> Iterator[Any]:
     for nodes in (graph_def.node, *(f.node_def for f in graph_def.library.function)):
         yield from nodes
 
@@ -248,7 +248,7 @@ def _draws(node: Any) -> bool:
     return node.op in DRAWS and not (node.attr["seed"].i or node.attr["seed2"].i)
 
 
-def _drawn_by(function: Any, before: list[bool], parallel: bool) -> list[bool]:
+def _find_drawn_results(function: Any, before: list[bool], parallel: bool) -> list[bool]:
     """Tells which results of a map's function are drawn, given which arguments are."""
     graph = function.graph
     captured = set(map(id, graph.internal_captures))
@@ -265,13 +265,13 @@ def _drawn_by(function: Any, before: list[bool], parallel: bool) -> list[bool]:
 
     known: dict[int, tuple[bool, bool]] = {}  # of an operation: (drawn, from Python)
 
-    def of(tensor: Any) -> tuple[bool, bool]:
+    def look_up(tensor: Any) -> tuple[bool, bool]:
         if id(tensor) in begin:
             return True, False
         op = tensor.op
         if id(op) not in known:
             known[id(op)] = False, False
-            behind = [of(t) for t in op.inputs]
+            behind = [look_up(t) for t in op.inputs]
             calls = any(a.HasField("func") or a.list.func for a in op.node_def.attr.values())
             drawn = _draws(op.node_def) or (calls and in_calls) or any(d for d, _ in behind)
             known[id(op)] = drawn, op.type in ("PyFunc", "EagerPyFunc") or any(p for _, p in behind)
@@ -279,7 +279,7 @@ def _drawn_by(function: Any, before: list[bool], parallel: bool) -> list[bool]:
 
     found = []
     for tensor in graph.outputs:
-        drawn, python = of(tensor)
+        drawn, python = look_up(tensor)
         found.append(drawn or (python and (parallel or tensor.dtype.is_floating)))
     return found
 
@@ -294,7 +294,7 @@ def summary_of(samples: Sequence[Any], every: int) -> Summary | None:
     """
     if not every or all(map(is_seen, samples)):
         return None
-    leaves = [i for i, drawn in enumerate(drawn for one in samples for drawn in drawn_leaves(one)) if not drawn]
+    leaves = [i for i, drawn in enumerate(drawn for one in samples for drawn in find_drawn_leaves(one)) if not drawn]
     return Summary(leaves, every) if leaves else None
 
 
@@ -324,7 +324,7 @@ class Summary:
         """Ends the iteration."""
         self._reads = False
 
-    def after(self, number: tf.Tensor, samples: tf.data.Dataset) -> tf.Tensor:
+    def note_after(self, number: tf.Tensor, samples: tf.data.Dataset) -> tf.Tensor:
         """Returns a zero that is there once the samples of the batch of this number are kept, if they are to be."""
         specs = tf.nest.flatten(samples.element_spec)
         one_shape = all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs)
@@ -334,7 +334,7 @@ class Summary:
             text = tf.stack([tf.io.serialize_tensor(tensors[i]) for i in self._leaves])
             return sums * _FACTOR + tf.strings.to_hash_bucket_fast(text, 1 << 62)
 
-        def told() -> tf.Tensor:
+        def tell() -> tf.Tensor:
             if one_shape:
                 whole = tf.nest.flatten(samples.batch(_MOST_SAMPLES).get_single_element())
                 kept = [whole[i] for i in self._leaves]
@@ -344,7 +344,7 @@ class Summary:
 
         first = number < FIRST_STEPS
         wanted = first | tf.equal(number % self._every, 0) if one_shape else first
-        return tf.cond(wanted, told, lambda: tf.zeros([], tf.int64))
+        return tf.cond(wanted, tell, lambda: tf.zeros([], tf.int64))
 
     def _keep(self, number: np.ndarray, *tensors: np.ndarray) -> np.ndarray:
         if not self._mixed:  # what reads ahead may be in a later round than what is yielded
@@ -352,7 +352,7 @@ class Summary:
             self._held[self._rounds_met, int(number)] = [np.array(tensor) for tensor in tensors]
         return np.int64(0)
 
-    def of(self, number: int) -> list[tf.Tensor]:
+    def find(self, number: int) -> list[tf.Tensor]:
         """Returns what was kept of the latest batch up to this one of which anything was; nothing where nobody knows.
 
         Args:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from whale.distributed.likely_cause import describe_likely_cause
 from whale.errors import CommError, ProgramError
 from whale.runtime.context import Context
-from whale.runtime.input.tables import held_by_tables
+from whale.runtime.input.tables import number_tables
 from whale.runtime.variables.compared import compute_checksum
 
 FIRST_STEPS = 3
@@ -37,7 +37,7 @@ def as_rows_of(rows: Any, other: Any) -> Any:
     return rows if (batch := getattr(other, _WHOLE, None)) is None else with_whole(rows, batch)
 
 
-def compared(
+def compare_arguments(
     call: Callable[[list[Any]], Any],
     context: Context,
     step: str,
@@ -62,17 +62,17 @@ def compared(
         return call
     calls = 0
 
-    def checked(tensors: list[Any]) -> Any:
+    def check(tensors: list[Any]) -> Any:
         nonlocal calls
         if calls < FIRST_STEPS or not calls % every:
             given = {name: getattr(t, _WHOLE, None) if name in parts else t for name, t in zip(names, tensors)}
             if not calls:
-                given |= {**constants, **held_by_tables(constants)}
+                given |= {**constants, **number_tables(constants)}
             refuse_other_values(given, context, step, f"call {calls}", parts)
         calls += 1
         return call(tensors)
 
-    return checked
+    return check
 
 
 def refuse_other_values(

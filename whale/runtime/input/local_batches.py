@@ -36,12 +36,12 @@ def rows_of(rows: int, context: Context) -> tuple[int, ...]:
     return rows_of_ranks(rows, context.size, context.config["batch.shares"], coordinates)
 
 
-def brought(values: Sequence[Any]) -> Brought:
+def describe_brought(values: Sequence[Any]) -> Brought:
     """Describes tensors or arrays that a rank brings."""
     return Brought(tuple((tf.as_dtype(v.dtype).name, tuple(v.shape)) for v in values))
 
 
-def failed(error: tf.errors.OpError) -> Brought:
+def describe_failure(error: tf.errors.OpError) -> Brought:
     """Describes the failure of a rank that could not read its batch."""
     return Brought(error_code=error.error_code, error=error.message or "")
 
@@ -106,7 +106,9 @@ def local_arguments(arguments: Arguments, context: Context) -> tuple[tuple[Any, 
     """
     tensors = list(arguments.tensors)
     if tensors and not any(isinstance(t, ShardedTensor) for t in tensors):
-        sizes = rows_of_values(exchange(brought(tensors), context), arguments.names, context.config["batch.inputs"])
+        sizes = rows_of_values(
+            exchange(describe_brought(tensors), context), arguments.names, context.config["batch.inputs"]
+        )
         tensors = [
             t if rows is None else ShardedTensor(tf.convert_to_tensor(t), rows, context.rank)
             for t, rows in zip(tensors, sizes)

@@ -88,7 +88,7 @@ def _has_state(mapped: Any) -> bool:
 def generator_of(shuffle: Any) -> tf.Tensor | None:
     """The handle of a shuffle's seed generator; None where it is not to be had, or only with a copy of large arrays."""
     if not hasattr(shuffle, _GENERATOR):
-        setattr(shuffle, _GENERATOR, _found(shuffle))
+        setattr(shuffle, _GENERATOR, _find_generator(shuffle))
     found: tf.Tensor | None = getattr(shuffle, _GENERATOR)
     return found
 
@@ -101,7 +101,7 @@ def common_order(shuffle: Any, seeds: Seeds) -> tuple[tuple[int, int], tf.Tensor
     """
     if not hasattr(shuffle, _COMMON):
         drawn = seeds()
-        setattr(shuffle, _COMMON, (drawn, shuffled(tf.data.Dataset.range(0), shuffle, drawn, None)))
+        setattr(shuffle, _COMMON, (drawn, shuffle_as(tf.data.Dataset.range(0), shuffle, drawn, None)))
     drawn, owner = getattr(shuffle, _COMMON)
     if not is_reshuffled(shuffle):
         return drawn, None
@@ -109,10 +109,10 @@ def common_order(shuffle: Any, seeds: Seeds) -> tuple[tuple[int, int], tf.Tensor
     return drawn, generator_of(shuffle)
 
 
-def shuffled(
+def shuffle_as(
     base: tf.data.Dataset, shuffle: Any, seeds: tuple[Any, Any], generator: tf.Tensor | None
 ) -> tf.data.Dataset:
-    """``base`` shuffled as by ``shuffle``.
+    """``base`` shuffle_as as by ``shuffle``.
 
     Not base.shuffle: a seed that came from TensorFlow's global one has to stay what it was.
 
@@ -136,7 +136,7 @@ class Orders:
     """How many seeds the shuffles of a dataset have drawn."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
-        self._shuffles = _reshuffled(dataset)
+        self._shuffles = _list_reshuffled(dataset)
         self._draws_later = repeats(dataset) or len(self._shuffles) > 1
         self._caches = keeps_orders(dataset)
         self._takes = any(type(d).__name__ == "_TakeDataset" and keeps_orders(d) for d in upstream(dataset))
@@ -157,7 +157,7 @@ class Orders:
         for generator, count in zip(self._generators or (), drawn, strict=True):
             whale_ops.load_ops().whale_set_shuffle_order(generator, tf.constant(count, tf.int64))
 
-    def begun_at(
+    def begin_at(
         self, drawn: Sequence[int], later: Sequence[int] | None, begin: Callable[[], Iterator[Any]]
     ) -> Iterator[Any]:
         """What ``begin`` begins, in the order behind so many seeds; what begins next has the order that it would have.
@@ -172,7 +172,7 @@ class Orders:
         if not drawn or before is None:
             return begin()
         behind = before if later is None else later
-        incomplete = [cache for cache in self._caches if not self._refilled(cache, drawn, behind, before)]
+        incomplete = [cache for cache in self._caches if not self._is_refilled(cache, drawn, behind, before)]
         self.go_to(drawn)
         elements = begin()
         if self._draws_later:  # the orders up to here are drawn with the first element
@@ -180,7 +180,9 @@ class Orders:
         found = self.now() or before
         for cache in incomplete:
             own = self._places(cache)
-            if all(found[i] == drawn[i] for i in own) and self._filled_behind(cache, before) != [drawn[i] for i in own]:
+            if all(found[i] == drawn[i] for i in own) and self._count_seeds_behind(cache, before) != [
+                drawn[i] for i in own
+            ]:
                 raise _other_order()
         self.go_to([max(counts) for counts in zip(behind, found, strict=True)])
         return elements
@@ -204,10 +206,10 @@ class Orders:
         before = self.now()
         if has_ended and before is not None:
             for cache in self._caches:
-                self._refilled(cache, drawn, drawn, before)
+                self._is_refilled(cache, drawn, drawn, before)
         self.go_to(drawn)
 
-    def _refilled(self, cache: Any, drawn: Sequence[int], behind: Sequence[int], before: Sequence[int]) -> bool:
+    def _is_refilled(self, cache: Any, drawn: Sequence[int], behind: Sequence[int], before: Sequence[int]) -> bool:
         """Whether a cache was full when an iteration began behind ``drawn`` seeds: it drew none; it is full then here.
 
         Args:
@@ -216,7 +218,7 @@ class Orders:
         own = self._places(cache)
         if any(drawn[i] != behind[i] or not drawn[i] for i in own):
             return False
-        first = self._filled_behind(cache, behind)
+        first = self._count_seeds_behind(cache, behind)
         counts = list(self.now() or before)
         for i, count in zip(own, first, strict=True):
             counts[i] = count
@@ -234,11 +236,11 @@ class Orders:
 
     def _places(self, cache: Any) -> list[int]:
         """Which of the shuffles a cache, and no other one in front of it, keeps the orders of."""
-        inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _reshuffled(other)}
-        below = {id(one) for one in _reshuffled(cache)} - inner
+        inner = {id(one) for other in keeps_orders(cache) if other is not cache for one in _list_reshuffled(other)}
+        below = {id(one) for one in _list_reshuffled(cache)} - inner
         return [i for i, one in enumerate(self._shuffles) if id(one) in below]
 
-    def _filled_behind(self, cache: Any, behind: Sequence[int]) -> list[int]:
+    def _count_seeds_behind(self, cache: Any, behind: Sequence[int]) -> list[int]:
         """How many seeds had been drawn when the iteration began that filled a cache: the last one that drew any."""
         own = self._places(cache)
         if not repeats(cache):
@@ -251,7 +253,7 @@ class Orders:
         return [behind[i] - (now[i] - before[i]) for i in own]
 
 
-def _reshuffled(dataset: Any) -> list[Any]:
+def _list_reshuffled(dataset: Any) -> list[Any]:
     return list({id(d): d for d in upstream(dataset) if is_reshuffled(d)}.values())
 
 
@@ -264,7 +266,7 @@ def _other_order() -> ProgramError:
     )
 
 
-def _found(shuffle: Any) -> tf.Tensor | None:
+def _find_generator(shuffle: Any) -> tf.Tensor | None:
     arrays = (t for d in upstream(shuffle) for t in getattr(d, "_tensors", ()) if isinstance(t, tf.Tensor))
     if sum(t.dtype.size * (t.shape.num_elements() or 0) for t in arrays) > _LARGEST_BYTES:
         return None

@@ -15,7 +15,7 @@ _MOST_ENTRIES = 1 << 24  # of a larger table, only the size is compared: reading
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of SplitMix64
 
 
-def held_by_tables(captured: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+def number_tables(captured: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     """Returns a number for the keys, and one for the entries, of those captured tensors that are handles of tables.
 
     Tables that hold the same give the same numbers, whatever the order in which a process keeps it.
@@ -27,11 +27,11 @@ def held_by_tables(captured: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     for name, handle in captured.items():
         if isinstance(handle, tf.__internal__.EagerTensor) and handle.dtype == tf.resource:
             table = name.partition("/table_handle")[0].removesuffix("/LookupTableFindV2")
-            found |= {f"{what} of the table `{table}`": tf.constant(number) for what, number in _held(handle)}
+            found |= {f"{what} of the table `{table}`": tf.constant(number) for what, number in _number_held(handle)}
     return found
 
 
-def _held(handle: tf.Tensor) -> Iterator[tuple[str, np.uint64]]:
+def _number_held(handle: tf.Tensor) -> Iterator[tuple[str, np.uint64]]:
     try:
         size = int(tf.raw_ops.LookupTableSizeV2(table_handle=handle))
     except tf.errors.OpError:  # no table, or one that has yet to be filled
@@ -45,7 +45,7 @@ def _held(handle: tf.Tensor) -> Iterator[tuple[str, np.uint64]]:
         keys, values = tf.raw_ops.LookupTableExportV2(table_handle=handle, Tkeys=keys_type, Tvalues=values_type)
         of_keys = _hashes(keys)
         yield "keys", of_keys.sum(dtype=np.uint64)
-        yield "entries", _mixed(of_keys ^ _hashes(values) * _MIX[0]).sum(dtype=np.uint64)
+        yield "entries", _mix(of_keys ^ _hashes(values) * _MIX[0]).sum(dtype=np.uint64)
         return
 
 
@@ -68,11 +68,11 @@ def _hashes(rows: tf.Tensor) -> np.ndarray:
     words = np.pad(held, ((0, 0), (0, -held.shape[1] % 8))).view(np.uint64) if held.size else np.zeros((count, 0), "u8")
     found = np.zeros(count, np.uint64)
     for column in words.T:
-        found = _mixed(found * _MIX[1] + column)
+        found = _mix(found * _MIX[1] + column)
     return found
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+def _mix(numbers: np.ndarray) -> np.ndarray:
     for mix, shift in zip(_MIX, (30, 27)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * mix
     return numbers ^ (numbers >> np.uint64(31))

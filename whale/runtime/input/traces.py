@@ -65,12 +65,12 @@ class SharedTrace:
         self._drawn: list[Any] = []
         self._is_known = False
 
-    def traced(self) -> None:
+    def note_traced(self) -> None:
         """The first program is traced: those that are traced later draw what it drew (see ``once_in_a_trace``)."""
         self._is_known = True
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def trace_with_seed(self) -> Iterator[None]:
         """Around a trace, and each run of the step's Python: the global seed is what it was for the first program."""
         tf_ctx = tf_context.context()
         now, tf_ctx._seed = tf_ctx._seed, self._seed
@@ -109,7 +109,7 @@ class Traces:
         self._relaxed = Relaxed() if getattr(step, "_reduce_retracing", False) else None
         self._known: dict[Hashable, SharedTrace] = {}
 
-    def of(self, arguments: Arguments) -> SharedTrace:
+    def find(self, arguments: Arguments) -> SharedTrace:
         """The trace that one process would take for a call."""
         trace = self._key(arguments)
         if trace not in self._known:

@@ -13,7 +13,7 @@ from whale.errors import ProgramError
 from whale.runtime.context import Context
 
 
-def whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
+def gather_whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
     """Gathers all rows, [sum(part.sizes), ...], on every rank. Collective.
 
     Args:

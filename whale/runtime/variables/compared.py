@@ -13,7 +13,7 @@ import tensorflow as tf
 from whale.distributed.likely_cause import describe_likely_cause
 from whale.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from whale.errors import CommError
-from whale.replicas import Said, differing, in_words
+from whale.replicas import Said, find_differing, in_words
 
 
 def compute_checksum(value: tf.Tensor) -> int:
@@ -59,7 +59,7 @@ def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
     comm = context.comms[0]
     everyone = comm.allgather_bytes("whale/replicas", msgspec.json.encode(mine), WRITE_TIMEOUT_S, when)
     said: Sequence[Said] = [msgspec.json.decode(one, type=dict[str, tuple[int, bool]]) for one in everyone]
-    found, compared = differing(said)
+    found, compared = find_differing(said)
     if found:
         raise CommError(
             "a variable differs between ranks" if len(found) == 1 else f"{len(found)} variables differ between ranks",

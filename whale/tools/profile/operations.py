@@ -18,11 +18,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from cost_model.graph.buffers import copied_reads
-from cost_model.graph.executor_graph import copying
+from cost_model.graph.buffers import find_copied_reads
+from cost_model.graph.executor_graph import make_copy_work
 from cost_model.graph.machine_profile import Operation
 from cost_model.graph.signature import signature
-from cost_model.graph.unroll_loops import unrolled
+from cost_model.graph.unroll_loops import unroll
 from cost_model.kernels.op_work import Work, estimate_work
 from whale.distributed.gpus import await_gpus
 from whale.errors import ProgramError
@@ -53,8 +53,8 @@ _HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack Selec
 def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
     """Returns the operations of programs that take time, one for each signature."""
     found: dict[str, tuple[Program, Node]] = {}
-    for program in map(unrolled, programs):
-        copied = copied_reads(program)
+    for program in map(unroll, programs):
+        copied = find_copied_reads(program)
         for node in program.nodes:
             if node.op == "ReadVariableOp" and node.name not in copied:
                 continue
@@ -99,7 +99,7 @@ class _NotMeasurableError(Exception):
 def _find_work(program: Program, node: Node) -> Work:
     """Returns the work of a node; measured reads are copies."""
     return (
-        copying(node)
+        make_copy_work(node)
         if node.op == "ReadVariableOp"
         else estimate_work(node, [program.find_type(r) for r in node.inputs])
     )

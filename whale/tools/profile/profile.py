@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from cost_model.graph import machine_profile as tables
-from cost_model.graph.machine import measured_machine
+from cost_model.graph.machine import make_measured_machine
 from cost_model.graph.machine_profile import Copies, Gpu, MachineProfile, Step
 from cost_model.graph.predict import predict_ranks
 from cost_model.graph.signature import dtype_of
@@ -249,13 +249,13 @@ def measure_programs(
     new = [one for name, one in measure.find_distinct(every).items() if name not in known]
     found, skipped = measure.measure(new, 120.0, say)
     say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
-    table = table.merged(found)
+    table = table.merge(found)
     steps = [
         Step(mark, measured_s[mark, count], _predict_s(table, run), count)
         for count, marked in runs.items()
         for mark, run in marked.items()
     ]
-    table = table.merged((), steps)
+    table = table.merge((), steps)
     tables.write(table, out)
     return table
 
@@ -268,7 +268,7 @@ def _make_alone(planned: Planned) -> Program:
 
 def _predict_s(table: MachineProfile, run: Sequence[Program]) -> float:
     """Predicts the seconds of concurrent steps from their operations alone, without calls."""
-    found = predict_ranks(run, measured_machine(table, len(run)), plays=0).ranks
+    found = predict_ranks(run, make_measured_machine(table, len(run)), plays=0).ranks
     return sum(one.end_s for one in found) / len(found)
 
 

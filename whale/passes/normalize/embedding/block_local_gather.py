@@ -37,20 +37,20 @@ def mark_blocks(program: Program) -> Program:
     for node in program.nodes:
         if node.op in _ADDRESSED:
             indices = node.inputs[_ADDRESSED[node.op]]
-            blocks = _of_columns(program, node, indices) or _of_flat_rows(program, node, indices)
+            blocks = _count_column_blocks(program, node, indices) or _count_flat_rows(program, node, indices)
         elif node.op in _SEGMENTS:
-            blocks = _of_segments(program, node)
+            blocks = _count_segments(program, node)
         else:
             continue
         if blocks > 1:
             marked[node.name] = blocks
     if not marked:
         return program
-    nodes = tuple(n.marked(blocks=marked[n.name]) if n.name in marked else n for n in program.nodes)
+    nodes = tuple(n.with_marks(blocks=marked[n.name]) if n.name in marked else n for n in program.nodes)
     return program.replace_nodes(nodes)
 
 
-def _of_columns(program: Program, node: Node, indices: Ref) -> int:
+def _count_column_blocks(program: Program, node: Node, indices: Ref) -> int:
     """Returns the number of blocks if the first column of the indices counts them, else 0."""
     shape = program.find_type(indices).shape
     table = program.find_type(node.inputs[0]) if node.op != "ScatterNd" else node.outputs[0]
@@ -77,7 +77,7 @@ def _of_columns(program: Program, node: Node, indices: Ref) -> int:
     )
 
 
-def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
+def _count_flat_rows(program: Program, node: Node, indices: Ref) -> int:
     """Returns the number of rows if a scatter is the gradient of ``top_k``, which flattens all rows; else 0."""
     shape, found = program.find_type(indices).shape, node.outputs[0].shape
     if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
@@ -85,13 +85,13 @@ def _of_flat_rows(program: Program, node: Node, indices: Ref) -> int:
     if not found or found[0] is None:
         return 0
     for base, blocks, size in _blocks_added(program, indices, found[0], shape[0] or 0):
-        chosen = _behind_views(program, base)
+        chosen = _look_through_views(program, base)
         if chosen.op == "TopKV2" and (program.find_type(chosen.inputs[0]).shape or (None,))[-1] == size:
             return blocks
     return 0
 
 
-def _of_segments(program: Program, node: Node) -> int:
+def _count_segments(program: Program, node: Node) -> int:
     """Returns the number of blocks if the segment ids come from a gather with ``batch_dims``; else 0."""
     ids, found = program.find_type(node.inputs[1]).shape, node.outputs[0].shape
     if ids is None or len(ids) != 1 or ids[0] is None or not found or found[0] is None:
@@ -108,7 +108,7 @@ def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iter
     Args:
       positions: the number of addressed positions in all blocks; rows: the number of indices of all blocks.
     """
-    added = _behind_views(program, ref)
+    added = _look_through_views(program, ref)
     for base, other in (added.inputs, added.inputs[::-1]) if added.op in ("Add", "AddV2") else ():
         steps = _value(program, other)
         if steps is None or steps.ndim < 2:
@@ -155,7 +155,7 @@ def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, s
     return (program.find_type(reader.inputs[0]).shape or ())[:2] == (blocks, size)
 
 
-def _behind_views(program: Program, ref: Ref) -> Node:
+def _look_through_views(program: Program, ref: Ref) -> Node:
     node = program.by_name[ref.node]
     while node.op in VIEWS and node.inputs:
         node = program.by_name[node.inputs[0].node]

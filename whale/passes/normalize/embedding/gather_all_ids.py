@@ -66,7 +66,7 @@ class _Rewriter:
     def run(self) -> Program | None:
         """Returns the graph without the replaced nodes; None if nothing was replaced."""
         for node in self.program.nodes:
-            self.nodes.setdefault(node.name, self._moved(node))
+            self.nodes.setdefault(node.name, self._move(node))
             self._visit(node)
         if not self.done:
             return None
@@ -74,7 +74,7 @@ class _Rewriter:
         outputs = tuple(self.moved.get(r, r) for r in self.program.outputs)
         return self.program.replace_nodes(nodes, outputs=outputs)
 
-    def _moved(self, node: Node) -> Node:
+    def _move(self, node: Node) -> Node:
         if not any(r in self.moved for r in node.inputs):
             return node
         return replace(node, inputs=tuple(self.moved.get(r, r) for r in node.inputs))
@@ -82,7 +82,7 @@ class _Rewriter:
     def _type(self, ref: Ref) -> TensorType:
         return self.nodes[ref.node].outputs[ref.index]
 
-    def _beside(self, node: Node) -> NodeEmitter:
+    def _emit_beside(self, node: Node) -> NodeEmitter:
         return NodeEmitter(self.program, node, self.nodes, self.taken)
 
     def _visit(self, node: Node) -> None:
@@ -112,7 +112,7 @@ class _Rewriter:
             self.nodes[node.name] = replace(node, inputs=(self.added[first], numbers, node.inputs[2]))
             self.done = True
         elif node.op in _SCALED:
-            self._scaled(node)
+            self._scale(node)
         elif node.op in _ADDING and node.inputs[1] in self.spread and node.inputs[2] in self.added:
             inputs = (node.inputs[0], self.spread[node.inputs[1]], self.added[node.inputs[2]])
             self.nodes[node.name] = replace(node, inputs=inputs)
@@ -146,10 +146,12 @@ class _Rewriter:
             source = known[first]
             if node.op == "Cast":
                 t = TensorType(after.dtype, self._type(source).shape)
-                source = self._beside(node).node_of("of_every_id", "Cast", (source,), t, dict(node.attrs), node.marks)
+                source = self._emit_beside(node).node_of(
+                    "of_every_id", "Cast", (source,), t, dict(node.attrs), node.marks
+                )
             known[Ref(node.name)] = source
 
-    def _scaled(self, node: Node) -> None:
+    def _scale(self, node: Node) -> None:
         """Scales rows before they are summed by id, if a node is linear in these sums and treats all rows alike."""
         for i, ref in enumerate(node.inputs):
             others = [self.program.find_type(r) for j, r in enumerate(node.inputs) if j != i]
@@ -157,7 +159,7 @@ class _Rewriter:
                 continue
             inputs = tuple(self.added[ref] if j == i else self.moved.get(r, r) for j, r in enumerate(node.inputs))
             t = self._type(self.added[ref])
-            self.added[Ref(node.name)] = self._beside(node).node_of(
+            self.added[Ref(node.name)] = self._emit_beside(node).node_of(
                 "of_every_id", node.op, inputs, t, dict(node.attrs), node.marks
             )
 
@@ -177,18 +179,18 @@ class _Rewriter:
         if known is None:
             return
         numbers, count, each = known
-        t, emit = node.outputs[0], self._beside(node)
+        t, emit = node.outputs[0], self._emit_beside(node)
         found = TensorType(t.dtype, (count, *(t.shape or ())[1:]))
         operands = (rows, emit.const("segments", numbers), emit.const("count", np.array(count, np.int32)))
         kinds = {"T": DType(t.dtype), "Tindices": DType("int64"), "Tnumsegments": DType("int32")}
         summed = emit.node_of("sums", "UnsortedSegmentSum", operands, found, kinds, _blocks(count))
-        self._becomes(node, _divided(emit, summed, found, _SUMS[node.op], each))
+        self._becomes(node, _divide(emit, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
         """Computes the gradients of segment sums: each row has the gradient of its segment."""
         known = self._segments_of(node)
         slope = self.moved.get(node.inputs[0], node.inputs[0])
-        t, emit = self._type(slope), self._beside(node)
+        t, emit = self._type(slope), self._emit_beside(node)
         if known is None or t.shape is None or t.shape[0] not in (None, known[1]):
             return
         numbers, count, each = known
@@ -196,10 +198,10 @@ class _Rewriter:
         kinds = {"Tparams": DType(t.dtype), "Tindices": DType("int64")}
         operands = (slope, emit.const("segments", numbers[:, None]))
         rows = emit.node_of("rows", "GatherNd", operands, found, kinds, _blocks(count))
-        self.added[Ref(node.name)] = _divided(emit, rows, found, _SLOPES[node.op], each)
+        self.added[Ref(node.name)] = _divide(emit, rows, found, _SLOPES[node.op], each)
 
 
-def _divided(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: int) -> Ref:
+def _divide(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: int) -> Ref:
     if combined == "sum" or each == 1:
         return ref
     by = emit.const("by", np.array(each if combined == "mean" else np.sqrt(each), find_numpy_dtype(t.dtype)))

@@ -118,7 +118,7 @@ class _Update:
         depth = len(node.outputs[0].shape or ())
         return all(_is_beside(t, depth) if i not in found else len(t.shape or ()) == depth for i, t in enumerate(types))
 
-    def both(self) -> Node:
+    def join(self) -> Node:
         """Creates one node for ids and sums, with the name of the node that computed the sums."""
         total, unique = self.sums[0], self.unique
         types = self.program.find_type(Ref(unique.name)), self.program.find_type(Ref(total.name))
@@ -133,7 +133,7 @@ def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
     gone: dict[str, str] = {}  # -> the node in whose place others wait
     marked: set[str] = set()
     for update in updates:
-        one = by_name[update.sums[0].name] = update.both()
+        one = by_name[update.sums[0].name] = update.join()
         moved |= {Ref(update.unique.name): Ref(one.name), Ref(one.name): Ref(one.name, 1)}
         gone |= dict.fromkeys((update.unique.name, *update.counts), one.name)
         marked |= update.marked

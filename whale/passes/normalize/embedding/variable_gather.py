@@ -27,7 +27,7 @@ def gather_from_variables(program: Program) -> Program:
     for handle in _only_looked_up(program):
         changed: Program | None = found
         for name in [n.name for n in found.nodes if n.op == "ReadVariableOp" and n.inputs[0].node == handle]:
-            changed = changed and _without(changed, handle, name)
+            changed = changed and _drop_read(changed, handle, name)
         found = changed or found
     return program if found is program else prune(found)
 
@@ -93,13 +93,13 @@ def _takes_rows(program: Program, node: Node) -> bool:
     return axis is not None and int(axis) == 0 and not node.attrs.get("batch_dims", 0)
 
 
-def _without(program: Program, handle: str, read: str) -> Program | None:
+def _drop_read(program: Program, handle: str, read: str) -> Program | None:
     """Removes one read of a variable from ``program``; None where it has to stay."""
     known = _lookups(program, read)
     if known is None:
         return None
     lookups, gone = known
-    later = _changed_later(program, handle, read) if lookups else []
+    later = _find_later_changes(program, handle, read) if lookups else []
     if later is None or not find_waited_for(program, [one.node.name for one in lookups]).isdisjoint(later):
         return None
     rows = {one.node.name: _rows(program, handle, one) for one in lookups}
@@ -121,7 +121,7 @@ def _without(program: Program, handle: str, read: str) -> Program | None:
     return program.replace_nodes(sort_nodes(nodes), effects=effects)
 
 
-def _changed_later(program: Program, handle: str, read: str) -> list[str] | None:
+def _find_later_changes(program: Program, handle: str, read: str) -> list[str] | None:
     """Returns the nodes that may change the variable after the read; None where one might come before it or
     after it.
     """

@@ -34,7 +34,7 @@ def _binary(f: Callable[[np.ndarray, np.ndarray], Any]) -> Evaluator:
     return run
 
 
-def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _divide_truncating(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     quotient = np.abs(x) // np.abs(y)
     return np.where((x < 0) != (y < 0), -quotient, quotient)
 
@@ -58,7 +58,9 @@ def _reduction(f: Callable[..., Any]) -> Evaluator:
     return run
 
 
-def strided_index(attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.ndarray, rank: int) -> tuple[Any, ...]:
+def make_strided_index(
+    attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.ndarray, rank: int
+) -> tuple[Any, ...]:
     """Returns the NumPy index equivalent to a StridedSlice (or its gradient, or assignment) with these masks."""
     masks = {k: int(attrs.get(f"{k}_mask") or 0) for k in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     index: list[Any] = []
@@ -79,8 +81,8 @@ def strided_index(attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.nd
     return tuple(index)
 
 
-def _strided_slice(node: Node, v: Values) -> tuple[Any, ...]:
-    return (np.asarray(v[0][strided_index(node.attrs, v[1], v[2], v[3], v[0].ndim)]),)
+def _index_strided_slice(node: Node, v: Values) -> tuple[Any, ...]:
+    return (np.asarray(v[0][make_strided_index(node.attrs, v[1], v[2], v[3], v[0].ndim)]),)
 
 
 def _slice(node: Node, v: Values) -> tuple[Any, ...]:
@@ -212,8 +214,8 @@ EVALUATORS: dict[str, Evaluator] = {
     "AddV2": _binary(np.add),
     "Sub": _binary(np.subtract),
     "Mul": _binary(np.multiply),
-    "Div": _divides(_truncated),
-    "TruncateDiv": _divides(_truncated),
+    "Div": _divides(_divide_truncating),
+    "TruncateDiv": _divides(_divide_truncating),
     "FloorDiv": _divides(np.floor_divide),
     "FloorMod": _divides(np.mod),
     "Mod": _divides(np.fmod),
@@ -242,7 +244,7 @@ EVALUATORS: dict[str, Evaluator] = {
     "Any": _reduction(np.any),
     "Cumsum": _cumulative(np.cumsum),
     "Cumprod": _cumulative(np.cumprod),
-    "StridedSlice": _strided_slice,
+    "StridedSlice": _index_strided_slice,
     "Slice": _slice,
     "Pack": _pack,
     "Unpack": _unpack,

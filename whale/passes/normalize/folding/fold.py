@@ -18,7 +18,7 @@ from whale.ir.values import DType, TensorType, find_numpy_dtype
 from whale.passes.normalize.folding.arithmetic import EVALUATORS
 from whale.passes.normalize.folding.lists import refine_lists
 from whale.passes.normalize.folding.loops import refine_loops
-from whale.passes.normalize.folding.shapes import STATIC_SHAPE, STATIC_SHAPES, refined
+from whale.passes.normalize.folding.shapes import STATIC_SHAPE, STATIC_SHAPES, refine
 
 LARGEST_ELEMENTS = 4096
 _FOLDED = frozenset(
@@ -36,11 +36,11 @@ def fold(program: Program) -> Program:
     Output types that a folded operand makes known (Reshape, Fill, Slice, ...) are refined. Bodies of functions are
     folded too.
     """
-    folded = refine_loops(_settled(program), _settled)
+    folded = refine_loops(_fold_until_settled(program), _fold_until_settled)
     return prune(replace(folded, functions={name: prune(body) for name, body in folded.functions.items()}))
 
 
-def _settled(program: Program) -> Program:
+def _fold_until_settled(program: Program) -> Program:
     """Folds ``program`` until the contents of its lists give no new types."""
     folded = _fold_all(program)
     while (better := refine_lists(folded)) is not folded:
@@ -107,7 +107,7 @@ class _Folder:
             self.nodes.append(node)
             return
         if self.loose and (op in STATIC_SHAPE or op in STATIC_SHAPES) and any(not t.is_static for t in node.outputs):
-            better = refined(node, self._type_of, self._known)
+            better = refine(node, self._type_of, self._find_known)
             if better != node.outputs:
                 node = replace(node, outputs=better)
                 for i, kind in enumerate(better):
@@ -131,7 +131,7 @@ class _Folder:
             value = self.values[ref] = value.node.attrs["value"].numpy()
         return value
 
-    def _known(self, ref: Ref) -> np.ndarray | None:
+    def _find_known(self, ref: Ref) -> np.ndarray | None:
         """Returns the value of ``ref`` with _UNKNOWN for elements that are not known; None if no element is known."""
         value = self._value(ref)
         return value if value is not None else self.partial.get(ref)
@@ -184,11 +184,11 @@ class _Folder:
             results = [_as_type(v, t) for v, t in zip(_run(node, whole), node.outputs)]
             return [v if v is not None and v.size <= LARGEST_ELEMENTS else None for v in results]
         if node.op in _PARTIAL and self.partial:
-            known = _complete([self._known(r) for r in node.inputs])
+            known = _complete([self._find_known(r) for r in node.inputs])
             if known is None:
                 return [None] * len(node.outputs)
             # Operands that steer the op (bounds, axes, shapes) must be known themselves.
-            steering = _steering(node.op, len(values))
+            steering = _list_steering_operands(node.op, len(values))
             if any(values[i] is None for i in steering):
                 return [None] * len(node.outputs)
             wide = replace(node, outputs=tuple(TensorType("int64", t.shape) for t in node.outputs))
@@ -257,7 +257,7 @@ def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
         return (None,) * len(node.outputs)
 
 
-def _steering(op: str, count: int) -> list[int]:
+def _list_steering_operands(op: str, count: int) -> list[int]:
     """Returns the numbers of the operands that say how an op rearranges sizes (indices, axes); the others are the
     sizes.
     """

@@ -39,8 +39,8 @@ def refine_lists(program: Program) -> Program:
     graphs = {"": program, **program.functions}
     if not any(_reads_loosely(n) for graph in graphs.values() for n in graph.nodes):
         return program
-    elements = _Elements(graphs).solved()
-    changed = {name: _refined(graph, name, elements) for name, graph in graphs.items()}
+    elements = _Elements(graphs).solve()
+    changed = {name: _refine(graph, name, elements) for name, graph in graphs.items()}
     if all(changed[name] is graphs[name] for name in graphs):
         return program
     main = changed.pop("")
@@ -75,7 +75,7 @@ class _Elements:
         self.known: dict[tuple[str, Ref], _Item] = {}
         self.changed = False
 
-    def solved(self) -> dict[tuple[str, Ref], _Item]:
+    def solve(self) -> dict[tuple[str, Ref], _Item]:
         """Computes the least fixpoint; every step only moves up a lattice of finite height."""
         self.changed = True
         while self.changed:
@@ -85,11 +85,11 @@ class _Elements:
                     self._visit(name, graph, node)
         return self.known
 
-    def _of(self, graph: str, ref: Ref) -> _Item | None:
+    def _find_item(self, graph: str, ref: Ref) -> _Item | None:
         return self.known.get((graph, ref))
 
     def _raise(self, graph: str, ref: Ref, item: _Item | None) -> None:
-        own = self._of(graph, ref)
+        own = self._find_item(graph, ref)
         joined = _join(own, item)
         if joined is not None and joined != own:
             self.known[graph, ref] = joined
@@ -97,7 +97,7 @@ class _Elements:
 
     def _visit(self, name: str, graph: Program, node: Node) -> None:
         lists = [i for i, t in enumerate(node.outputs) if t.dtype == "variant"]
-        called = _called(node, self.graphs)
+        called = _list_called(node, self.graphs)
         if called:
             self._call(name, node, called)
         elif not lists or node.op in ("EmptyTensorList", "TensorListReserve", "Placeholder"):
@@ -106,10 +106,10 @@ class _Elements:
             shape = graph.find_type(node.inputs[0]).shape
             self._raise(name, Ref(node.name), _Item(shape[1:]) if shape else _ANY)
         elif node.op in LIST_PUTS:
-            self._raise(name, Ref(node.name), self._of(name, node.inputs[0]))
+            self._raise(name, Ref(node.name), self._find_item(name, node.inputs[0]))
             self._raise(name, Ref(node.name), _put(graph, node))
         elif node.op in _SAME:
-            self._raise(name, Ref(node.name), self._of(name, node.inputs[0]))
+            self._raise(name, Ref(node.name), self._find_item(name, node.inputs[0]))
         else:
             for i in lists:
                 self._raise(name, Ref(node.name, i), _ANY)
@@ -120,16 +120,16 @@ class _Elements:
         for function in called:
             body = self.graphs[function]
             for argument, given in zip(body.inputs, arguments):
-                self._raise(function, Ref(argument), self._of(name, given))
+                self._raise(function, Ref(argument), self._find_item(name, given))
             if loop and len(body.outputs) != len(node.outputs):
                 continue  # the condition
             for i, result in enumerate(body.outputs):
                 if node.outputs[i].dtype == "variant":
-                    self._raise(name, Ref(node.name, i), self._of(function, result))
+                    self._raise(name, Ref(node.name, i), self._find_item(function, result))
                     if loop:
-                        self._raise(name, Ref(node.name, i), self._of(name, node.inputs[i]))
+                        self._raise(name, Ref(node.name, i), self._find_item(name, node.inputs[i]))
                         for other in called:
-                            self._raise(other, Ref(self.graphs[other].inputs[i]), self._of(function, result))
+                            self._raise(other, Ref(self.graphs[other].inputs[i]), self._find_item(function, result))
 
 
 def _put(graph: Program, node: Node) -> _Item:
@@ -141,7 +141,7 @@ def _put(graph: Program, node: Node) -> _Item:
     return _Item(kind.shape, source.attrs["value"] if known and kind.elements <= _LARGEST_ELEMENTS else None)
 
 
-def _called(node: Node, graphs: Mapping[str, Program]) -> list[str]:
+def _list_called(node: Node, graphs: Mapping[str, Program]) -> list[str]:
     if node.op not in HAS_BODIES:
         return []
     found = []
@@ -153,7 +153,7 @@ def _called(node: Node, graphs: Mapping[str, Program]) -> list[str]:
     return found
 
 
-def _refined(graph: Program, name: str, items: Mapping[tuple[str, Ref], _Item]) -> Program:
+def _refine(graph: Program, name: str, items: Mapping[tuple[str, Ref], _Item]) -> Program:
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
     taken: set[str] = set()

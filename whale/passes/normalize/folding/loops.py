@@ -36,8 +36,8 @@ def refine_loops(program: Program, settle: Callable[[Program], Program]) -> Prog
     """
     rejected: set[_Variable] = set()
     while assumed := {v: s for v, s in _candidates(program).items() if v not in rejected}:
-        settled = settle(_assuming(program, assumed))
-        broken = {v for v, shape in assumed.items() if not _kept(settled, v, shape)}
+        settled = settle(_assume(program, assumed))
+        broken = {v for v, shape in assumed.items() if not _keeps(settled, v, shape)}
         rejected |= broken
         if not broken:
             program = settled
@@ -60,19 +60,19 @@ def _candidates(program: Program) -> dict[_Variable, Dims]:
                 continue
             for i, (ref, kind) in enumerate(zip(node.inputs, node.outputs)):
                 if kind.dtype not in UNMOVABLE and not kind.is_static:
-                    shape = _merged(kind.shape, graph.find_type(ref).shape)
+                    shape = _merge(kind.shape, graph.find_type(ref).shape)
                     if shape is not None and shape != kind.shape:
                         found[_Variable(name, node.name, i)] = shape
     return found
 
 
-def _merged(own: Dims | None, told: Dims | None) -> Dims | None:
+def _merge(own: Dims | None, told: Dims | None) -> Dims | None:
     if own is None or told is None or len(own) != len(told):
         return told if own is None else own
     return tuple(b if a is None else a for a, b in zip(own, told))
 
 
-def _assuming(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
+def _assume(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
     """Returns the program with these shapes on loops' outputs and on the arguments of their bodies and conditions."""
     graphs = _graphs(program)
     outputs: dict[tuple[str, str], dict[int, Dims]] = {}
@@ -85,7 +85,7 @@ def _assuming(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
             outputs.setdefault((function, argument), {})[0] = shape
     changed = {
         name: graph.replace_nodes(
-            tuple(_typed(n, outputs[name, n.name]) if (name, n.name) in outputs else n for n in graph.nodes)
+            tuple(_set_types(n, outputs[name, n.name]) if (name, n.name) in outputs else n for n in graph.nodes)
         )
         for name, graph in graphs.items()
     }
@@ -93,7 +93,7 @@ def _assuming(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
     return replace(main, functions=changed)
 
 
-def _typed(node: Node, shapes: Mapping[int, Dims]) -> Node:
+def _set_types(node: Node, shapes: Mapping[int, Dims]) -> Node:
     kinds = tuple(TensorType(t.dtype, shapes.get(i, t.shape)) for i, t in enumerate(node.outputs))
     if node.op not in LOOPS:
         return replace(node, outputs=kinds)
@@ -101,7 +101,7 @@ def _typed(node: Node, shapes: Mapping[int, Dims]) -> Node:
     return replace(node, outputs=kinds, attrs={**node.attrs, **recorded})
 
 
-def _kept(program: Program, variable: _Variable, shape: Dims) -> bool:
+def _keeps(program: Program, variable: _Variable, shape: Dims) -> bool:
     graphs = _graphs(program)
     body = graphs[graphs[variable.graph].by_name[variable.node].attrs["body"].name]
     result = body.find_type(body.outputs[variable.index]).shape

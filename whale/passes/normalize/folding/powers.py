@@ -16,11 +16,11 @@ _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 def powers(program: Program) -> Program:
     """Replaces powers of floating-point numbers with a constant exponent in ``program`` and its functions."""
-    functions = {name: _of_graph(body) for name, body in program.functions.items()}
-    return replace(_of_graph(program), functions=functions)
+    functions = {name: _rewrite_graph(body) for name, body in program.functions.items()}
+    return replace(_rewrite_graph(program), functions=functions)
 
 
-def _of_graph(program: Program) -> Program:
+def _rewrite_graph(program: Program) -> Program:
     if not any(n.op == "Pow" for n in program.nodes):
         return program
     return program.replace_nodes(tuple(_other(n, program.by_name) if n.op == "Pow" else n for n in program.nodes))

@@ -10,7 +10,7 @@ import numpy as np
 from whale.ir.ops import CROSS_ENTROPIES, IDENTITIES, MATMULS, REDUCTIONS, STREAM_DRAWS
 from whale.ir.program import Node, Ref
 from whale.ir.values import Dims, TensorType
-from whale.passes.normalize.folding.arithmetic import strided_index
+from whale.passes.normalize.folding.arithmetic import make_strided_index
 
 TypeOf = Callable[[Ref], TensorType]
 Known = Callable[[Ref], "np.ndarray | None"]
@@ -95,7 +95,7 @@ def _slice(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
     return tuple(result)
 
 
-def _strided_slice(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
+def _infer_strided_slice(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
     shape = type_of(node.inputs[0]).shape
     begin, end, strides = (known(r) for r in node.inputs[1:4])
     if shape is None or begin is None or end is None or strides is None:
@@ -104,7 +104,7 @@ def _strided_slice(node: Node, type_of: TypeOf, known: Known) -> Dims | None:
         return None
     dims = list(shape)
     result: list[int | None] = []
-    for item in strided_index(node.attrs, begin, end, strides, len(shape)):
+    for item in make_strided_index(node.attrs, begin, end, strides, len(shape)):
         if item is None:
             result.append(1)
             continue
@@ -253,7 +253,7 @@ STATIC_SHAPE: dict[str, Callable[..., Any]] = {
     "Conv2DBackpropInput": _operand(0),
     "Tile": _tile,
     "Slice": _slice,
-    "StridedSlice": _strided_slice,
+    "StridedSlice": _infer_strided_slice,
     "Pack": _pack,
     "ConcatV2": _concat,
     "ExpandDims": _expand_dims,
@@ -266,16 +266,16 @@ STATIC_SHAPE: dict[str, Callable[..., Any]] = {
 STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(CROSS_ENTROPIES, _cross_entropy)
 
 
-def refined(node: Node, type_of: TypeOf, known: Known) -> tuple[TensorType, ...]:
+def refine(node: Node, type_of: TypeOf, known: Known) -> tuple[TensorType, ...]:
     """Returns the output types of ``node``, with the sizes that follow from its operands."""
     if node.op in STATIC_SHAPES:
         shapes = STATIC_SHAPES[node.op](node, type_of, known)
-        return node.outputs if shapes is None else tuple(map(_merged, node.outputs, shapes))
+        return node.outputs if shapes is None else tuple(map(_merge, node.outputs, shapes))
     shape = STATIC_SHAPE[node.op](node, type_of, known) if node.op in STATIC_SHAPE else None
-    return node.outputs if shape is None else (_merged(node.outputs[0], shape), *node.outputs[1:])
+    return node.outputs if shape is None else (_merge(node.outputs[0], shape), *node.outputs[1:])
 
 
-def _merged(own: TensorType, shape: Dims) -> TensorType:
+def _merge(own: TensorType, shape: Dims) -> TensorType:
     if own.shape is not None:
         if len(own.shape) != len(shape):
             return own
