@@ -465,8 +465,10 @@ class _Compilers:
         """Ends the compilers that run; none starts after it."""
         with self._lock:
             for process in self._running:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)
+                # Not poll(): a Ctrl-C inside of it would leave its lock held, for which the waiting thread waits.
+                if process.returncode is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGTERM)
             self.stopped = True
 
 

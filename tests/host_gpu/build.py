@@ -54,7 +54,11 @@ class HostCuda:
     def variables(self, *gpus: HostGpu) -> dict[str, str]:
         """Returns variables under which a process's driver finds these GPUs, or one of 8 GiB."""
         found = gpus or (HostGpu(8 << 30, late_us=60),)
-        return {"LD_LIBRARY_PATH": str(self.folder), "HOST_GPUS": ",".join(map(str, found))}
+        return {
+            "LD_LIBRARY_PATH": str(self.folder),
+            "HOST_GPUS": ",".join(map(str, found)),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(found)))),  # other tests of a process hide all GPUs
+        }
 
 
 @functools.cache

@@ -166,6 +166,7 @@ WRITTEN_OUT = {
     "whale/passes/normalize/loss_scaling.py": "the operands with which each op changes nothing",
     "whale/passes/normalize/folding/arithmetic.py": "what to compute for each op",
     "whale/passes/normalize/folding/shapes.py": "the shape of each op's result",
+    "whale/kernels/loops": "what an operation of a loop's turn is in the fused one",
     "whale/runtime/variables/initializer_recording.py": "the stateless twin of each op",
     "whale/frontends/epl/batch_scaling.py": "how the result of each op grows with the batch",
     "cost_model/kernels/op_work.py": "the formula of each op",

@@ -48,7 +48,10 @@ def _ask_until(run: top.Run, is_there: Callable[[RunStatus], bool]) -> RunStatus
         time.sleep(0.02)
 
 
-def test_a_run_tells_what_its_ranks_do(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_tells_what_its_ranks_do(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # whatever the length of the folder's path
     with launcher.start("-np", "2", launcher.script(STANDING), "--epochs", "3") as process:
         while not (runs := [run for run in top.list_runs() if run.process == process.pid]):
             assert process.poll() is None, process.communicate()

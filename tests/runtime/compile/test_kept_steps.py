@@ -42,7 +42,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(where, name, count)
 
     counted(capture, "read_graph")
-    for name in ("normalise", "agreed_plan", "lower_ranks", "substitute_kernels"):
+    for name in ("normalise", "agree_on_plan", "lower_ranks", "substitute_kernels"):
         counted(compiling, name)
     return found
 
@@ -81,7 +81,7 @@ def steps_in(cache: Path) -> list[Path]:
 
 def test_a_second_run_lowers_nothing(ranks: Ranks, done: list[str], tmp_path: Path) -> None:
     first = trained(ranks, tmp_path / "whale")
-    assert {"read_graph", "normalise", "agreed_plan", "lower_ranks", "substitute_kernels"} <= set(done)
+    assert {"read_graph", "normalise", "agree_on_plan", "lower_ranks", "substitute_kernels"} <= set(done)
     assert len(steps_in(tmp_path / "whale")) == 1
     done.clear()
     in_a_new_process()
@@ -101,7 +101,7 @@ def test_a_second_run_spreads_as_the_first_one_chose(
     done.clear()
     capsys.readouterr()
     second = trained(ranks, tmp_path / "whale", **{"mesh.auto_parallel": True})
-    assert "agreed_plan" not in done and "as in an earlier run" in capsys.readouterr().err
+    assert "agree_on_plan" not in done and "as in an earlier run" in capsys.readouterr().err
     assert_equal(second, first)
 
 

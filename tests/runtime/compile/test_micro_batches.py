@@ -351,5 +351,5 @@ def test_ranks_that_would_wait_for_each_other_around_the_micro_batches_are_refus
             weight.assign_sub(slope)
         return loss
 
-    with pytest.raises(PlanError, match=r"(?s)unlike phases of a step.*before its micro-batches"):
+    with pytest.raises(PlanError, match=r"(?s)different phases of a step.*before its micro-batches"):
         step(tf.ones((8, 8), tf.float64))

@@ -23,6 +23,7 @@ INCLUDED: dict[str, set[str]] = {
     "core/compute": {"core/base"},
     "core/c_api": {"core/base", "core/transport", "core/collective", "core/progress", "core/device"},
     "mpi": {"core/transport"},
+    "portable": set(),
     "loopback": set(),
     "gpu": {"core/base", "core/device"},
     "tf_kernels": {"core/base"},
