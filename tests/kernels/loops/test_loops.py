@@ -146,13 +146,13 @@ def test_recurrent_layers_of_keras_with_a_mask() -> None:
 
     apply(x, mask)
     weights = [one for layer in stack for one in layer.trainable_weights]
-    values = [getattr(one, "value", one) for one in weights]
+    values = [one if isinstance(one, tf.Variable) else one.value for one in weights]
 
     def run(x: Tensor, mask: Tensor) -> list[Tensor]:
         with tf.GradientTape() as tape:
             found = apply(x, mask)
             loss = tf.reduce_sum(tf.sin(found))
-        return [found, *tape.gradient(loss, [one if isinstance(one, tf.Variable) else one() for one in values])]
+        return [found, *tape.gradient(loss, values)]
 
     compare(run, x, mask, loops=8)
 
