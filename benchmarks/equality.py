@@ -52,7 +52,7 @@ def compared(steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
     x = tf.random.stateless_normal([ROWS, FEATURES], [1, 1])
     with_it, without = made_step(False), made_step(False)
     with_it(x)
-    with mock.patch(f"{STEP}.compared", lambda call, *_: call):
+    with mock.patch(f"{STEP}.compare_arguments", lambda call, *_: call):
         without(x)
     return (lambda: _taken(with_it, [x] * steps)), (lambda: _taken(without, [x] * steps))
 
