@@ -22,7 +22,7 @@ def texts(name: str) -> Counter[str]:
 
 
 def dots(name: str) -> int:
-    """How many markers a scatter has, without those of the legend."""
+    """Counts the markers of a scatter, without those of the legend."""
     drawn = re.sub(r"(?s)<defs>.*?</defs>", "", (DOCS / name).read_text().partition('id="legend_1"')[0])
     return sum(part.partition(' id="')[0].count("<use") for part in drawn.split('id="PathCollection_')[1:])
 

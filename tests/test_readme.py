@@ -59,7 +59,7 @@ def _section(link: str) -> str:
 
 
 def _stands_there(number: str, page: set[str]) -> bool:
-    """Whether a page has a number, or one that is it when it is rounded to as many places."""
+    """Tells whether a page has a number, or one that rounds to it."""
     places = len(number.partition(".")[2]) if "e" not in number else None
     if places is None or number in page:
         return number in page

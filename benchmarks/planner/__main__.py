@@ -1,4 +1,4 @@
-"""What is known of the planner: `optimality`, `race`, `monotone`, `hands`, `jobs`, `scale`, `published`, `whale22`."""
+"""Measures the planner: `optimality`, `race`, `monotone`, `hands`, `jobs`, `scale`, `published`, `whale22`, by name."""
 
 from __future__ import annotations
 

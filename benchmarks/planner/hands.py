@@ -1,4 +1,4 @@
-"""Whether plans are beaten by hand: random legal changes of each, and searches with random choices fixed.
+"""Tries to beat plans by hand: by random legal changes of each, and by searches with random choices fixed.
 
 The changes are made and checked here, independently of the search and its own moves.
 """

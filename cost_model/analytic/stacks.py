@@ -28,7 +28,7 @@ Module = Literal["core", "norms", "activation", "queries", "network"]
 
 
 class Compared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far measured steps under a stack were from predictions, on devices of one efficiency curve.
+    """The distance of measured steps under a stack from predictions, on devices of one efficiency curve.
 
     Attributes:
         rows: published steps that were compared.

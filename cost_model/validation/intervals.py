@@ -114,7 +114,7 @@ def _changed(constant: Fitted, times: float) -> mock._patch[object]:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """Where the residuals of a group lie: their centre and scale, and how many they are."""
+    """The centre, the scale and the number of a group's residuals."""
 
     centre: float
     scale: float

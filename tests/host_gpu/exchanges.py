@@ -135,7 +135,7 @@ class Exchanges:
 
 
 def expect(kind: str, weights: Array, first: Sequence[Array]) -> list[Array]:
-    """What `Exchanges.run` has to return."""
+    """Computes what `Exchanges.run` has to return."""
     x = list(first)
     for _ in range(ROUNDS):
         for _ in range(KERNELS):

@@ -25,7 +25,7 @@ ROW = 400_000  # elements: 3.2 MB
 
 @contextlib.contextmanager
 def ranks(**config: Any) -> Iterator[Callable[..., Any]]:
-    """What makes a step of a function, on ranks of this configuration or on one device."""
+    """Gives what makes a step of a function, on ranks of this configuration or on one device."""
     if not SPREAD:
         yield tf.function
         return

@@ -1,4 +1,4 @@
-"""What is wrong on a host when a run starts is said within seconds: which host, why, and what to do."""
+"""Asserts that a start that fails on a host names the host, the cause and what to do within seconds."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_each_rank_returns_something(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_in_a_thread_signals_stay_the_programs(capfd: pytest.CaptureFixture[str]) -> None:
-    """As Ray Tune calls a trial."""
+    """Launches in a thread, as Ray Tune calls a trial."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
     found: list[object] = []
 

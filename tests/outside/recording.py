@@ -23,7 +23,7 @@ _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pr
 
 
 class Recording:
-    """What a program has computed so far.
+    """The values that a program has computed so far.
 
     Attributes:
       values: by name, in the order in which they came.

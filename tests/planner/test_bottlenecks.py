@@ -145,7 +145,7 @@ def test_a_step_that_is_compiled_for_every_batch() -> None:
 
 
 def test_a_script_with_steps_of_its_own() -> None:
-    """Of a script for Horovod the trace has exchanges and no steps."""
+    """Reads the trace of a script for Horovod, which has exchanges and no steps."""
     run = Run(2, 1000.0)
     for rank in range(2):
         run.inside(rank, "wh.init", "init", 500.0)

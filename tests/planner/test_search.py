@@ -117,7 +117,7 @@ def test_a_slow_processor_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_first_and_last_stage_may_divide_tensors_alone() -> None:
-    """Where the sum of tied embeddings takes long, which the first and the last stage share."""
+    """Plans where the sum of tied embeddings, which the first and the last stage share, takes long."""
     where = cluster_file.parse(
         "name: slow\nnetworks: {f: {type: ethernet-10g}}\nhosts:\n"
         "- {name: g, count: 4, devices: [{type: rtx-4090, count: 4}], networks: {f: {nics: 1}}}\n"
@@ -133,7 +133,7 @@ def test_first_and_last_stage_may_divide_tensors_alone() -> None:
 
 
 def test_hands_do_not_beat_a_plan() -> None:
-    """All 300 cases: python -m benchmarks.planner hands."""
+    """Tries one of the cases that `python -m benchmarks.planner hands` draws."""
     found = attack(2, moves=300, choices=2, budget_s=0.5)
     assert found is not None and found.tried > 20
     assert found.gain <= BEATEN

@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a rank does per step of the program it spends its time in, between two of its messages.
+    """The rates of a rank in the program it spends its time in, between two of its messages.
 
     Attributes:
         steps: of all programs since its start.

@@ -65,7 +65,7 @@ class _Offers(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a job is to cost at most.
+    """The limits of a job's cost.
 
     Attributes:
         rows: to train on, all together; None: not known, so that only speeds and prices are compared.

@@ -39,7 +39,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Moves:
-    """What a change of plans moves.
+    """The state that a change of plans moves.
 
     Attributes:
         moved_bytes: that devices get from others; lost_bytes: that nobody holds any more.

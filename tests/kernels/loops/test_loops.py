@@ -49,7 +49,7 @@ def compare(body: Callable[..., Any], *given: Tensor, loops: int) -> None:
 
 
 def turn(seed: int, x: Tensor, mask: Tensor, states: list[Tensor], weights: list[Tensor], time: Tensor) -> list[Tensor]:
-    """What a seed says that a turn does; the same each time. Returns as many states, and one thing more."""
+    """Computes a turn that a seed chooses, the same each time. Returns as many states, and one tensor more."""
     draw = random.Random(seed)
     kernel, recurrent, bias, row = weights
     pool = [x, *states]

@@ -29,7 +29,7 @@ links.main()
 
 
 def test_exchanges_are_measured_through_the_host_and_through_the_devices(tmp_path: Path) -> None:
-    """All kinds both ways, between a rank with a GPU and one without."""
+    """Measures all kinds both ways, between a rank with a GPU and one without."""
     launcher, out = Launcher(tmp_path, warm_python()), tmp_path / "links.json"
     build_plugin()
     launcher.environment |= {"WHALE_COMMUNICATION_BACKEND": "pinned", **build_host_cuda().variables(HostGpu())}

@@ -48,7 +48,7 @@ _ADDS = frozenset(("AddV2", "Add", "AddN"))
 
 
 class _Kind(Enum):
-    """What the tensors of a body depend on."""
+    """The dependences of a body's tensors."""
 
     SAME = 0  # the same in each turn
     SLICE = 1  # a turn's part of a tensor that is there before the loop

@@ -34,7 +34,7 @@ class Whole(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What turn ``turn`` of the loop ``loop`` computes as the tensor ``ref`` of its body."""
+    """The value of the tensor ``ref`` of a loop's body in turn ``turn`` of the loop ``loop``."""
 
     loop: str
     turn: int

@@ -21,7 +21,7 @@ FIRST_STEP = 0.3  # part of it by which the first limit lies below what is known
 
 
 class Room:
-    """How many layers fit into stages, remembered for a search, whose strategies mostly have the same stages."""
+    """The number of layers that fit into stages, remembered for a search: most strategies have the same stages."""
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
