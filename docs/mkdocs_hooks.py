@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
-# Scripts that the theme would load from another host; `make docs` puts them there, where npm is. Decision: 0168.
+# Scripts that the theme would load from another host; `make docs` puts them there, where npm is. Decision: 0165.
 SCRIPTS = ROOT / "build" / "site"
 MERMAID, WORKER = SCRIPTS / "mermaid.min.js", SCRIPTS / "iframe-worker.js"
 _WORKER_TAG = re.compile(r'<script src="https://unpkg.com/iframe-worker/shim"></script>')
