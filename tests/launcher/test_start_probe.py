@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.launcher.helpers import PATIENCE_S
 from whale.launcher.job.mpi_errors import find_start_cause
+from whale.launcher.job.mpirun_process import MpirunProcess
 from whale.launcher.job.start_probe import AFTER_S, StartProbe
 
 
@@ -74,3 +78,18 @@ def test_what_keeps_ranks_from_starting_is_read_from_what_was_said(
     found = find_start_cause(said, ["h2", "h3"], "h0")
     assert found.hosts == hosts and cause in found.cause and action in found.action
     assert found.is_known == (bool(said) and said != _DAEMON)
+
+
+def test_an_mpirun_starts_over_what_a_killed_one_of_its_number_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = subprocess.Popen(["true"])
+    first.wait()
+    for pid in (*range(300, 900), *range(first.pid, first.pid + 2000)):  # the next numbers, or those after the last
+        (tmp_path / f"ompi.{pid}").mkdir(exist_ok=True)
+    process = MpirunProcess(["sh", "-c", f"echo {tmp_path}/ompi.*"], {"PATH": os.environ["PATH"]})
+    said = b"".join(iter(process.read, b"")).decode()
+    process.end(5.0, by_itself=True)
+    assert f"ompi.{first.pid} " in said and f"ompi.{process.pid} " not in said
+    assert (tmp_path / f"ompi.{process.pid + 1}").exists()

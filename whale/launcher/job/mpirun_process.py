@@ -45,7 +45,7 @@ class MpirunProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_prepare_process,
         )
 
     @property
@@ -118,7 +118,7 @@ class MpirunProcess:
     def remove_files(self) -> None:
         """Removes the files of Open MPI 5 in the temporary folder, which stay when it is killed; once all has ended."""
         temporary = tempfile.gettempdir()
-        shutil.rmtree(os.path.join(temporary, f"ompi.{self.pid}"), ignore_errors=True)
+        shutil.rmtree(_find_session_folder(self.pid), ignore_errors=True)
         if (self.returncode or 0) >= 0:
             return
         # Ranks whose mpirun is gone make folders as processes without one do. They are empty, and of no other run.
@@ -192,7 +192,17 @@ class Mpiruns:
                     yield ranks.make_lost_with_mpirun_failure(rank, link.host, failure)
 
 
-def _end_with_parent() -> None:
-    """Asks the kernel, in mpirun before it starts, for a SIGTERM when the launcher dies, even by SIGKILL."""
+def _find_session_folder(pid: int) -> str:
+    """Returns the folder where the mpirun of Open MPI 5 with this process number keeps its files."""
+    return os.path.join(tempfile.gettempdir(), f"ompi.{pid}")
+
+
+def _prepare_process() -> None:
+    """Does, in the process that becomes mpirun, what it needs before it starts.
+
+    It asks the kernel for a SIGTERM when the launcher dies, even by SIGKILL. And it removes what an mpirun that was
+    killed left under the same process number: over such a file PMIx's listener does not start.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    shutil.rmtree(_find_session_folder(os.getpid()), ignore_errors=True)
