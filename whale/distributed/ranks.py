@@ -37,6 +37,7 @@ class Ranks:
       trace: where events of this process's ranks go; None when nobody asks for a trace.
       seeds: for what draws without one, equal on all ranks; None when no other process takes part.
       other_hashes: ranks in which Python's hash of a text is another one than in the first rank.
+      rounds_otherwise: whether ranks may compute other last bits than the first, as on another processor.
       ended: whether the run is over; what its variables hold then is all that can be had of them.
     """
 
@@ -50,6 +51,7 @@ class Ranks:
     trace: Trace | None = None
     seeds: CommonSeeds | None = None
     other_hashes: tuple[int, ...] = ()
+    rounds_otherwise: bool = field(default=False, kw_only=True)
     ended: bool = field(default=False, kw_only=True)
 
     @property

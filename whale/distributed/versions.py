@@ -1,15 +1,28 @@
-"""Compares the versions of what ranks run: other code on a host computes other things, or says them otherwise."""
+"""Compares what ranks run, and on what: other code computes other things, another processor other last bits.
+
+Decision: 0183.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import tensorflow as tf
 
+from whale.distributed.gpus import has_gpu
 from whale.errors import ClusterError
+
+# What has libraries of this process compute as another processor would.
+_CAPS = (
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "TF_ENABLE_ONEDNN_OPTS", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES",
+    "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +42,26 @@ def read_versions() -> dict[str, str]:
     python = ".".join(platform.python_version_tuple()[:2])
     package = sys.modules["whale"]  # of which this is a part: it is there
     return {"Whale": package.__version__, "TensorFlow": tf.__version__, "Python": python}
+
+
+def describe_rounding() -> str:
+    """Describes by what the last bits of this process's results follow; equal texts: other processes compute the same.
+
+    These are its processor, how many threads divide a sum, and variables that cap instructions. With a GPU it is "":
+    several of its kernels add in an order that is never the same.
+    """
+    if has_gpu():
+        return ""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    lines = [
+        re.search(rf"^{key}\s*:.*$", text, re.MULTILINE) for key in ("model name", "CPU part", "flags", "Features")
+    ]
+    processor = [line[0] for line in lines if line] or [platform.processor()]
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    return repr((*processor, threads, *(os.environ.get(name, "") for name in _CAPS)))
 
 
 def refuse_other_versions(said: Sequence[RankVersions]) -> None:

@@ -104,5 +104,13 @@ def list_node_digests(program: Program) -> list[tuple[str, bytes]]:
     return rows
 
 
+def list_constants(program: Program) -> dict[str, Tensor]:
+    """Returns the constants of a program and its functions, by what ``list_node_digests`` calls their nodes."""
+    found = {f"{n.name} ({n.op})": n.attrs["value"] for n in program.nodes if n.op == "Const"}
+    for name, body in program.functions.items():
+        found |= {f"{name}/{what}": value for what, value in list_constants(body).items()}
+    return {what: value for what, value in found.items() if isinstance(value, Tensor)}
+
+
 def _new_digest(*values: Any) -> bytes:
     return hashlib.blake2b(repr(values).encode(), digest_size=8).digest()

@@ -13,6 +13,8 @@ from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
+from whale.replicas import Held
+
 ADDRESS_VARIABLE = "WHALE_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "WHALE_LAUNCHER_TOKEN"
 # Set when the ranks' traces are wanted.
@@ -125,7 +127,7 @@ class RankEnd(TypedDict):
     """The end of a rank's run: what it trained alone, and what its variables hold, as whale/replicas.py compares it."""
 
     alone: str
-    held: dict[str, tuple[int, bool]]
+    held: dict[str, Held]
 
 
 class Counter(TypedDict):

@@ -30,7 +30,7 @@ from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
 from whale.distributed.trace import Trace, open_span, open_trace
-from whale.distributed.versions import RankVersions, read_versions, refuse_other_versions
+from whale.distributed.versions import RankVersions, describe_rounding, read_versions, refuse_other_versions
 from whale.distributed.watch import LauncherWatch
 from whale.errors import ClusterError, ConfigError, PlanError, WhaleError
 from whale.log import log, set_level
@@ -443,7 +443,7 @@ def _share_random_state(context: Context, solo: bool) -> None:
     """
     first = context.rank == 0 and not joins()
     state = read_random_state() if first else b""
-    own = socket.gethostname(), read_versions(), hash(_ANY_TEXT), state
+    own = socket.gethostname(), read_versions(), hash(_ANY_TEXT), state, describe_rounding()
     if first and context.elastic is not None and context.elastic.is_keeping_commits:
         context.watch.tell({"start": pack(own).hex()})  # type: ignore[union-attr]
     if joins():
@@ -451,8 +451,11 @@ def _share_random_state(context: Context, solo: bool) -> None:
     else:
         timeout_s = context.config["debug.check_timeout_s"]
         everyone = [unpack(one) for one in context.comms[0].allgather_bytes("whale/random", pack(own), timeout_s)]
-    refuse_other_versions([RankVersions(host, versions) for host, versions, _, _ in everyone])
+    refuse_other_versions([RankVersions(host, versions) for host, versions, *_ in everyone])
     said = everyone[0][3]
+    roundings = {one[4] for one in everyone}
+    # Who joins later may have another processor than those that are there.
+    context.rounds_otherwise = len(roundings) > 1 or "" in roundings or context.elastic is not None
     if not joins():
         context.other_hashes = tuple(r for r, one in enumerate(everyone) if one[2] != everyone[0][2])
         if first and context.other_hashes:

@@ -1,6 +1,6 @@
 """Checks, before a program runs, that all ranks have the same one, and sends them rank 0's plan.
 
-Decision: 0021.
+Decisions: 0021, 0183.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import msgspec
 from whale.distributed.likely_cause import describe_likely_cause
 from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError, ProgramError
-from whale.ir.fingerprint import compute_fingerprint, list_node_digests
+from whale.ir.fingerprint import compute_fingerprint, list_constants, list_node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
 from whale.partition.lower import make_any_plan
 from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
+from whale.replicas import Sketch, differ_by_rounding
 from whale.runtime.compile.plan_cache import keep_plan, load_plan
 from whale.runtime.compile.progress import log_while_running
 from whale.runtime.context import Context
+from whale.runtime.variables.compared import make_sketch
 
 
 class _Mark(msgspec.Struct):
@@ -36,6 +38,8 @@ class _Mark(msgspec.Struct):
 
 def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], number: int, context: Context) -> None:
     """Checks that every rank has the same program, with its batch passed in the same way; collective between processes.
+
+    Where ranks may round otherwise, constants may differ by that, as of numpy.exp on processors of other widths.
 
     Raises:
       ProgramError: the ranks are about to run different programs; names the rank and the first difference.
@@ -69,6 +73,8 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
         msgspec.json.decode(o, type=list[tuple[str, str, str]])
         for o in comm.allgather_bytes(f"whale/program/{number}/nodes", mine, timeout_s)
     ]
+    if context.rounds_otherwise and _differ_in_rounded_constants(program, others, number, context):
+        return
     rank = next(r for r, m in enumerate(marks) if m.fingerprint != marks[0].fingerprint)
     first, other = others[0], others[rank]
     at = next((i for i, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
@@ -85,6 +91,47 @@ def compare_programs(program: Program, local: Mapping[str, tuple[int, ...]], num
         **({"likely cause": cause} if cause else {}),
         expected="the same program, inputs' shapes and fetches on every rank",
         action="remove what depends on the rank (wh.rank(), host names, unseeded randomness) from step and fetches",
+    )
+
+
+class _Constant(msgspec.Struct):
+    """A constant that ranks have in other bits."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sketch: Sketch | None
+
+
+def _differ_in_rounded_constants(
+    program: Program, said: Sequence[Sequence[tuple[str, str, str]]], number: int, context: Context
+) -> bool:
+    """Tells whether the ranks' programs are equal but for the last bits of constants; collective.
+
+    Args:
+      said: the rows of every rank's program.
+    """
+    known = list_constants(program)
+    differing = {row[0] for other in said for row, first in zip(other, said[0]) if row != first}
+    if any([row[0] for row in other] != [row[0] for row in said[0]] for other in said) or not differing <= known.keys():
+        return False
+    mine = {
+        what: _Constant(known[what].dtype, known[what].shape, make_sketch(known[what].numpy()))
+        for what in sorted(differing)
+    }
+    everyone = [
+        msgspec.json.decode(one, type=dict[str, _Constant])
+        for one in context.comms[0].allgather_bytes(
+            f"whale/program/{number}/constants", msgspec.json.encode(mine), context.config["debug.check_timeout_s"]
+        )
+    ]
+    first = everyone[0]
+    return all(
+        (one.dtype, one.shape) == (first[what].dtype, first[what].shape)
+        and one.sketch is not None
+        and (own := first[what].sketch) is not None
+        and differ_by_rounding(own, one.sketch)
+        for other in everyone
+        for what, one in other.items()
     )
 
 

@@ -109,7 +109,9 @@ def refuse_other_values(
             expected="the same steps in the same order on every rank",
             action="run the same script with the same arguments and data shapes on every rank",
         )
-    found = find_difference([sums for _, sums in said], given, exchange, rounding=read)
+    found = find_difference(
+        [sums for _, sums in said], given, exchange, rounding=given if context.rounds_otherwise else read
+    )
     if found is None:
         return
     if found.name in read:

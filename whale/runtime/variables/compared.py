@@ -1,4 +1,7 @@
-"""Compares copies of variables between processes, by checksums."""
+"""Compares copies of variables between processes: by checksums, and where ranks round otherwise, by sketches.
+
+Decision: 0183.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ import tensorflow as tf
 from whale.distributed.likely_cause import describe_likely_cause
 from whale.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from whale.errors import CommError
-from whale.replicas import Said, find_differing, in_words
+from whale.replicas import Held, Said, Sketch, find_differing, in_words
+
+_MOST_BLOCKS, _LEAST_ELEMENTS = 64, 256  # of a sketch; elements of a block
+_PRODUCTS = 3  # with signs; a fault in all of a block goes unnoticed by each with a chance of some percent
+_ELEMENTS_AT_ONCE = 1 << 20
 
 
 def compute_checksum(value: tf.Tensor) -> int:
@@ -24,13 +31,44 @@ def compute_checksum(value: tf.Tensor) -> int:
     return zlib.crc32(array.reshape(-1).view(np.uint8).data)
 
 
-def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) -> dict[str, tuple[int, bool]]:
-    """Describes this rank's variables by checksums.
+def make_sketch(array: np.ndarray) -> Sketch | None:
+    """Returns the sketch of an array of any shape; None for dtypes that do not round."""
+    dtype = tf.as_dtype(array.dtype)
+    if not (dtype.is_floating or dtype.is_complex):
+        return None
+    array = array.reshape(-1)
+    if dtype.is_complex:
+        array = array.view(dtype.real_dtype.as_numpy_dtype)
+    size = max(_LEAST_ELEMENTS, -(-array.size // _MOST_BLOCKS))
+    blocks: list[list[float]] = []
+    infinite = 0
+    for begin in range(0, array.size, size):
+        sums = np.zeros(1 + _PRODUCTS)
+        signs = np.random.Generator(np.random.Philox(len(blocks)))
+        for at in range(begin, min(begin + size, array.size), _ELEMENTS_AT_ONCE):
+            some = array[at : min(at + _ELEMENTS_AT_ONCE, begin + size)].astype(np.float64)
+            finite = np.isfinite(some)
+            infinite += int(some.size - finite.sum())
+            some = np.where(finite, some, 0.0)
+            bits = signs.integers(0, 1 << _PRODUCTS, some.size, np.uint8)
+            sums[0] += some @ some
+            for number in range(_PRODUCTS):
+                sums[1 + number] += 2.0 * some[(bits >> number) & 1 == 1].sum() - some.sum()
+        sums[0] = np.sqrt(sums[0])
+        blocks.append(np.nan_to_num(sums).tolist())
+    unit = tf.experimental.numpy.finfo(dtype.real_dtype.as_numpy_dtype).eps
+    return Sketch(float(np.sqrt(float(unit))), infinite, blocks)
 
-    ``variables``: (name, its value here or None if other ranks hold it, whether it must be equal).
+
+def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]], rounds: bool = False) -> Said:
+    """Describes this rank's variables, for comparison with those of other ranks.
 
     Variables of one name are distinguished by their count and position: if a rank has more of them
     than another, it is unknown which correspond.
+
+    Args:
+      variables: (name, its value here or None if other ranks hold it, whether it must be equal).
+      rounds: whether ranks may round otherwise, so that sketches are needed.
     """
     variables = list(variables)
     count, seen = Counter(name for name, _, _ in variables), Counter[str]()
@@ -39,7 +77,8 @@ def describe_variables(variables: Iterable[tuple[str, tf.Tensor | None, bool]]) 
         seen[name] += 1
         if value is not None:
             shape = ",".join(map(str, value.shape))
-            found[f"{name}#{seen[name]}/{count[name]}[{shape}]"] = compute_checksum(value), must
+            sketch = make_sketch(value.numpy()) if rounds else None
+            found[f"{name}#{seen[name]}/{count[name]}[{shape}]"] = Held(compute_checksum(value), must, sketch)
     return found
 
 
@@ -58,7 +97,7 @@ def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
     """
     comm = context.comms[0]
     everyone = comm.allgather_bytes("whale/replicas", msgspec.json.encode(mine), WRITE_TIMEOUT_S, when)
-    said: Sequence[Said] = [msgspec.json.decode(one, type=dict[str, tuple[int, bool]]) for one in everyone]
+    said: Sequence[Said] = [msgspec.json.decode(one, type=dict[str, Held]) for one in everyone]
     found, compared = find_differing(said)
     if found:
         raise CommError(
@@ -66,7 +105,7 @@ def refuse_differences(mine: Said, context: Ranks, when: str) -> int:
             variable=in_words(found),
             given=f"other values than the first rank's, seen at {when}",
             **{"likely cause": f"an update on one rank alone, or {describe_likely_cause(context)}"},
-            expected="equal copies",
+            expected="copies that differ by rounding at most" if context.rounds_otherwise else "equal copies",
             action="assign to variables on every rank, or inside a step; train in steps that Whale distributes only",
         )
     return compared

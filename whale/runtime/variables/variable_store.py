@@ -359,7 +359,7 @@ class VariableStore:
         only: Collection[int] | None = None,
         trainable: bool = False,
     ) -> Said:
-        """Describes the replicated variables of this rank by checksums, to compare copies.
+        """Describes the replicated variables of this rank, to compare copies.
 
         Args:
           outside: tracks the variables that no program uses.
@@ -372,7 +372,8 @@ class VariableStore:
             if e.parts is None and (only is None or key in only) and (e.variable.trainable or not trainable):
                 found.append((e.name, e.read() if context.rank in self._find_entry_holders(e, context) else None, True))
         return describe_variables(
-            [*found, *(outside.iterate_held(self._entries.keys(), only) if outside is not None else ())]
+            [*found, *(outside.iterate_held(self._entries.keys(), only) if outside is not None else ())],
+            context.rounds_otherwise,
         )
 
     def list_written(self, outside: ExternalUpdates) -> dict[int, str]:
