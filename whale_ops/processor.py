@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -13,9 +14,11 @@ def can_multiply_by_avx2(root: Path = Path("/")) -> bool:
     """Tells whether oneDNN multiplies float32 here, by its kernels for AVX2.
 
     It is on by default on processors with AVX-512 VNNI, AVX-VNNI or newer instructions, elsewhere with
-    TF_ENABLE_ONEDNN_OPTS=1; its kernels for AVX-512 want the sets F, BW, DQ and VL (cpu_isa_traits.hpp: avx512_core).
+    TF_ENABLE_ONEDNN_OPTS=1; its kernels for AVX-512 want the sets F, BW, DQ and VL (cpu_isa_traits.hpp: avx512_core),
+    and that ONEDNN_MAX_CPU_ISA allows them.
     """
-    if not built.IsMklEnabled():
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    if not built.IsMklEnabled() or cap in ("SSE41", "AVX"):
         return False
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
@@ -25,5 +28,6 @@ def can_multiply_by_avx2(root: Path = Path("/")) -> bool:
         key, _, value = line.partition(":")
         if key.strip() == "flags":
             flags = set(value.split())
-            return "avx2" in flags and not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags
+            wider = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags and not cap.startswith("AVX2")
+            return "avx2" in flags and not wider
     return False

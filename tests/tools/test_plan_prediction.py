@@ -29,6 +29,7 @@ from whale.passes.pass_manager import normalise
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
 from whale.planner.report.mesh_drawn import mesh_of_plan
 from whale.planner.report.sliders import make_captured_sliders
+from whale.runtime.compile.measured_call import compile_whole_step
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.context import require_current
 from whale.tools.profile import operations as measure
@@ -150,7 +151,7 @@ def test_a_rank_apart_runs_all_of_its_kernels_alone(ranks: Start, name: str) -> 
         assert not SILENT & {n.op for n in alone.nodes}
         kernels, found = (Counter(signature(p, n) for n in p.nodes if n.op not in SILENT) for p in (program, alone))
         assert not kernels - found
-        measure.compile_whole_step(alone)()
+        compile_whole_step(alone)()
 
 
 def test_a_larger_product_takes_longer() -> None:

@@ -247,7 +247,7 @@ KEYS: tuple[Key, ...] = (
         "communication.bucket_bytes",
         "int",
         4 << 20,
-        "size in bytes up to which small tensors travel together in one all-reduce",
+        "size in bytes up to which small tensors travel together in one all-reduce, or all-gather of gradients",
         minimum=0,
     ),
     Key(
@@ -268,12 +268,12 @@ KEYS: tuple[Key, ...] = (
         "kernels",
         "list[str]",
         KERNELS,
-        "what CPUs compute by kernels of Whale, or as fewer and larger, fused operations: updates: optimizers' "
-        "arithmetic, with the same results; with the same results but for rounding: elementwise: other arithmetic"
-        " on elements; convolutions: small ones, as products of matrices; products: batches with one matrix in "
-        "common, as one; einsums: batches of small products; padding: products that oneDNN's AVX2 code is slow "
-        "at; nn: losses of numbered classes and gradients of depthwise filters; loops: recurrent layers and other"
-        " loops of known length, by few operations; empty = nothing",
+        "what CPUs compute by kernels of Whale, or as fewer and larger, fused operations, but what measured slower on "
+        "the machine: updates: optimizers' arithmetic, and rows added to tables, with the same results; with the same "
+        "results but for rounding: elementwise: other arithmetic on elements; convolutions: small ones, as products of "
+        "matrices; products: batches with one matrix in common, as one; einsums: batches of small products; padding: "
+        "products that oneDNN's AVX2 code is slow at; nn: losses of numbered classes and gradients of depthwise "
+        "filters; loops: recurrent layers and other loops of known length, by few operations; empty = nothing",
         choices=KERNELS,
     ),
     Key(

@@ -109,6 +109,9 @@ UPDATES = (
     | ADVANCES
     | _split_names("ResourceStridedSliceAssign ResourceCountUpTo")
 )
+# What updates become in a rank's program: those of many variables (the first operands) are one operation.
+FUSED_UPDATE, SCATTER_ROWS = "WhaleUpdate", "WhaleScatterRows"
+FUSED_UPDATES = frozenset({FUSED_UPDATE, SCATTER_ROWS})
 # Variables of TensorFlow 1, whose value is a reference, and what changes them.
 REF_VARIABLES = _split_names("Variable VariableV2 TemporaryVariable")
 REF_UPDATES = (

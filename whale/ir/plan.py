@@ -121,6 +121,7 @@ class Plan:
       searched: ``auto_parallel`` found the strategy, which is applied to the program before it is planned; otherwise
         its scopes and settings say how it is divided.
       predicted: seconds and bytes of a step, if `whale plan` knew the machine.
+      declined: kernels that ranks do not take, since they measured slower (see ``whale.kernels.choices``).
     """
 
     program: str
@@ -156,6 +157,7 @@ class Plan:
     axis: str = ""
     routed: Mapping[str, int] = field(default_factory=dict)
     updates: tuple[int, int] = (0, 0)
+    declined: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -282,6 +284,7 @@ def _encode(plan: Plan) -> ProgramLayouts:
         strategy=plan.strategy,
         searched=plan.searched,
         predicted=plan.predicted,
+        declined=list(plan.declined),
     )
 
 
@@ -327,6 +330,7 @@ class ProgramLayouts(msgspec.Struct, omit_defaults=True):
     strategy: ParallelStrategy | None = None
     searched: bool = False
     predicted: Prediction | None = None
+    declined: list[str] = []
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -484,6 +488,7 @@ def _decode_plan(f: ProgramLayouts) -> Plan:
         micro_batches=f.micro_batches,
         offloaded=tuple(f.offloaded),
         updates=f.updates,
+        declined=tuple(f.declined),
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

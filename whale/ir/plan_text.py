@@ -135,6 +135,10 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         others = f"; every other rank updates {'those of its own stage' if plan.stage_groups else 'likewise'}"
         updated = f"{format_count(written, 'variable')} written by {format_count(count, 'operation')}"
         out.append(f"Updates  {updated} on rank 0{others if plan.ranks > 1 else ''}")
+    if plan.declined:
+        counts = Counter(name.partition(" ")[0] for name in plan.declined)
+        kinds_left = ", ".join(f"{n} of {kind}" for kind, n in sorted(counts.items()))
+        out.append(f"Kernels  as the program says where Whale's measured slower: {kinds_left}")
     moving = [r for r in plan.reshards if r.bytes]
     along = f", of which {format_bytes(count_moved_along(plan)[0])} along {plan.axis}" if plan.inner is not None else ""
     backends = Counter(r.backend for r in moving)

@@ -9,28 +9,32 @@ from dataclasses import replace
 
 from whale.ir.program import COMPILED, Node, Program
 from whale.ir.values import DType, Shape, require_static_shape
+from whale.kernels.choices import ALL, Choices
 from whale.kernels.xla import change_other_graphs
 
 CROSS_ENTROPY = "WhaleSparseCrossEntropy"
 DEPTHWISE = "WhaleDepthwiseFilterGradient"
+REPLACED = frozenset(("SparseSoftmaxCrossEntropyWithLogits", "DepthwiseConv2dNativeBackpropFilter"))
 
 
-def replace_nn_kernels(program: Program) -> Program:
+def replace_nn_kernels(program: Program, choices: Choices = ALL) -> Program:
     """Replaces some of TensorFlow's operations, in one rank's program and its functions, by those of whale_ops."""
-    return change_other_graphs(program, _replace_in_graph)
+    return change_other_graphs(program, lambda graph: _replace_in_graph(graph, choices))
 
 
-def _replace_in_graph(program: Program) -> Program:
-    return program.replace_nodes(tuple([_replace_node(program, node) for node in program.nodes]))
+def _replace_in_graph(program: Program, choices: Choices) -> Program:
+    return program.replace_nodes(tuple([_replace_node(program, node, choices) for node in program.nodes]))
 
 
-def _replace_node(program: Program, node: Node) -> Node:
+def _replace_node(program: Program, node: Node, choices: Choices) -> Node:
     """Returns an equivalent, faster node; ``node`` itself if there is none."""
-    if node.attrs.get(COMPILED) or node.marks.on_host:
+    if node.op not in REPLACED or node.attrs.get(COMPILED) or node.marks.on_host:
+        return node
+    if not choices.takes("nn", program, node):
         return node
     if node.op == "SparseSoftmaxCrossEntropyWithLogits":
         return _replace_cross_entropy(program, node)
-    return _replace_depthwise_gradient(program, node) if node.op == "DepthwiseConv2dNativeBackpropFilter" else node
+    return _replace_depthwise_gradient(program, node)
 
 
 def _replace_cross_entropy(program: Program, node: Node) -> Node:

@@ -2,24 +2,27 @@
 
 REWRITE              the passes over the program of each rank, behind PARTITION
 substitute_kernels   runs those that change computation or memory: for runs and for predictions
+list_substitutions   lists what they would replace, so that it can be measured
 ready_for_run        runs the others: keys that are unique in the run, XLA compilation, exchanges by devices
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from whale.ir.ops import CONVOLUTIONS, MATMULS
 from whale.ir.program import Program
 from whale.ir.text import format_program
-from whale.kernels.elementwise.fuse import fuse_elementwise
+from whale.kernels.choices import ALL, Change, Choices, Substitution, list_changed, list_fused
+from whale.kernels.elementwise.fuse import fuse_elementwise, list_operations
 from whale.kernels.loops.replace import replace_loops
 from whale.kernels.matmuls.batches import replace_batches
 from whale.kernels.matmuls.convolutions import replace_convolutions
 from whale.kernels.matmuls.einsums import replace_einsums
 from whale.kernels.matmuls.padding import pad_products
-from whale.kernels.nn import replace_nn_kernels
-from whale.kernels.updates.fuse import fuse_updates
+from whale.kernels.nn import REPLACED, replace_nn_kernels
+from whale.kernels.updates.fuse import fuse_updates, list_updates
 from whale.kernels.updates.last import order_updates_last
 from whale.kernels.xla import compile_marked
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, on_devices
@@ -51,9 +54,14 @@ Programs = tuple[Program, ...]
 _RewritePass = Pass[Programs, RewriteContext]
 
 
-def _apply_to_each(change: Callable[[Program], Program]) -> Callable[[Programs, RewriteContext], Programs]:
+def _apply_to_each(change: Change) -> Callable[[Programs, RewriteContext], Programs]:
     """Returns a pass that applies ``change`` to each rank's program."""
-    return lambda programs, context: tuple([change(program) for program in programs])
+
+    def run(programs: Programs, context: RewriteContext) -> Programs:
+        choices = Choices(frozenset(context.settings.fuse.declined))
+        return tuple([change(program, choices) for program in programs])
+
+    return run
 
 
 def _make_condition(name: str) -> When[RewriteContext]:
@@ -75,55 +83,55 @@ KERNELS: tuple[_RewritePass, ...] = (
     Pass(
         "loops",
         "computes loops of known length by few operations",
-        _apply_to_each(lambda p: replace_loops(p)),
+        _apply_to_each(lambda p, c: replace_loops(p)),
         _make_condition("loops"),
     ),
     Pass(
         "convolutions",
         "computes small convolutions as products of matrices",
-        _apply_to_each(lambda p: replace_convolutions(p)),
+        _apply_to_each(lambda p, c: replace_convolutions(p, c)),
         _make_condition("convolutions"),
     ),
     Pass(
         "products",
         "computes batches of products with one matrix as one product",
-        _apply_to_each(lambda p: replace_batches(p)),
+        _apply_to_each(lambda p, c: replace_batches(p, c)),
         _make_condition("products"),
     ),
     Pass(
         "einsums",
         "computes batches of small products by a kernel of ours",
-        _apply_to_each(lambda p: replace_einsums(p)),
+        _apply_to_each(lambda p, c: replace_einsums(p, c)),
         _make_condition("einsums"),
     ),
     Pass(
         "padding",
         "pads products of matrices where wider ones are faster",
-        _apply_to_each(lambda p: pad_products(p)),
+        _apply_to_each(lambda p, c: pad_products(p, c)),
         _make_condition("padding"),
     ),
     Pass(
         "own_kernels",
         "computes losses and filters' gradients by kernels of ours",
-        _apply_to_each(lambda p: replace_nn_kernels(p)),
+        _apply_to_each(lambda p, c: replace_nn_kernels(p, c)),
         _make_condition("nn"),
     ),
     Pass(
         "updates",
         "computes the updates of many variables by few operations",
-        _apply_to_each(lambda p: fuse_updates(p)),
+        _apply_to_each(lambda p, c: fuse_updates(p, c)),
         _make_condition("updates"),
     ),
     Pass(
         "elementwise",
         "goes once over tensors for all arithmetic on their elements",
-        _apply_to_each(lambda p: fuse_elementwise(p)),
+        _apply_to_each(lambda p, c: fuse_elementwise(p, c)),
         _make_condition("elementwise"),
     ),
     Pass(
         "updates_last",
         "lets updates wait for all exchanges of the step",
-        _apply_to_each(lambda p: order_updates_last(p)),
+        _apply_to_each(lambda p, c: order_updates_last(p)),
         When("a run that goes on without lost ranks", lambda c: c.elastic),
     ),
 )
@@ -170,6 +178,50 @@ def substitute_kernels(programs: Sequence[Program], settings: PlanSettings, elas
     context = RewriteContext(settings, elastic)
     ranks: Programs = run_passes(REWRITE, tuple(programs), context, settings.observer, KERNELS)
     return list(ranks)
+
+
+def list_substitutions(program: Program, settings: PlanSettings) -> Iterator[Substitution]:
+    """Lists the substitutions that the settings allow in a rank's own graph, but for those of loops; each once.
+
+    Args:
+      program: before ``substitute_kernels``.
+    """
+    seen: set[str] = set()
+    fuse = settings.fuse
+    for kind, change, list_kind in _MEASURED:
+        if not getattr(fuse, kind):
+            continue
+        for one in list_kind(program):
+            if one.name not in seen:
+                seen.add(one.name)
+                yield one
+        program = change(program, ALL)
+
+
+def _list_fused_updates(program: Program) -> Iterator[Substitution]:
+    return list_fused("updates", program, list_updates(program), fuse_updates)
+
+
+def _list_fused_elementwise(program: Program) -> Iterator[Substitution]:
+    simplified, operations = list_operations(program)
+    return list_fused("elementwise", simplified, operations, fuse_elementwise)
+
+
+def _one_by_one(kind: str, ops: Collection[str], change: Change) -> Callable[[Program], Iterator[Substitution]]:
+    return lambda program: list_changed(kind, ops, program, change)
+
+
+# The substitutions that are measured, in the order of KERNELS. Of loops only whole ones could be compared, which take
+# tens of milliseconds a turn; what is left of one is always fewer operations.
+_MEASURED: tuple[tuple[str, Change, Callable[[Program], Iterator[Substitution]]], ...] = (
+    ("convolutions", replace_convolutions, _one_by_one("convolutions", CONVOLUTIONS, replace_convolutions)),
+    ("products", replace_batches, _one_by_one("products", MATMULS, replace_batches)),
+    ("einsums", replace_einsums, _one_by_one("einsums", MATMULS | {"Einsum"}, replace_einsums)),
+    ("padding", pad_products, _one_by_one("padding", MATMULS, pad_products)),
+    ("nn", replace_nn_kernels, _one_by_one("nn", REPLACED, replace_nn_kernels)),
+    ("updates", fuse_updates, _list_fused_updates),
+    ("elementwise", fuse_elementwise, _list_fused_elementwise),
+)
 
 
 def prepare_for_run(

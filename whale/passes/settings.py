@@ -150,6 +150,7 @@ class FuseSettings:
       padding: matrix products, by wider ones (see ``whale.kernels.matmuls.padding``).
       nn: ops for which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
       loops: loops of known length, by few operations (see ``whale.kernels.loops``).
+      declined: names of those that measured slower on this machine, sorted (see ``whale.kernels.choices``).
     """
 
     updates: bool = False
@@ -160,11 +161,13 @@ class FuseSettings:
     padding: bool = False
     nn: bool = False
     loops: bool = False
+    declined: tuple[str, ...] = ()
 
     @classmethod
     def all_on(cls) -> FuseSettings:
         """Returns the settings with all of them on."""
-        return cls(**{one.name: True for one in fields(cls)})
+        on: dict[str, Any] = {one.name: True for one in fields(cls) if one.name != "declined"}
+        return cls(**on)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,22 @@ class Meter(Protocol):
         ...
 
 
+class KernelTimes(Protocol):
+    """Knows which substitutions of kernels measured slower on this machine.
+
+    Attributes:
+      declined: their names, sorted (see ``whale.kernels.choices``).
+    """
+
+    declined: tuple[str, ...]
+
+    def note_program(self, program: Program, settings: PlanSettings) -> None:
+        """Notes a program of this process's first rank, before kernels are substituted in it."""
+
+    def measure(self) -> None:
+        """Measures what is not known of the noted programs, at the end of a run."""
+
+
 class StepWatch(Protocol):
     """Compares steps with what was predicted of them."""
 
@@ -209,6 +225,7 @@ class PlanningState:
       own_programs: None: the ranks run one program together, which is the usual case.
       meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
       meter: what measures the steps of this run; None: nobody asks.
+      kernels: what is known of this machine's kernels; None: it was not asked yet, or nothing is kept.
     """
 
     dry: DryRun | None = None
@@ -222,6 +239,7 @@ class PlanningState:
     own_programs: OwnPrograms | None = None
     meaning: GraphSemantics | None = None
     meter: Meter | None = None
+    kernels: KernelTimes | None = None
 
 
 @dataclass

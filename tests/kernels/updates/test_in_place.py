@@ -12,7 +12,6 @@ import whale as wh
 from tests.memory import peaks_above
 from tests.programs import Builder
 from whale.ir.program import Program
-from whale.kernels.updates.fuse import UPDATE
 from whale.kernels.updates.in_place import LARGE_BYTES, order_in_place_updates
 
 
@@ -29,12 +28,12 @@ def _program(size: int) -> Program:
 
 
 def test_an_update_waits_for_readers_that_do_not_wait_for_it() -> None:
-    program = order_in_place_updates(_program(LARGE_BYTES // 8), UPDATE)
+    program = order_in_place_updates(_program(LARGE_BYTES // 8))
     assert set(program.by_name["update"].controls) == {"alias", "before"}
     order = [node.name for node in program.nodes]
     assert order.index("before") < order.index("update") < order.index("after")
     small = _program(8)
-    assert order_in_place_updates(small, UPDATE).by_name["update"].controls == ()
+    assert order_in_place_updates(small).by_name["update"].controls == ()
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from cost_model.graph.machine_profile import Copies, Gpu, MachineProfile, Operation
 from whale.distributed import gpus
-from whale.tools.profile import operations, profile
+from whale.runtime.compile import measured_call
+from whale.tools.profile import profile
 
 _SCRIPT = """
 import json
@@ -39,13 +40,13 @@ def test_what_a_gpu_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     """Calls return when a GPU has been told: each round of a measurement ends when it is through."""
     waited: list[bool] = []
     monkeypatch.setattr(tf.test.experimental, "sync_devices", lambda: waited.append(True))
-    operations._measure_call_s(lambda: None)
+    measured_call.measure_call_s(lambda: None)
     assert not waited, "a processor is through when the call is"
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["GPU:0"])
-    operations._measure_call_s(lambda: None)
-    assert len(waited) == 1 + operations.ROUNDS
+    measured_call.measure_call_s(lambda: None)
+    assert len(waited) == 1 + measured_call.ROUNDS
     gpus.await_gpus()
-    assert len(waited) == 2 + operations.ROUNDS
+    assert len(waited) == 2 + measured_call.ROUNDS
 
 
 def test_the_summary_has_rates_by_dtype_gpus_and_copies() -> None:

@@ -11,6 +11,7 @@ from whale.ir.marks import Marks
 from whale.ir.ops import FOLDS
 from whale.ir.program import Node, Program, Ref, remove_unread
 from whale.ir.values import DType, Shape, TensorType, require_static_shape
+from whale.kernels.choices import ALL, Choices
 from whale.kernels.elementwise.code import MOST_OF_A_KIND, SUMS, Instructions, Value, place_instructions
 from whale.kernels.elementwise.graph import replace_by_operations
 from whale.kernels.elementwise.groups import Group, find_groups
@@ -22,9 +23,18 @@ _COPYING = FOLDS | {"Mean"}  # over no dimension
 _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's operands
 
 
-def fuse_elementwise(program: Program) -> Program:
+def fuse_elementwise(program: Program, choices: Choices = ALL) -> Program:
     """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as possible."""
-    return change_other_graphs(program, _fuse_graph)
+    return change_other_graphs(program, lambda graph: _fuse_graph(graph, choices))
+
+
+def list_operations(program: Program) -> tuple[Program, list[tuple[Node, list[str]]]]:
+    """Returns the graph before it is fused, and the operations that ``fuse_elementwise`` makes of it, each with the
+    names of the nodes that it replaces.
+    """
+    program = move_repeats_last(_simplify(program))
+    made = [(group, _make_operation(program, group)) for group in find_groups(program)]
+    return program, [(found[0], [node.name for node in group.nodes]) for group, found in made if found is not None]
 
 
 def _simplify(program: Program) -> Program:
@@ -45,13 +55,13 @@ def _simplify(program: Program) -> Program:
     return program.replace_nodes(tuple(map(simplify_node, program.nodes)))
 
 
-def _fuse_graph(program: Program) -> Program:
+def _fuse_graph(program: Program, choices: Choices) -> Program:
     program = move_repeats_last(_simplify(program))
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for group in find_groups(program):
-        found = _make_operation(program, group, f"{group.nodes[-1].name}/{ELEMENTWISE}")
-        if found is None:
+        found = _make_operation(program, group)
+        if found is None or not choices.takes("elementwise", program, found[0]):
             continue
         node, results = found
         made.update({one.name: node for one in group.nodes})
@@ -59,12 +69,13 @@ def _fuse_graph(program: Program) -> Program:
     return replace_by_operations(program, made, moved)
 
 
-def _make_operation(program: Program, group: Group, name: str) -> tuple[Node, list[Ref]] | None:
+def _make_operation(program: Program, group: Group) -> tuple[Node, list[Ref]] | None:
     """Returns the operation that replaces a group, and the tensors that its results replace.
 
     Returns None if a group has more operands, results or temporary values than the operation's text can name.
     """
     whole, nodes = group
+    name = f"{nodes[-1].name}/{ELEMENTWISE}"
     names = {node.name for node in nodes}
     fetched = {ref.node for ref in program.outputs}
     code = Instructions()

@@ -12,21 +12,22 @@ from dataclasses import replace
 
 from whale.ir.program import Node, Program
 from whale.ir.values import require_static_shape
+from whale.kernels.choices import ALL, Choices
 from whale.kernels.matmuls.matrices import Factor, ProductNodes, may_multiply
 from whale.kernels.xla import change_other_graphs
 
 _BATCHES = ("BatchMatMul", "BatchMatMulV2")
 
 
-def replace_batches(program: Program) -> Program:
+def replace_batches(program: Program, choices: Choices = ALL) -> Program:
     """Replaces batches of products with a common matrix by one product, in one rank's program and its functions."""
-    return change_other_graphs(program, _replace_in_graph)
+    return change_other_graphs(program, lambda graph: _replace_in_graph(graph, choices))
 
 
-def _replace_in_graph(program: Program) -> Program:
+def _replace_in_graph(program: Program, choices: Choices) -> Program:
     if not any(node.op in _BATCHES for node in program.nodes):
         return program
-    summed = _find_sums(program)
+    summed = {name: batch for name, batch in _find_sums(program).items() if choices.takes("products", program, batch)}
     gone = {batch.name for batch in summed.values()}
     products = ProductNodes()
     for node in program.nodes:
@@ -36,7 +37,7 @@ def _replace_in_graph(program: Program) -> Program:
         if batch is not None:
             node = replace(node, controls=tuple(dict.fromkeys((*node.controls, *batch.controls))))
             products.add(node, _list_factors(program, batch))
-        elif _has_one_matrix(program, node):
+        elif _has_one_matrix(program, node) and choices.takes("products", program, node):
             products.add(node, _list_factors(program, node))
         else:
             products.keep(node)

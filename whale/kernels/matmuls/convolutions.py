@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, require_static_shape
+from whale.kernels.choices import ALL, Choices
 from whale.kernels.matmuls.matrices import Factor, ProductNodes, find_matrix_sizes, may_multiply
 from whale.kernels.xla import change_other_graphs
 
@@ -32,21 +33,23 @@ _FEW_POINTS = 64
 _MANY_WEIGHTS = 1 << 17
 
 
-def replace_convolutions(program: Program) -> Program:
+def replace_convolutions(program: Program, choices: Choices = ALL) -> Program:
     """Replaces small convolutions of one rank's program, and of its functions, by products of matrices."""
-    return change_other_graphs(program, _replace_in_graph)
+    return change_other_graphs(program, lambda graph: _replace_in_graph(graph, choices))
 
 
-def _replace_in_graph(program: Program) -> Program:
+def _replace_in_graph(program: Program, choices: Choices) -> Program:
     products = ProductNodes()
     for node in program.nodes:
         factors = _list_factors(program, node)
-        if factors and _is_small_pointwise(node, factors):
-            products.add(node, factors)
-        elif factors and _is_few_points_gradient(node, factors):
-            products.add(node, [_emit_patches(products, node, *factors), factors[1]])
-        else:
+        pointwise = bool(factors) and _is_small_pointwise(node, factors)
+        patches = bool(factors) and not pointwise and _is_few_points_gradient(node, factors)
+        if not (pointwise or patches) or not choices.takes("convolutions", program, node):
             products.keep(node)
+        elif pointwise:
+            products.add(node, factors)
+        else:
+            products.add(node, [_emit_patches(products, node, *factors), factors[1]])
     return program.replace_nodes(tuple(products.emitter.nodes.values()))
 
 

@@ -16,6 +16,7 @@ from math import prod
 from whale.ir.ops import MATMULS
 from whale.ir.program import Node, Program, Ref, remove_unread
 from whale.ir.values import DType, TensorType, require_static_shape
+from whale.kernels.choices import ALL, Choices
 from whale.kernels.matmuls.matrices import may_multiply
 from whale.kernels.xla import change_other_graphs
 from whale.sharding_rules.math.einsum import find_product_letters
@@ -73,16 +74,20 @@ class Equation:
         return replace(of, op=EINSUM, inputs=operands, attrs=attrs)
 
 
-def replace_einsums(program: Program) -> Program:
+def replace_einsums(program: Program, choices: Choices = ALL) -> Program:
     """Replaces batches of products of small matrices, in one rank's program and its functions, by our kernel.
 
     Operands or results that are transposed only for a product no longer are.
     """
-    return change_other_graphs(program, _replace_in_graph)
+    return change_other_graphs(program, lambda graph: _replace_in_graph(graph, choices))
 
 
-def _replace_in_graph(program: Program) -> Program:
-    found = {node.name: equation for node in program.nodes if (equation := _find_equation(program, node)) is not None}
+def _replace_in_graph(program: Program, choices: Choices) -> Program:
+    found = {
+        node.name: equation
+        for node in program.nodes
+        if (equation := _find_equation(program, node)) is not None and choices.takes("einsums", program, node)
+    }
     if not found:
         return program
     into = dict(_find_transpositions(program, found))

@@ -18,6 +18,7 @@ import numpy as np
 from whale.ir.emitter import Emitter, replace_size
 from whale.ir.program import PRODUCT, Node, Program, Ref
 from whale.ir.values import DType, TensorType
+from whale.kernels.choices import ALL, Choices
 from whale.kernels.matmuls.matrices import Factor, may_multiply
 from whale.kernels.xla import change_other_graphs
 
@@ -37,9 +38,9 @@ class Padding(NamedTuple):
     zeros: int
 
 
-def pad_products(program: Program) -> Program:
+def pad_products(program: Program, choices: Choices = ALL) -> Program:
     """Pads the products of one rank's program, and of its functions, with rows for which oneDNN is slow."""
-    return change_other_graphs(program, _pad_graph)
+    return change_other_graphs(program, lambda graph: _pad_graph(graph, choices))
 
 
 def find_padding(left: Factor, right: Factor) -> Padding | None:
@@ -74,10 +75,11 @@ def _count_copied(padding: Padding, left: Factor, right: Factor) -> int:
     return max((left, right)[padding.operand].type.elements, result)
 
 
-def _pad_graph(program: Program) -> Program:
+def _pad_graph(program: Program, choices: Choices) -> Program:
     found = {}
     for node in program.nodes:
-        if node.op == "MatMul" and (padding := _find_node_padding(program, node)):
+        padding = _find_node_padding(program, node) if node.op == "MatMul" else None
+        if padding is not None and choices.takes("padding", program, node):
             found[node.name] = padding
     if not found:
         return program

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whale.ir.ops import EXCHANGES
+from whale.ir.ops import EXCHANGES, FUSED_UPDATE
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, group_by_bytes, require_static_shape
+from whale.kernels.choices import ALL, Choices
 from whale.kernels.elementwise.graph import replace_by_operations
 from whale.kernels.updates.arithmetic import Arithmetic, write_arithmetic
 from whale.kernels.updates.in_place import order_in_place_updates
 from whale.kernels.updates.units import Unit, find_accesses, find_units
 
-UPDATE = "WhaleUpdate"
+UPDATE = FUSED_UPDATE
 # Most bytes of the variables that one operation updates: what it reads is held until it has run, and it waits for all
 # of that.
 GROUP_BYTES = 4 << 20
@@ -30,16 +31,27 @@ class _Part:
     does: Arithmetic
 
 
-def fuse_updates(program: Program) -> Program:
+def fuse_updates(program: Program, choices: Choices = ALL) -> Program:
     """Fuses the updates of one rank's own graph into as few operations as possible; large ones are in place."""
-    return order_in_place_updates(_fuse_graph(program), UPDATE)
+    return order_in_place_updates(_fuse_graph(program, choices))
 
 
-def _fuse_graph(program: Program) -> Program:
+def list_updates(program: Program) -> list[tuple[Node, list[str]]]:
+    """Returns the operations that ``fuse_updates`` makes, each with the names of the nodes that it replaces."""
+    operations = _find_operations(program)
+    made = [_make_operation(f"{UPDATE}/{i}", parts, program.by_name) for i, parts in enumerate(operations)]
+    return [(node, [n for p in parts for n in sorted(p.does.replaced)]) for node, parts in zip(made, operations)]
+
+
+def _fuse_graph(program: Program, choices: Choices) -> Program:
+    operations = _find_operations(program)
+    return _replace_nodes(program, operations, choices) if operations else program
+
+
+def _find_operations(program: Program) -> list[list[_Part]]:
+    """Returns the parts of the operations that are worth making."""
     found = find_accesses(program)
     units = find_units(program, found)
-    if not units:
-        return program
     groups: dict[tuple[object, ...], list[_Part]] = {}
     for unit in units:
         does = write_arithmetic(program, unit, found)
@@ -49,7 +61,7 @@ def _fuse_graph(program: Program) -> Program:
     operations = [
         part for parts in groups.values() for part in group_by_bytes(parts, lambda p: p.unit.type.bytes, GROUP_BYTES)
     ]
-    return _replace_nodes(program, [parts for parts in operations if sum(len(p.does.replaced) for p in parts) > 1])
+    return [parts for parts in operations if sum(len(p.does.replaced) for p in parts) > 1]
 
 
 def count_written_together(program: Program) -> tuple[int, int]:
@@ -67,12 +79,14 @@ def _find_exchange(program: Program, does: Arithmetic) -> str:
     return from_ranks[-1] if from_ranks else ""
 
 
-def _replace_nodes(program: Program, operations: list[list[_Part]]) -> Program:
+def _replace_nodes(program: Program, operations: list[list[_Part]], choices: Choices) -> Program:
     """Puts an operation in place of each list of nodes, at the position of the last one."""
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for i, parts in enumerate(operations):
         node = _make_operation(f"{UPDATE}/{i}", parts, program.by_name)
+        if not choices.takes("updates", program, node):
+            continue
         made.update({name: node for part in parts for name in part.does.replaced})
         results = [ref for part in parts for ref in part.does.results]
         moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})

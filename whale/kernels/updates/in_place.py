@@ -9,21 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from whale.ir.ops import ALIASES, UPDATES
+from whale.ir.ops import ALIASES, FUSED_UPDATES, UPDATES
 from whale.ir.program import Node, Program, sort_nodes
 
 LARGE_BYTES = 1 << 20
 
 
-def order_in_place_updates(program: Program, fused: str) -> Program:
+def order_in_place_updates(program: Program) -> Program:
     """Makes updates of large variables in one rank's program wait for all readers of the old values.
 
     Nodes that need an update's result may read the old value, too; the update cannot wait for these.
-
-    Args:
-      fused: the op that updates several variables.
     """
-    kinds = UPDATES | {fused}
+    kinds = UPDATES | FUSED_UPDATES
     large = {v.node for v in program.variables if v.type.bytes >= LARGE_BYTES}
     updates = [n for n in program.nodes if n.op in kinds and any(ref.node in large for ref in n.inputs)]
     if not updates:

@@ -154,6 +154,9 @@ def compile_program(
     _tell_of_backend(lowered[0], plan, settings, context)
     _tell_of_micro_batches(plan, settings, context)
     clock.lap("partition")
+    settings = settings.but(fuse__declined=plan.declined)  # as the first rank measured, on all of them
+    if context.planning.kernels is not None:
+        context.planning.kernels.note_program(lowered[0], settings)
     with suspend_garbage_collection():
         lowered = substitute_kernels(lowered, settings, context.elastic is not None)
     if settings.fuse != FuseSettings():

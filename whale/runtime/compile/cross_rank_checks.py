@@ -6,6 +6,7 @@ Decisions: 0021, 0183.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -190,13 +191,13 @@ def make_plan(program: Program, context: Context, settings: PlanSettings, made: 
     saved = context.planning.saved.find_plan(program, settings) if context.planning.saved is not None else None
     if context.planning.saved is None or saved is None:
         if (kept := load_plan(program, context, settings)) is not None:
-            return kept
+            return replace(kept, declined=settings.fuse.declined)
         plan = made
         if plan is None:
             with log_while_running(f"planning `{program.name}` ({len(program.nodes)} operations)"):
                 plan = make_any_plan(program, settings)
         keep_plan(program, context, settings, plan)
-        return plan
+        return replace(plan, declined=settings.fuse.declined)
     verify_saved_plan(program, saved, settings, context.planning.saved.path)
     return saved
 

@@ -18,6 +18,7 @@ from whale.passes.settings import (
     TimeSettings,
     ZeroSettings,
 )
+from whale.runtime.compile.kernel_choices import kernel_times_of
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.context import Context
 from whale_ops.processor import can_multiply_by_avx2
@@ -33,7 +34,9 @@ def settings_of(context: Context) -> PlanSettings:
             expected="mesh.auto_parallel=True, or wh.stage in the program",
             action="set mesh.auto_parallel, or leave pipeline.stages out",
         )
-    fuse = FuseSettings(**dict.fromkeys(config["kernels"], True))
+    times = kernel_times_of(context)
+    declined = times.declined if times is not None else ()
+    fuse = FuseSettings(**dict.fromkeys(config["kernels"], True), declined=declined)
     return PlanSettings(
         size=context.size,
         batch=BatchSettings(

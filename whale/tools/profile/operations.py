@@ -7,8 +7,6 @@ constants.
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context as tf_context
 
 from cost_model.graph.buffers import find_copied_reads
 from cost_model.graph.executor_graph import make_copy_work
@@ -24,30 +21,22 @@ from cost_model.graph.machine_profile import Operation
 from cost_model.graph.signature import signature
 from cost_model.graph.unroll_loops import unroll
 from cost_model.kernels.op_work import Work, estimate_work
-from whale.distributed.gpus import await_gpus
-from whale.errors import ProgramError
-from whale.ir.ops import EXCHANGES, FUSED_LOOP, LISTS, ROW_LOOKUPS, VIEWS
+from whale.ir.ops import EXCHANGES, FUSED_LOOP, LISTS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable, make_const
 from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
 from whale.kernels.matmuls.einsums import EINSUM
 from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
 from whale.kernels.updates.fuse import UPDATE
-from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
+from whale.runtime.compile.measured_call import OF_CLASSES, compile_program_alone, draw_value, measure_call_s
 from whale_ops.memory import read_memory, reset_peak
 
-_tags = itertools.count()
 COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps find most of theirs in a cache, too
 MOST_COPIES = 8
-ROUNDS = 5
-LEAST_S = 1e-3  # a round is at least so long, by repeated calls
-_OF_CLASSES = frozenset(("SparseSoftmaxCrossEntropyWithLogits", CROSS_ENTROPY))
-_TAKES_INDICES = ROW_LOOKUPS | _OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
+_TAKES_INDICES = ROW_LOOKUPS | OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
 _OURS = frozenset(
     (UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM, FUSED_LOOP)
 )  # that have the same work whatever else there is
 _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
-# Ops that indices pass through on their way to a table; Keras adds the number of rows to indices below zero.
-_HANDS_ON = VIEWS | frozenset("Cast Slice StridedSlice Split SplitV Unpack SelectV2 AddV2".split())
 
 
 def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
@@ -78,7 +67,7 @@ def measure(
     end_s = time.monotonic() + budget_s
     order = sorted(operations, key=lambda one: -_estimate_size(*one))
     found, skipped = [], []
-    empty_s = _measure_call_s(_compile_program(Program("empty", ()), []))
+    empty_s = measure_call_s(compile_program_alone(Program("empty", ()), []))
     for number, (program, node) in enumerate(order):
         if time.monotonic() > end_s:
             skipped += [f"{n.op}: out of time" for _, n in order[number:]]
@@ -117,13 +106,13 @@ def _measure_one(program: Program, node: Node, empty_s: float) -> Operation:
     done = _find_work(program, node)
     copies = int(max(1, min(MOST_COPIES, COPIES_BYTES // max(1.0, done.moved_bytes))))
     chain, values, keep = _make_chain(program, node, types, copies)
-    call = _compile_program(chain, values)
+    call = compile_program_alone(chain, values)
     call()
     reset_peak()
     before = read_memory().live_bytes
     call()
     scratch = read_memory().peak_bytes - before
-    seconds = max(1e-7, _measure_call_s(call) - empty_s) / copies
+    seconds = max(1e-7, measure_call_s(call) - empty_s) / copies
     del keep
     return Operation(
         signature(program, node),
@@ -161,7 +150,7 @@ def _make_chain(
                 variable = program.variable_of.get(ref.node)
                 if variable is None:
                     raise _NotMeasurableError("a resource that is no variable")
-                made = tf.Variable(_draw_value(variable.type, generator))
+                made = tf.Variable(draw_value(variable.type, generator))
                 if node.op == "ReadVariableOp":  # a variable whose rows were taken is copied from then on
                     tf.raw_ops.ResourceGather(resource=made.handle, indices=[0], dtype=made.dtype)
                 alive.append(made)
@@ -185,120 +174,30 @@ def _make_chain(
     return chain, [*values, *handles], alive
 
 
-def _draw_value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
-    shape = tuple(d or 0 for d in t.shape or ())
-    if t.dtype == "bool":
-        return tf.constant(generator.random(shape) > 0.5)
-    scale = 0.05 if t.dtype.startswith(("float", "bfloat", "complex")) else 2.0
-    return tf.constant((scale * generator.random(shape)).astype(find_numpy_dtype(t.dtype)))
-
-
 def _draw_operand(
     node: Node, i: int, types: Sequence[TensorType], t: TensorType, generator: np.random.Generator
 ) -> tf.Tensor:
     if not t.dtype.startswith(("int", "uint")):
-        return _draw_value(t, generator)
+        return draw_value(t, generator)
     if i and t.elements <= 8 and node.op not in _TAKES_INDICES and len(types) > 1 and types[0].dtype != t.dtype:
         raise _NotMeasurableError("sizes or positions that are not constants")
     bound = 2
     if node.op in ROW_LOOKUPS or node.op == "ResourceScatterAdd":
         bound = (types[0].shape or (2,))[0] or 2
-    elif node.op in _OF_CLASSES:
+    elif node.op in OF_CLASSES:
         bound = (types[0].shape or (2,))[-1] or 2
     elif node.op == "UnsortedSegmentSum":
         bound = (node.outputs[0].shape or (2,))[0] or 2
     return tf.constant(generator.integers(bound, size=require_static_shape(t)).astype(find_numpy_dtype(t.dtype)))
 
 
-def _compile_program(program: Program, values: Sequence[Any], outputs: int = 0) -> Callable[[], Any]:
-    load_ops([program])
-    lowered = lower_to_function([program], f"whale_measured_{next(_tags)}")
-    context = tf_context.context()
-    context.ensure_initialized()
-    for definition in lowered.definitions:
-        context.add_function_def(definition)
-    name, arguments = lowered.name.encode(), list(values)
-    return lambda: context.call_function(name, arguments, outputs)
-
-
-def _measure_call_s(call: Callable[[], Any]) -> float:
-    """Returns the median seconds of a call over several rounds."""
-    start_s = time.perf_counter()
-    call()
-    await_gpus()
-    once_s = time.perf_counter() - start_s
-    repeats = max(1, min(200, int(LEAST_S / max(once_s, 1e-6))))
-    rounds = []
-    for _ in range(ROUNDS):
-        start_s = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        await_gpus()
-        rounds.append((time.perf_counter() - start_s) / repeats)
-    return statistics.median(rounds)
-
-
-def compile_whole_step(program: Program) -> Callable[[], Any]:
-    """Returns a callable that runs a program of one device on random values, with new variables.
-
-    Raises:
-      ProgramError: it takes an argument that is not a numeric tensor with a static shape.
-    """
-    generator = np.random.default_rng(0)
-    values: list[Any] = []
-    for name in program.inputs:
-        (t,) = program.by_name[name].outputs
-        if t.dtype in ("variant", "string", "resource") or not t.is_static:
-            raise ProgramError(
-                "the step takes an argument for which no random values can be made",
-                given=f"{name}: {t}",
-                expected="tensors of numbers with static shapes",
-                action="leave the script out: `whale profile` without it measures the machine",
-            )
-        if t.dtype.startswith(("int", "uint")):
-            bound = _find_bound(program, Ref(name))
-            values.append(
-                tf.constant(generator.integers(bound, size=require_static_shape(t)).astype(find_numpy_dtype(t.dtype)))
-            )
-        else:
-            values.append(_draw_value(t, generator))
-    variables = [tf.Variable(_draw_value(v.type, generator)) for v in program.variables]
-    run = _compile_program(program, [*values, *(v.handle for v in variables)], len(program.outputs))
-
-    def call(variables: Sequence[tf.Variable] = variables) -> Any:  # which keeps them alive
-        return run()
-
-    return call
-
-
-def _find_bound(program: Program, ref: Ref) -> int:
-    """Returns how many different integers an argument may hold: rows of the tables that it indexes, or classes; else
-    2.
-    """
-    found, waiting, seen = [], [ref], {ref}
-    while waiting:
-        one = waiting.pop()
-        for node, place in program.consumers.get(one, ()):
-            first = program.find_type(node.inputs[0])
-            if node.op in ROW_LOOKUPS and place == 1:
-                variable = program.variable_of.get(node.inputs[0].node)
-                found.append((variable.type if variable else first).shape)
-            elif node.op in _OF_CLASSES and place == 1:
-                found.append((first.shape or ())[-1:])
-            elif node.op in _HANDS_ON:
-                following = [Ref(node.name, k) for k in range(len(node.outputs))]
-                waiting += [r for r in following if r not in seen]
-                seen.update(following)
-    return min((shape[0] or 2 for shape in found if shape), default=2)
-
-
 def measure_overheads() -> tuple[float, float]:
     """Measures (seconds of calling an empty step, seconds that the executor takes for a node that computes nothing)."""
-    empty_s = _measure_call_s(_compile_program(Program("empty", ()), []))
+    empty_s = measure_call_s(compile_program_alone(Program("empty", ()), []))
     count = 200
     t = TensorType("float32", ())
     nodes = [Node("x", "Placeholder", (), (), {"dtype": DType("float32")}, (t,))]
     for i in range(count):
         nodes.append(Node(f"n{i}", "Identity", (Ref(nodes[-1].name),), (), {"T": DType("float32")}, (t,)))
     chain = Program("chain", tuple(nodes), ("x",), (), (), (nodes[-1].name,))
-    return empty_s, max(1e-8, (_measure_call_s(_compile_program(chain, [tf.constant(0.0)])) - empty_s) / count)
+    return empty_s, max(1e-8, (measure_call_s(compile_program_alone(chain, [tf.constant(0.0)])) - empty_s) / count)

@@ -29,16 +29,19 @@ from cost_model.graph.predict import predict_ranks
 from cost_model.graph.signature import dtype_of
 from whale import python
 from whale.cpu_load import BUSY, LoadMeter, format_load
+from whale.distributed.cache_files import DEFAULT, CacheFolder, find_folder
 from whale.errors import ClusterError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType, require_static_shape
+from whale.partition.lower import lower_ranks
 from whale.partition.mesh import plan_program
 from whale.partition.spmd import partition_for_rank
 from whale.passes.normalize.emitter import NodeEmitter
 from whale.passes.pass_manager import make_plan
 from whale.planner.graph_search.plan_prediction import Planned, rank_programs
+from whale.runtime.compile.kernel_choices import MachineKernels, name_file
 from whale.tools.dry_run import first_step
 from whale.tools.profile import operations as measure
 from whale.tools.profile.links import TOLD, Links
@@ -52,6 +55,7 @@ ROUNDS, COPIES = 5, 4
 
 SECONDS_FOR_OPERATIONS = 25.0
 SECONDS_FOR_LINKS = 120.0
+SECONDS_FOR_KERNELS = 60.0
 SECONDS_TO_END = 15.0
 LEAST_PAUSE_S = 3e-4  # shorter ones are interrupts
 _WATCH = """
@@ -219,7 +223,21 @@ def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: C
     """
     table = tables.read(out)
     planned = first_step(path, args, ranks)
-    return measure_programs(table, [planned], out, say)
+    found = measure_programs(table, [planned], out, say)
+    measure_kernels(planned, say)
+    return found
+
+
+def measure_kernels(planned: Planned, say: Callable[[str], None]) -> None:
+    """Measures which substitutions of kernels are faster in the first rank's program, for runs on this machine."""
+    folder = find_folder(DEFAULT)
+    assert folder is not None
+    kernels = MachineKernels(CacheFolder(folder), name_file())
+    (program,) = lower_ranks(planned.program, planned.plan, planned.settings, [0])
+    kernels.note_program(program, planned.settings)
+    count = kernels.measure_within(SECONDS_FOR_KERNELS)
+    lost = [name.partition("(")[0] for name in kernels.read_declined()]
+    say(f"{count} substitutions of kernels measured; slower here: {', '.join(sorted(set(lost))) or 'none'}")
 
 
 def measure_programs(

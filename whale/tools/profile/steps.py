@@ -94,7 +94,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 def main() -> None:
     """Runs one process, which reads a program's number, runs a step of that program, and prints its seconds."""
     from whale.distributed.gpus import await_gpus
-    from whale.tools.profile.operations import compile_whole_step
+    from whale.runtime.compile.measured_call import compile_whole_step
 
     calls = [compile_whole_step(program) for program in pickle.loads(Path(sys.argv[1]).read_bytes())]
     for call in calls:
