@@ -147,10 +147,11 @@ def _all_reduce(attrs, operands, size):
 
 
 def _all_gather(attrs, operands, size):
-    for (x,), n in zip(operands, attrs["sizes"]):
-        _expect(attrs, x, attrs["axis"], n)
-    whole = np.concatenate([xs[0] for xs in operands], axis=attrs["axis"])
-    return [(whole,)] * size, (size - 1) * whole.nbytes
+    for xs, n in zip(operands, attrs["sizes"]):
+        for x in xs:
+            _expect(attrs, x, attrs["axis"], n)
+    whole = tuple(np.concatenate(parts, axis=attrs["axis"]) for parts in zip(*operands))
+    return [whole] * size, (size - 1) * sum(x.nbytes for x in whole)
 
 
 def _reduce_scatter(attrs, operands, size):

@@ -65,8 +65,8 @@ def _make_exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: in
         is_staged = len(node.outputs) > 1 or bool(node.attrs.get("wire_dtype"))
         return Exchange("all_reduce", key, ranks, sent, mine, staging_bytes=sent if is_staged else 0)
     if node.op == "WhaleAllGather":
-        whole = node.outputs[0].bytes
-        packed: tuple[int, ...] = (whole,) if _outer(inputs[1], int(node.attrs["axis"])) > 1 else ()
+        whole, several = sum(t.bytes for t in node.outputs), len(node.outputs) > 1
+        packed: tuple[int, ...] = (whole,) if several or _outer(inputs[1], int(node.attrs["axis"])) > 1 else ()
         return Exchange("all_gather", key, ranks, whole, mine, packed)
     if node.op == "WhaleReduceScatter":
         packed = (sent,) if _outer(inputs[1], int(node.attrs["axis"])) > 1 else ()

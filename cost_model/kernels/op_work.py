@@ -24,6 +24,7 @@ from whale.ir.ops import (
     EINSUMS,
     FILTER_GRADIENTS,
     FUSED_LOOP,
+    FUSED_UPDATE,
     LIST_PUTS,
     LIST_TAKES,
     LOOKUPS,
@@ -33,6 +34,7 @@ from whale.ir.ops import (
     READS,
     READS_ROWS,
     REDUCTIONS,
+    SCATTER_ROWS,
     SOFTMAXES,
 )
 from whale.ir.program import Node, Program, iterate_function_refs
@@ -293,6 +295,13 @@ def _count_fused_update(node: Node, inputs: Inputs) -> Work:
     return Work(_program_flops(node) * elements, taken + variables * each, variables * each + results, 1)
 
 
+def _count_scattered_rows(node: Node, inputs: Inputs) -> Work:
+    """Counts the work of sums of rows into tables: rows of tables are read and written."""
+    count = int(node.attrs["N"])
+    taken, rows = inputs[count:], inputs[2 * count :]
+    return Work(float(sum(t.elements for t in rows)), _bytes(taken) + _bytes(rows), _bytes(rows), 1)
+
+
 def _count_fused_elementwise(node: Node, inputs: Inputs) -> Work:
     """Counts the work of fused elementwise arithmetic: its program once per element."""
     elements = math.prod(node.attrs["shape"].dims or ())
@@ -330,7 +339,8 @@ _TABLE: dict[str, Formula] = {
     **dict.fromkeys(("CudnnRNN", "CudnnRNNV3", "CudnnRNNBackprop", "CudnnRNNBackpropV3"), _cudnn_rnn),
     "AddN": _add_n,
     "ScatterNd": _scatter,
-    "WhaleUpdate": _count_fused_update,
+    FUSED_UPDATE: _count_fused_update,
+    SCATTER_ROWS: _count_scattered_rows,
     "WhaleElementwise": _count_fused_elementwise,
     FUSED_LOOP: _fused_loop,
     "StridedSliceGrad": _slice_gradient,

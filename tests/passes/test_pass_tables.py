@@ -108,7 +108,6 @@ def test_each_pass_is_dumped_and_verified(
         ({"precision__matmul_dtype": "float16"}, {"skip_overflow", "mixed_precision"}),
         ({"memory__recompute": "auto"}, {"recompute"}),
         ({"memory__offload": "parameters"}, {"hoist_reads", "gather_at_use", "offload"}),
-        ({"memory__offload": "tables"}, {"gather_from_variables"}),
         ({"memory__scores_bytes": 1 << 20}, {"attention_as_one"}),
         ({"zero__level": 1}, {"merge_reads"}),
         ({"zero__level": 3}, {"merge_reads", "hoist_reads", "gather_at_use"}),

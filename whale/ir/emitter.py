@@ -177,10 +177,14 @@ class Emitter:
 
     # -- communication
 
-    def all_gather(self, name: str, source: Ref, t: TensorType, layout: Shard, key: str) -> Ref:
-        """Gathers slices that are split as ``layout`` to the whole tensor, of type ``t``, on every rank."""
-        attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes}
-        return self.comm_op(name, "WhaleAllGather", (source,), t, attrs, (t,))
+    def all_gather(
+        self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], layout: Shard, key: str
+    ) -> Ref:
+        """Gathers slices that are split as ``layout`` to whole tensors, of these types, on every rank, in one fused op;
+        returns the first result.
+        """
+        attrs = {"key": key, "axis": layout.dim, "sizes": layout.sizes, "N": len(sources)}
+        return self.comm_op(name, "WhaleAllGather", sources, types[0], attrs, types)
 
     def all_reduce(self, name: str, sources: Sequence[Ref], types: Sequence[TensorType], r: Reshard, key: str) -> Ref:
         """Reduces tensors in one fused op, as ``r`` (or its group) says, and returns the first result."""

@@ -288,16 +288,15 @@ def _verify_each_reduced(program: Program, body: Program, node: Node, operands: 
 def _verify_exchange(program: Program, body: Program, node: Node, operands: list[TensorType]) -> None:
     """Checks that exchanged tensors have one type; the first operand is the communicator."""
     _verify_same_dtype(node, [*operands[1:], *node.outputs])
-    if node.op == "WhaleAllGather" and node.attrs.get("sizes") and len(operands) == 2:
-        axis, whole = int(node.attrs.get("axis", 0)), _require_one_result(node, operands, 2).shape
-        part = operands[1].shape
-        if whole is None or part is None:
-            return
-        sizes = tuple(node.attrs["sizes"])
-        if whole[axis] not in (None, sum(sizes)) or part[axis] not in (None, *sizes):
-            raise _BrokenProgramError(
-                f"{operands[1]} becomes {node.outputs[0]}", f"parts {sizes} of dimension {axis} joined"
-            )
+    if node.op == "WhaleAllGather" and node.attrs.get("sizes"):
+        axis, sizes, given = int(node.attrs.get("axis", 0)), tuple(node.attrs["sizes"]), operands[-len(node.outputs) :]
+        if len(given) != len(node.outputs):
+            raise _BrokenProgramError(f"{len(given)} tensors and {len(node.outputs)} results", "a result for each")
+        for part, whole in zip(given, node.outputs):
+            if part.shape is None or whole.shape is None:
+                continue
+            if whole.shape[axis] not in (None, sum(sizes)) or part.shape[axis] not in (None, *sizes):
+                raise _BrokenProgramError(f"{part} becomes {whole}", f"parts {sizes} of dimension {axis} joined")
 
 
 def _find_callee(program: Program, func: Func) -> Program:

@@ -24,6 +24,7 @@ from whale.kernels.matmuls.padding import pad_products
 from whale.kernels.nn import REPLACED, replace_nn_kernels
 from whale.kernels.updates.fuse import fuse_updates, list_updates
 from whale.kernels.updates.last import order_updates_last
+from whale.kernels.updates.scatters import fuse_scatters, list_scatters
 from whale.kernels.xla import compile_marked
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, on_devices
 from whale.passes.resharding.unique_keys import with_number
@@ -119,7 +120,7 @@ KERNELS: tuple[_RewritePass, ...] = (
     Pass(
         "updates",
         "computes the updates of many variables by few operations",
-        _apply_to_each(lambda p, c: fuse_updates(p, c)),
+        _apply_to_each(lambda p, c: fuse_updates(fuse_scatters(p, c), c)),
         _make_condition("updates"),
     ),
     Pass(
@@ -199,7 +200,8 @@ def list_substitutions(program: Program, settings: PlanSettings) -> Iterator[Sub
 
 
 def _list_fused_updates(program: Program) -> Iterator[Substitution]:
-    return list_fused("updates", program, list_updates(program), fuse_updates)
+    yield from list_fused("updates", program, list_scatters(program), fuse_scatters)
+    yield from list_fused("updates", program, list_updates(program), fuse_updates)
 
 
 def _list_fused_elementwise(program: Program) -> Iterator[Substitution]:

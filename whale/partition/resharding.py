@@ -85,7 +85,7 @@ def emit_reshard(e: Emitter, r: Reshard, t: TensorType, source: Callable[[], Ref
         if isinstance(want, Partial):
             return e.pad(name, local, t, have, want.op)
         if isinstance(want, Replicate):
-            return e.all_gather(name, local, t, have, r.key)
+            return e.all_gather(name, (local,), (t,), have, r.key)
         assert isinstance(want, Shard)
         if want.dim == have.dim:
             return move_shares(e, name, r.key, [Move(name, local, t, have, want)])[0]
@@ -199,8 +199,12 @@ def emit_fused(
     e: Emitter, name: str, members: Sequence[Reshard], sources: Sequence[Ref], types: Sequence[TensorType]
 ) -> None:
     """Emits the reshards of several tensors as one fused exchange; ``find_fused_result`` returns each result."""
-    if isinstance(members[0].source, Partial):
-        e.all_reduce(name, sources, types, members[0], name)
+    first = members[0]
+    if isinstance(first.source, Partial):
+        e.all_reduce(name, sources, types, first, name)
+        return
+    if isinstance(first.source, Shard) and isinstance(first.target, Replicate):
+        e.all_gather(name, sources, types, first.source, name)
         return
     moves = [
         Move(make_reshard_name(e.prefix, r.ref, r.target), source, t, r.source, r.target)
@@ -285,7 +289,7 @@ def _join_pieces(e: Emitter, m: Move, pieces: Sequence[Ref]) -> Ref:
 
 def find_fused_result(prefix: str, r: Reshard, place: int) -> Ref:
     """Returns the result of ``r``, number ``place`` of a fused group."""
-    whole = isinstance(r.source, Partial)
+    whole = isinstance(r.target, Replicate)
     return Ref(f"{prefix}/group_{r.group}", place) if whole else Ref(make_reshard_name(prefix, r.ref, r.target))
 
 

@@ -45,6 +45,7 @@ from whale.passes.propagation.propagate import NOTHING
 from whale.passes.propagation.reference_plan import ReferencePlan
 from whale.passes.resharding.fuse_all_reduces import fuse_all_reduces
 from whale.passes.resharding.horovod import give_to_horovod, refuse_horovod
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.passes.resharding.reshards import explicit_reshards
 from whale.passes.resharding.wire_dtype import narrow
 from whale.passes.run_passes import Pass, PassObserver, Table, When, dump, program_changes, run_passes
@@ -109,7 +110,8 @@ def _narrow(draft: PlanDraft, context: PlanContext) -> PlanDraft:
 def _fuse(draft: PlanDraft, context: PlanContext) -> PlanDraft:
     settings = context.settings
     microbatched, group_bytes = settings.time.micro_batches > 1, settings.exchange.group_bytes
-    reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, group_bytes, microbatched)
+    gathers = settings.exchange.backend not in DEVICE_BACKENDS
+    reshards = fuse_all_reduces(draft.program, draft.layouts, draft.reshards, group_bytes, microbatched, gathers)
     return replace(draft, reshards=reshards)
 
 
@@ -131,8 +133,7 @@ NORMALIZE = Table(
         Pass(
             "gather_from_variables",
             "looks rows of tables up in the variable, not in its value",
-            lambda p, s: gather_from_variables(p),
-            When("memory.offload=tables", lambda s: s.memory.offload == TABLES),
+            lambda p, s: gather_from_variables(p, s.memory.offload == TABLES),
         ),
         Pass(
             "skip_overflow",
@@ -244,7 +245,7 @@ PLAN: Table[PlanDraft, PlanContext] = Table(
         ),
         *LAYOUTS,
         *EXCHANGES,
-        Pass("fuse_all_reduces", "lets small sums of gradients travel together", _fuse),
+        Pass("fuse_all_reduces", "lets small sums and gathers of gradients travel together", _fuse),
     ),
     programs=lambda d: (d.program,),
     text=lambda d, c: format_plan(_as_plan(d.program, d, c.settings)),

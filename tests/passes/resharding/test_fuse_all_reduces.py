@@ -158,3 +158,24 @@ def test_sizes_that_only_the_run_knows_travel_alone() -> None:
         Reshard("", total, P_SUM, B, "total", 64), Reshard("", ragged, P_SUM, B, "ragged", 16),
     )  # fmt: skip
     assert [r.group for r in fuse_all_reduces(program, {"": layout}, reshards, 1 << 20)] == [-1, -1]
+
+
+def _lookups(count: int) -> Program:
+    """Rows of the batch are added to a table each, which every rank has whole; one of them is also fetched whole."""
+    b = Builder("lookups")
+    x = b.input("x", (8, 4))
+    ids, updates = b.const([0] * 8, "int32"), []
+    for i in range(count):
+        table = b.variable(f"table_{i}", (10, 4))
+        updates.append(b.update("ResourceScatterAdd", table, ids, b.op("Tanh", x, name=f"rows_{i}")))
+    return b.build([b.op("Exp", x, name="fetched")], updates)
+
+
+def test_what_updates_take_is_gathered_together() -> None:
+    program = _lookups(3)
+    assert _members(_grouped(program, 1 << 20, x=ROWS)) == [["rows_0", "rows_1", "rows_2"]]
+    assert _members(_grouped(program, 600, x=ROWS)) == [["rows_0", "rows_1"]]  # 256 bytes each
+    layouts = layouts_of(program, 2, {"x": ROWS})
+    reshards = explicit_reshards(program, layouts, 2)
+    assert {r.ref.node for r in reshards} >= {"rows_0", "rows_1", "rows_2", "fetched"}
+    assert not any(r.group >= 0 for r in fuse_all_reduces(program, layouts, reshards, 1 << 20, gathers=False))

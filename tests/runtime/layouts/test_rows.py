@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ import whale as wh
 from benchmarks.giant.embeddings import SMALL_DLRM
 from benchmarks.giant.measure import SPREAD, Line, Scopes, difference, ranks, sgd, weight
 from whale.errors import WhaleError
+from whale.ir.ops import SCATTER_ROWS
 from whale.runtime.context import require_current
 
 LIMIT = 1e-10
@@ -68,6 +70,41 @@ def test_however_a_step_is_spread(count: int, config: Mapping[str, Any], form: M
         model = line.make(SPREAD, tf.float64)
         plan = wh.function(model.step).plan(*model.batch(0))
         assert [name.split("/")[-1] for name in plan.routed] == ["embedding_lookup", "ResourceScatterSub"]
+    assert difference(line) <= LIMIT
+
+
+class Replicated:
+    """Rows of three tables that every rank has whole, read as Keras 3 does: by the value."""
+
+    def __init__(self, scopes: Scopes, dtype: Any) -> None:
+        self.scopes = scopes
+        self.tables = [weight(number, WORDS, WIDTH, dtype=dtype) for number in range(3)]
+        self.out = weight(3, 3 * EACH * WIDTH, 1, dtype=dtype)
+        self.variables = [*self.tables, self.out]
+
+    def batch(self, number: int) -> tuple[Any, ...]:
+        ids = np.random.default_rng(number).zipf(1.5, (BATCH, 3, EACH)) % WORDS
+        return (tf.constant(ids, tf.int32),)
+
+    def step(self, ids: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape, self.scopes.replica():
+            rows = [tf.gather(tf.convert_to_tensor(table), ids[:, i]) for i, table in enumerate(self.tables)]
+            h = tf.reshape(tf.concat(rows, 1), [BATCH, -1])
+            loss = tf.reduce_mean(tf.square(tf.nn.relu(h) @ self.out - 1))
+        sgd(loss, tape, self.variables)
+        return loss
+
+
+@pytest.mark.parametrize("shares", [(), (3, 1)])
+def test_gradients_of_rows_are_gathered_once(shares: tuple[int, ...]) -> None:
+    """Two exchanges for all tables, one of ids and one of rows, and no table is read whole."""
+    line = Line("replicated", Replicated, 0, 2, {"batch.shares": list(shares)})
+    with ranks(line):
+        model = line.make(SPREAD, tf.float64)
+        program = wh.function(model.step)._step(model.batch(0), {}).compiled.ranks[0]
+        ops = Counter(node.op for node in program.nodes)
+        read = {program.variable_of[n.inputs[0].node].type.shape for n in program.nodes if n.op == "ReadVariableOp"}
+        assert ops["WhaleAllGather"] == 2 and ops[SCATTER_ROWS] == 1 and (WORDS, WIDTH) not in read
     assert difference(line) <= LIMIT
 
 

@@ -143,7 +143,7 @@ def tensorflow(communicator: whale_ops.Communicator) -> str:
         counted = [tf.range(n, dtype=tf.float32) for n in (3, 0, 70_000, 1, 200_000, 5)]
         for n, value in enumerate(ops.whale_all_reduce(handle, counted, key="group")):
             tf.debugging.assert_equal(value, communicator.size * counted[n])
-        rows = ops.whale_all_gather(handle, x[: communicator.rank], key="rows")
+        rows = ops.whale_all_gather(handle, [x[: communicator.rank]], key="rows")[0]
         ops.whale_check(handle, key="check", fingerprint="f", what="step")
         return total[0], rows
 

@@ -1,5 +1,6 @@
-"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time. Messages to and from tables that
-are whole on one rank are fused as well: those of all tables together, whichever ranks have them.
+"""Groups small all-reduces into fused ones, by the Plan: no negotiation at run time. So are all-gathers of what updates
+take (gradients of looked-up rows, parts of updates under ZeRO), of tensors that are divided alike, and messages to and
+from tables that are whole on one rank: those of all tables together, whichever ranks have them.
 
 Members of a group are ready at about the same time and none waits for another: the *depth* of a collective is the
 number of collectives on the longest path into it, and only equal depths join (a member that needed another's result
@@ -24,6 +25,7 @@ def fuse_all_reduces(
     reshards: tuple[Reshard, ...],
     group_bytes: int,
     microbatched: bool = False,
+    gathers: bool = True,
 ) -> tuple[Reshard, ...]:
     """Assigns fused groups to ``reshards``; tensors above ``group_bytes``, and those without a partner, are sent alone.
 
@@ -32,6 +34,7 @@ def fuse_all_reduces(
       microbatched: the program will run in micro-batches. Tensors with rows of the batch are then sent in each of
         them, counts before the first one, and only sums that updates alone read, after the last one, may wait for
         others.
+      gathers: whether all-gathers are fused; devices have no such exchange.
     """
     numbers: dict[str, int] = {}
     open_groups: dict[tuple, tuple[int, int, list[str]]] = {}
@@ -41,14 +44,16 @@ def fuse_all_reduces(
         mine = [r for r in reshards if r.graph == graph]
         depth = _depths(body, layouts[graph], mine)
         position = {node.name: i for i, node in enumerate(body.nodes)}
-        fusable = [r for r in mine if is_all_reduce(r) or is_of_whole_table(r)]
+        fusable = [r for r in mine if is_all_reduce(r) or is_of_whole_table(r) or (gathers and is_all_gather(r))]
         for r in sorted(fusable, key=lambda r: position[r.ref.node]):
             tensor = body.find_type(r.ref)
-            what = r.source if is_all_reduce(r) else "parts"
+            what = "parts" if is_of_whole_table(r) else r.source
             kind = (graph, depth[r.key], tensor.dtype, what, r.backend, r.wire_dtype)
             if not tensor.is_static or tensor.bytes > group_bytes:
                 continue
             if microbatched and not (is_all_reduce(r) and is_taken_by_updates(body, r.ref)):
+                continue
+            if is_all_gather(r) and not is_taken_by_updates(body, r.ref):  # a weight is gathered where it is used
                 continue
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:
@@ -65,6 +70,13 @@ def fuse_all_reduces(
 def is_all_reduce(r: Reshard) -> bool:
     """Tells whether a reshard reduces a partial tensor to a replicated one."""
     return isinstance(r.source, Partial) and isinstance(r.target, Replicate)
+
+
+def is_all_gather(r: Reshard) -> bool:
+    """Tells whether a reshard gathers a tensor that is divided in one run to a replicated one."""
+    have = r.source
+    whole = isinstance(have, Shard) and have is have.without_halo and have.blocks == 1
+    return whole and isinstance(r.target, Replicate)
 
 
 def is_of_whole_table(r: Reshard) -> bool:

@@ -178,6 +178,8 @@ def _why_not(node: Node) -> str:
         return f"{dtype}: elements have no fixed size"
     if node.op == "WhaleAllGather" and not node.attrs.get("sizes"):
         return "sizes that only the run knows"
+    if node.op == "WhaleAllGather" and len(node.outputs) > 1:
+        return "several tensors as one message"
     if node.op == "WhaleBroadcast":
         shapes = node.attrs.get("shapes", ())
         if not shapes or any(s.dims is None or None in s.dims for s in shapes):
@@ -190,6 +192,8 @@ def _on_device(node: Node, comm: str, rank: int) -> Node:
     attrs = {**node.attrs, "communicator": comm, "rank": rank}
     if node.op in ("WhaleSend", "WhaleRecv"):
         attrs.pop("ranks", None)
+    if node.op == "WhaleAllGather":
+        attrs.pop("N", None)
     return replace(node, op=ON_DEVICE[node.op], inputs=node.inputs[1:], attrs=attrs)
 
 

@@ -19,7 +19,7 @@ from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
-from whale.passes.resharding.fuse_all_reduces import is_all_reduce, is_of_whole_table
+from whale.passes.resharding.fuse_all_reduces import is_all_gather, is_all_reduce, is_of_whole_table
 from whale.passes.resharding.horovod import horovod_can
 from whale.passes.resharding.wire_dtype import can_narrow, reshard_bytes
 from whale.sharding_rules import find_rule
@@ -320,18 +320,19 @@ def _check_groups(program: Program, plan: Plan) -> None:
     for number, members in plan.groups.items():
         body = program if members[0].graph == "" else program.functions[members[0].graph]
         one_graph = len({m.graph for m in members}) == 1
-        sums = all(is_all_reduce(m) for m in members)
+        wholes = all(map(is_all_reduce, members)) or all(map(is_all_gather, members))
         alike = {
-            (m.source if sums else "parts", body.find_type(m.ref).dtype, m.backend, m.wire_dtype)
+            (m.source if wholes else "parts", body.find_type(m.ref).dtype, m.backend, m.wire_dtype)
             for m in members
             if one_graph
         }
         given = f"group {number}: {', '.join(f'{m.ref} {m.source} -> {m.target}' for m in members)}"
-        if len(alike) != 1 or not (sums or all(is_of_whole_table(m) for m in members)):
+        if len(alike) != 1 or not (wholes or all(map(is_of_whole_table, members))):
             raise PlanError(
                 "a fused collective mixes different kinds of reshards",
                 given=given,
-                expected="all-reduces of one kind, or parts of tensors, of one dtype and backend in one graph",
+                expected="all-reduces or all-gathers of one kind, or parts of tensors, of one dtype and backend in one "
+                "graph",
                 action=_AGAIN,
             )
     for graph in {m.graph for members in plan.groups.values() for m in members}:

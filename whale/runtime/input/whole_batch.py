@@ -27,12 +27,12 @@ def gather_whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.T
     try:
         return ops.whale_all_gather(
             comm=comm,
-            input=part.local,
+            inputs=[part.local],
             key=f"whale/batch/{name}",
             axis=0,
             sizes=part.sizes,
             ranks=list(range(context.size)),
-        )
+        )[0]
     except tf.errors.OpError as error:
         raise_comm_error(error, context)
         raise

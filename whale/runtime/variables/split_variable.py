@@ -275,9 +275,9 @@ def gather_on_rank(
     for i, cut in reversed(list(enumerate(cuts))):  # the last axis runs fastest
         size = len(cut.sizes)
         begin = at - at // step % size * step
-        part = whale_ops.load_ops().whale_all_gather(
+        (part,) = whale_ops.load_ops().whale_all_gather(
             comm=comm,
-            input=part,
+            inputs=[part],
             key=f"{key}/{group[begin]}/{i}",
             axis=cut.dim,
             sizes=[cut.local_size(c) for c in range(size)],

@@ -42,7 +42,9 @@ def _write_except(op: OpView, moved: Collection[int]) -> str:
 
 
 def cut_or_join(op: OpView) -> str:
-    """the axis that is joined or cut, which stays as it is"""
+    """the axis that is joined or cut, which stays as it is, and the number of tensors that travel together"""
+    if len(op.inputs) > 2:
+        return REPLICATED
     return _write_except(op, {int(op.attr("axis"))})
 
 

@@ -1,4 +1,7 @@
 // AllGather and AllToAll: laying out parts along a dimension.
+#include <cstring>
+#include <numeric>
+
 #include "whale_ops/tf_kernels/communication/communication_op.h"
 
 namespace whale_ops {
@@ -11,6 +14,7 @@ class AllGatherOp : public TensorOp {
 
  protected:
   absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
+    if (ctx->num_outputs() > 1) return gather_several(ctx, group, done);
     const Tensor& input = ctx->input(1);
     if (!division_.is_in(input.shape())) {
       return refused(whale::OpKind::kAllGather, group, input,
@@ -66,6 +70,80 @@ class AllGatherOp : public TensorOp {
     return launch_last(ctx, group, std::move(request), std::move(*done), finish_bytes,
                        std::move(finish));
   }
+
+  // As one message: what a rank has of each tensor, tensor by tensor. It lies at this rank's place
+  // of memory for what all have, from where each rank's parts are dealt to the tensors.
+  absl::Status gather_several(OpKernelContext* ctx, const Group& group, DoneCallback* done) {
+    const int n = ctx->num_outputs();
+    std::vector<Dealt> tensors;
+    std::vector<int64_t> counts(group.size, 0);
+    uint64_t shapes = 0;
+    for (int i = 0; i < n; ++i) {
+      const Tensor& input = ctx->input(i + 1);
+      if (!division_.fits_part(input.shape(), group.size, group.index)) {
+        return refused(whale::OpKind::kAllGather, group, input,
+                       absl::StrCat("tensor ", i + 1, " of ", n, ", ", division_.text(), " for ",
+                                    group.size,
+                                    " ranks; expected one size per rank, this rank's own at index ",
+                                    group.index));
+      }
+      const TensorShape shape = division_.whole(input.shape());
+      Tensor* output = nullptr;
+      TF_RETURN_IF_ERROR(ctx->allocate_output(i, shape, &output));
+      tensors.push_back({*output, AxisView(shape, division_.axis)});
+      const std::vector<int64_t> each = tensors.back().view.counts(division_.sizes);
+      for (size_t rank = 0; rank < group.size; ++rank) counts[rank] += each[rank];
+      const auto dims = shape.dim_sizes();
+      shapes = whale::hash64(dims.data(), dims.size() * sizeof(dims[0]), shapes);
+    }
+    Tensor message;
+    TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype(), TensorShape({total(counts)}), &message));
+    const int64_t element_bytes = tensorflow::DataTypeSize(dtype());
+    char* own = data_of(message) +
+                element_bytes * std::accumulate(counts.begin(), counts.begin() + group.index,
+                                                int64_t{0});
+    char* position = own;
+    for (int i = 0; i < n; ++i) {
+      const Tensor& input = ctx->input(i + 1);
+      std::memcpy(position, data_of(input), input.TotalBytes());
+      position += input.TotalBytes();
+    }
+    whale::Request request =
+        request_of(whale::OpKind::kAllGather, absl::StrCat(n, " tensors, ", division_.text(),
+                                                           ", shapes ", shapes));
+    request.counts = counts;
+    request.input = own;
+    request.output = data_of(message);
+    const auto finish_bytes = static_cast<int64_t>(message.TotalBytes());
+    request.owner = owner_of(message);
+    std::function<void()> finish = [tensors = std::move(tensors), message = std::move(message),
+                                    sizes = division_.sizes, element_bytes] {
+      const char* from = data_of(message);
+      for (size_t rank = 0; rank < sizes.size(); ++rank) {
+        for (const Dealt& one : tensors) from = one.deal(from, sizes, rank, element_bytes);
+      }
+    };
+    return launch_last(ctx, group, std::move(request), std::move(*done), finish_bytes,
+                       std::move(finish));
+  }
+
+  // A whole tensor, into which ranks' parts are copied.
+  struct Dealt {
+    Tensor whole;
+    AxisView view;
+
+    // Copies the part of a rank, which lies at `from`, and returns the end of it.
+    const char* deal(const char* from, const std::vector<int64_t>& sizes, size_t rank,
+                     int64_t element_bytes) const {
+      const int64_t inner_bytes = view.inner * element_bytes;
+      const int64_t run = sizes[rank] * inner_bytes;
+      char* to = data_of(whole) +
+                 inner_bytes * std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
+      for (int64_t o = 0; o < view.outer; ++o, from += run, to += total(sizes) * inner_bytes)
+        std::memcpy(to, from, static_cast<size_t>(run));
+      return from;
+    }
+  };
 
   const Division division_;
 };

@@ -40,15 +40,16 @@ WHALE_EXCHANGE_OP("WhaleAllReduce")
         "the result is rounded to it once more.");
 
 WHALE_EXCHANGE_OP("WhaleAllGather")
-    .Input("input: T")
-    .Output("output: T")
+    .Input("inputs: N * T")
+    .Output("outputs: N * T")
     .Attr("axis: int = 0")
     .Attr("sizes: list(int) = []")
+    .Attr("N: int >= 1 = 1")
     .Attr("T: type")
     .SetShapeFn(all_gather_shape)
     .Doc(
         "Concatenation of the ranks' inputs along an axis; sizes: each rank's size along it, "
-        "exchanged first when not given.");
+        "exchanged first when not given. Several inputs, of given sizes, travel as one message.");
 
 WHALE_EXCHANGE_OP("WhaleReduceScatter")
     .Input("input: T")

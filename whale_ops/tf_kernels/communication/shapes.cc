@@ -9,23 +9,25 @@
 namespace whale_ops {
 namespace {
 
-// The tensor of an op for one: behind the communicator's handle, or alone.
-ShapeHandle tensor_of(InferenceContext* c) { return c->input(c->num_inputs() - 1); }
-
 // A dimension of the input and its division among the ranks, as two attributes say.
 struct InferredDivision {
   const char* axis_name;
   const char* sizes_name;
+  int input = -1;  // behind the communicator's handle, if the op has one; -1: the last one
   int64_t axis = 0;
   std::vector<int64_t> sizes = {};
+
+  ShapeHandle tensor(InferenceContext* c) const {
+    return c->input(input < 0 ? c->num_inputs() - 1 : input);
+  }
 
   absl::Status read(InferenceContext* c) {
     TF_RETURN_IF_ERROR(c->GetAttr(axis_name, &axis));
     TF_RETURN_IF_ERROR(c->GetAttr(sizes_name, &sizes));
-    const int32_t rank = c->Rank(tensor_of(c));
+    const int32_t rank = c->Rank(tensor(c));
     if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
       return invalid(axis_name, " is ", axis, " for an input of shape ",
-                     c->DebugString(tensor_of(c)),
+                     c->DebugString(tensor(c)),
                      "; expected a dimension of the input, counted from 0");
     }
     for (const int64_t size : sizes) {
@@ -48,7 +50,7 @@ struct InferredDivision {
   absl::Status check_whole(InferenceContext* c) const {
     const DimensionHandle dim = of_input(c);
     if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
-      return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
+      return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor(c)),
                      " has ", c->Value(dim), " elements, ", sizes_name, " add up to ", total(sizes),
                      "; give sizes that add up to the input's dimension");
     }
@@ -61,7 +63,7 @@ struct InferredDivision {
     if (sizes.empty() || !c->ValueKnown(dim)) return absl::OkStatus();
     if (std::find(sizes.begin(), sizes.end(), c->Value(dim)) != sizes.end())
       return absl::OkStatus();
-    return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor_of(c)),
+    return invalid("dimension ", axis, " of the input of shape ", c->DebugString(tensor(c)),
                    " is none of ", sizes_name, "; give each rank's own size");
   }
 
@@ -75,7 +77,7 @@ struct InferredDivision {
 
  private:
   DimensionHandle of_input(InferenceContext* c) const {
-    return c->RankKnown(tensor_of(c)) ? c->Dim(tensor_of(c), axis) : c->UnknownDim();
+    return c->RankKnown(tensor(c)) ? c->Dim(tensor(c), axis) : c->UnknownDim();
   }
 };
 
@@ -88,14 +90,17 @@ absl::Status same_shapes(InferenceContext* c) {
 }
 
 absl::Status all_gather_shape(InferenceContext* c) {
-  InferredDivision division{"axis", "sizes"};
-  TF_RETURN_IF_ERROR(division.read(c));
-  TF_RETURN_IF_ERROR(division.check_part(c));
-  ShapeHandle out;
-  const DimensionHandle dim =
-      division.sizes.empty() ? c->UnknownDim() : c->MakeDim(total(division.sizes));
-  TF_RETURN_IF_ERROR(division.replace(c, tensor_of(c), dim, &out));
-  c->set_output(0, out);
+  const int first = c->num_inputs() - c->num_outputs();
+  for (int i = 0; i < c->num_outputs(); ++i) {
+    InferredDivision division{"axis", "sizes", first + i};
+    TF_RETURN_IF_ERROR(division.read(c));
+    TF_RETURN_IF_ERROR(division.check_part(c));
+    ShapeHandle out;
+    const DimensionHandle dim =
+        division.sizes.empty() ? c->UnknownDim() : c->MakeDim(total(division.sizes));
+    TF_RETURN_IF_ERROR(division.replace(c, division.tensor(c), dim, &out));
+    c->set_output(i, out);
+  }
   return absl::OkStatus();
 }
 
@@ -104,7 +109,7 @@ absl::Status reduce_scatter_shape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(division.read(c));
   TF_RETURN_IF_ERROR(division.check_whole(c));
   ShapeHandle out;
-  TF_RETURN_IF_ERROR(division.replace(c, tensor_of(c), division.share(c), &out));
+  TF_RETURN_IF_ERROR(division.replace(c, division.tensor(c), division.share(c), &out));
   c->set_output(0, out);
   return absl::OkStatus();
 }
@@ -121,7 +126,7 @@ absl::Status all_to_all_shape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(split.check_whole(c));
   TF_RETURN_IF_ERROR(concat.check_part(c));
   ShapeHandle out;
-  TF_RETURN_IF_ERROR(split.replace(c, tensor_of(c), split.share(c), &out));
+  TF_RETURN_IF_ERROR(split.replace(c, split.tensor(c), split.share(c), &out));
   TF_RETURN_IF_ERROR(concat.replace(c, out, c->MakeDim(total(concat.sizes)), &out));
   c->set_output(0, out);
   return absl::OkStatus();

@@ -8,34 +8,13 @@
 #include <vector>
 
 #include "whale_ops/core/compute/run_update.h"
-#include "whale_ops/tf_kernels/kernel.h"
+#include "whale_ops/tf_kernels/compute/variables.h"
 
 namespace whale_ops {
 namespace {
 
 using tensorflow::Var;
 using whale::OperandKind;
-
-using Mutex = decltype(std::declval<Var>().mu());
-
-// The exclusive locks of variables, taken in the order that TensorFlow's own kernels keep to.
-class Locks {
- public:
-  explicit Locks(const std::vector<VariablePtr>& variables) {
-    for (const auto& variable : variables) held_.push_back(variable->mu());
-    std::sort(held_.begin(), held_.end());
-    held_.erase(std::unique(held_.begin(), held_.end()), held_.end());
-    for (const Mutex mutex : held_) mutex->lock();
-  }
-  ~Locks() {
-    for (const Mutex mutex : held_) mutex->unlock();
-  }
-  Locks(const Locks&) = delete;
-  Locks& operator=(const Locks&) = delete;
-
- private:
-  std::vector<Mutex> held_;
-};
 
 template <typename T>
 class UpdateOp : public OpKernel {
@@ -162,11 +141,9 @@ class UpdateOp : public OpKernel {
       const bool fits =
           variable->is_initialized && tensor->shape() == shape && tensor->dtype() == type;
       if (!fits && reads_old_[i - unit * held]) {
-        return absl::FailedPreconditionError(absl::StrCat(
-            "the variable of '", ctx->op_kernel().requested_input(i), "' ",
-            variable->is_initialized ? absl::StrCat("has the shape ", tensor->shape().DebugString())
-                                     : "has no value yet",
-            "; expected ", tensorflow::DataTypeString(type), " of shape ", shape.DebugString()));
+        return refused_variable(ctx->op_kernel().requested_input(i), *variable,
+                                absl::StrCat(tensorflow::DataTypeString(type), " of shape ",
+                                             shape.DebugString()));
       }
       places(OperandKind::kOld).push_back(fits ? data_of(*tensor) : nullptr);
       if (fits && (variable->copy_on_read_mode.load() || tensor->RefCountIsOne())) {

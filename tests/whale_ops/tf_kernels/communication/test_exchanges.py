@@ -118,9 +118,29 @@ def test_all_gather(ops, axis: int, known: bool) -> None:
     attributes = {"sizes": sizes} if known else {}
     with ranks(3) as communicators:
         for result in together(
-            communicators, ops, lambda h, r: ops.whale_all_gather(h, parts[r], key="x", axis=axis, **attributes)
+            communicators, ops, lambda h, r: ops.whale_all_gather(h, [parts[r]], key="x", axis=axis, **attributes)[0]
         ):
             np.testing.assert_array_equal(result, whole)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_several_tensors_are_gathered_as_one_message(ops, axis: int) -> None:
+    sizes = [2, 0, 5]
+    wholes = [normal(*[7 if d == axis else n for d in range(2)]) for n in (3, 1, 0, 40_000)]
+    parts = [np.split(whole, np.cumsum(sizes)[:-1], axis) for whole in wholes]
+    with ranks(3) as communicators:
+        for _ in range(2):
+            results = together(
+                communicators,
+                ops,
+                lambda h, r: ops.whale_all_gather(h, [p[r] for p in parts], key="g", axis=axis, sizes=sizes),
+            )
+            for result in results:
+                for value, whole in zip(result, wholes):
+                    np.testing.assert_array_equal(value, whole)
+        (counter,) = communicators[0].counters()
+        assert (counter.kind, counter.calls) == ("AllGather", 2)
+        assert counter.logical_bytes == 2 * sum(w.nbytes for w in wholes) // 7 * 2 * 2
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -395,9 +415,13 @@ def test_eager_calls_work(ops) -> None:
 
 
 SHAPES = {
+    "all_gather of several": (
+        lambda o, h, x: o.whale_all_gather(h, [x(1, 5), x(1, None)], key="k", sizes=[1, 3])[1],
+        (4, None),
+    ),
     "all_reduce": (lambda o, h, x: o.whale_all_reduce(h, [x(2, None)], key="k")[0], (2, None)),
-    "all_gather": (lambda o, h, x: o.whale_all_gather(h, x(2, None), key="k", axis=1, sizes=[1, 3]), (2, 4)),
-    "all_gather of unknown sizes": (lambda o, h, x: o.whale_all_gather(h, x(2, 5), key="k", axis=1), (2, None)),
+    "all_gather": (lambda o, h, x: o.whale_all_gather(h, [x(2, None)], key="k", axis=1, sizes=[1, 3])[0], (2, 4)),
+    "all_gather of unknown sizes": (lambda o, h, x: o.whale_all_gather(h, [x(2, 5)], key="k", axis=1)[0], (2, None)),
     "reduce_scatter": (lambda o, h, x: o.whale_reduce_scatter(h, x(4, 3), key="k", sizes=[2, 2]), (2, 3)),
     "uneven reduce_scatter": (lambda o, h, x: o.whale_reduce_scatter(h, x(4, 3), key="k", sizes=[3, 1]), (None, 3)),
     "all_to_all": (
@@ -421,9 +445,9 @@ def test_static_shapes(ops, name: str) -> None:
 
 
 WRONG = {
-    "axis": (lambda o, h, x: o.whale_all_gather(h, x(2), key="k", axis=1), "axis is 1"),
+    "axis": (lambda o, h, x: o.whale_all_gather(h, [x(2)], key="k", axis=1), "axis is 1"),
     "sum of sizes": (lambda o, h, x: o.whale_reduce_scatter(h, x(4), key="k", sizes=[1, 2]), "add up to 3"),
-    "own size": (lambda o, h, x: o.whale_all_gather(h, x(4), key="k", sizes=[1, 2]), "none of sizes"),
+    "own size": (lambda o, h, x: o.whale_all_gather(h, [x(4)], key="k", sizes=[1, 2]), "none of sizes"),
     "same axes": (
         lambda o, h, x: o.whale_all_to_all(
             h, x(4, 4), key="k", split_axis=0, split_sizes=[4], concat_axis=0, concat_sizes=[4]
@@ -446,4 +470,4 @@ def test_wrong_shapes_are_refused_when_the_graph_is_built(ops, name: str) -> Non
 def test_strings_cannot_be_sent(ops) -> None:
     with ranks(1) as communicators, pytest.raises(tf.errors.InvalidArgumentError, match="no fixed element size"):
         handle = ops.whale_communicator(communicator=communicators[0].name)
-        ops.whale_all_gather(handle, tf.constant(["a"]), key="k")
+        ops.whale_all_gather(handle, [tf.constant(["a"])], key="k")

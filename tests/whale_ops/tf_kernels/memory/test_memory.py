@@ -72,7 +72,7 @@ with ranks(2) as communicators:
             handle = ops.whale_communicator(communicator=communicator.name, rank=communicator.rank)
             y = tf.negative(x)
             for number in range(12):
-                y = ops.whale_all_gather(handle, y[:, :256], key=f"x{number}", axis=1, sizes=[256, 256])
+                y = ops.whale_all_gather(handle, [y[:, :256]], key=f"x{number}", axis=1, sizes=[256, 256])[0]
                 y = tf.exp(y)
             results.append(tf.reduce_max(y))
         return results

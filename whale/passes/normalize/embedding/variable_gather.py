@@ -2,8 +2,9 @@
 
 `tf.gather` of a variable reads rows where it lies (`ResourceGather`). Keras 3's `Embedding` takes the variable's value
 first, and so does `tf.gather(tf.convert_to_tensor(variable), ids)`: `ReadVariableOp`, which is all of the table, and
-then `GatherV2`. On one device the value is the variable's own memory, so nothing is lost; where the table is kept in
-the host's memory, all of it would be copied. Where the value is cast first (mixed precision), the rows are cast.
+then `GatherV2`. The value is the variable's own memory, so nothing is lost, but where the table is copied: when it
+is read, once rows of it have been changed by their numbers (TensorFlow's copy_on_read_mode), and to a device, where the
+table is kept in the host's memory. Where the value is cast first (mixed precision), the rows are cast.
 
 A variable that anything else needs whole is left as it is. A lookup has to see what the reading saw, so it runs before
 all that changes the variable after that; where it needs such a change itself, the variable is left as it is, too.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from whale.ir.ops import IDENTITIES, READS, READS_ROWS, UPDATES
+from whale.ir.ops import APPLIES_ROWS, IDENTITIES, READS, READS_ROWS, SCATTERS, UPDATES
 from whale.ir.program import Node, Program, Ref, find_waited_for, prune, sort_nodes
 from whale.ir.values import DType, TensorType
 from whale.sharding_rules.graph import iterate_variable_uses
@@ -21,10 +22,17 @@ from whale.sharding_rules.graph import iterate_variable_uses
 _IDS = ("int32", "int64")  # in which `ResourceGather` takes them
 
 
-def gather_from_variables(program: Program) -> Program:
-    """Rewrites ``program`` so that no variable is read only for lookups of rows (along dimension 0)."""
+def gather_from_variables(program: Program, every: bool = True) -> Program:
+    """Rewrites ``program`` so that no variable is read only for lookups of rows (along dimension 0).
+
+    Args:
+      every: also variables whose rows the program does not change by their numbers.
+    """
     found = program
+    changed_by_rows = None if every else _changed_by_rows(program)
     for handle in _only_looked_up(program):
+        if changed_by_rows is not None and handle not in changed_by_rows:
+            continue
         changed: Program | None = found
         for name in [n.name for n in found.nodes if n.op == "ReadVariableOp" and n.inputs[0].node == handle]:
             changed = changed and _drop_read(changed, handle, name)
@@ -46,6 +54,12 @@ def _only_looked_up(program: Program) -> list[str]:
         elif use.node.op not in READS_ROWS | UPDATES:
             other.update(use.handles)
     return [v.node for v in program.variables if v.node in read - other]
+
+
+def _changed_by_rows(program: Program) -> set[str]:
+    """Returns the handle nodes of variables of which every read is a copy."""
+    uses = iterate_variable_uses(program)
+    return {handle for use in uses if use.node.op in SCATTERS | APPLIES_ROWS for handle in use.handles}
 
 
 @dataclass(frozen=True, slots=True)
