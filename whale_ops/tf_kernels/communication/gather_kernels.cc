@@ -81,11 +81,11 @@ class AllGatherOp : public TensorOp {
     for (int i = 0; i < n; ++i) {
       const Tensor& input = ctx->input(i + 1);
       if (!division_.fits_part(input.shape(), group.size, group.index)) {
-        return refused(whale::OpKind::kAllGather, group, input,
-                       absl::StrCat("tensor ", i + 1, " of ", n, ", ", division_.text(), " for ",
-                                    group.size,
-                                    " ranks; expected one size per rank, this rank's own at index ",
-                                    group.index));
+        return refused(
+            whale::OpKind::kAllGather, group, input,
+            absl::StrCat("tensor ", i + 1, " of ", n, ", ", division_.text(), " for ", group.size,
+                         " ranks; expected one size per rank, this rank's own at index ",
+                         group.index));
       }
       const TensorShape shape = division_.whole(input.shape());
       Tensor* output = nullptr;
@@ -99,9 +99,9 @@ class AllGatherOp : public TensorOp {
     Tensor message;
     TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype(), TensorShape({total(counts)}), &message));
     const int64_t element_bytes = tensorflow::DataTypeSize(dtype());
-    char* own = data_of(message) +
-                element_bytes * std::accumulate(counts.begin(), counts.begin() + group.index,
-                                                int64_t{0});
+    char* own =
+        data_of(message) +
+        element_bytes * std::accumulate(counts.begin(), counts.begin() + group.index, int64_t{0});
     char* position = own;
     for (int i = 0; i < n; ++i) {
       const Tensor& input = ctx->input(i + 1);
@@ -109,8 +109,8 @@ class AllGatherOp : public TensorOp {
       position += input.TotalBytes();
     }
     whale::Request request =
-        request_of(whale::OpKind::kAllGather, absl::StrCat(n, " tensors, ", division_.text(),
-                                                           ", shapes ", shapes));
+        request_of(whale::OpKind::kAllGather,
+                   absl::StrCat(n, " tensors, ", division_.text(), ", shapes ", shapes));
     request.counts = counts;
     request.input = own;
     request.output = data_of(message);

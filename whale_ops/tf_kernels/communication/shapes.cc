@@ -26,8 +26,7 @@ struct InferredDivision {
     TF_RETURN_IF_ERROR(c->GetAttr(sizes_name, &sizes));
     const int32_t rank = c->Rank(tensor(c));
     if (axis < 0 || (rank != InferenceContext::kUnknownRank && axis >= rank)) {
-      return invalid(axis_name, " is ", axis, " for an input of shape ",
-                     c->DebugString(tensor(c)),
+      return invalid(axis_name, " is ", axis, " for an input of shape ", c->DebugString(tensor(c)),
                      "; expected a dimension of the input, counted from 0");
     }
     for (const int64_t size : sizes) {

@@ -48,8 +48,7 @@ class ScatterRowsOp : public OpKernel {
     }
     for (int i = 0; i < tables_; ++i) OP_REQUIRES_OK(ctx, own(ctx, variables[i].get(), &jobs[i]));
     const Eigen::TensorOpCost cost(2.0 * sizeof(T) * elements / tables_,
-                                   1.0 * sizeof(T) * elements / tables_,
-                                   1.0 * elements / tables_);
+                                   1.0 * sizeof(T) * elements / tables_, 1.0 * elements / tables_);
     ctx->eigen_cpu_device().parallelFor(tables_, cost, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const Job& job = jobs[i];

@@ -141,9 +141,9 @@ class UpdateOp : public OpKernel {
       const bool fits =
           variable->is_initialized && tensor->shape() == shape && tensor->dtype() == type;
       if (!fits && reads_old_[i - unit * held]) {
-        return refused_variable(ctx->op_kernel().requested_input(i), *variable,
-                                absl::StrCat(tensorflow::DataTypeString(type), " of shape ",
-                                             shape.DebugString()));
+        return refused_variable(
+            ctx->op_kernel().requested_input(i), *variable,
+            absl::StrCat(tensorflow::DataTypeString(type), " of shape ", shape.DebugString()));
       }
       places(OperandKind::kOld).push_back(fits ? data_of(*tensor) : nullptr);
       if (fits && (variable->copy_on_read_mode.load() || tensor->RefCountIsOne())) {
