@@ -18,6 +18,9 @@ from whale.ir.program import Program, Ref
 from whale.passes.analysis.uses import is_taken_by_updates
 from whale.passes.propagation.graph_layout import GraphLayout
 
+# Gathered together, parts are copied into a message and out of it; copying so much takes as long as an exchange.
+GATHERED_BYTES = 256 << 10
+
 
 def fuse_all_reduces(
     program: Program,
@@ -53,8 +56,8 @@ def fuse_all_reduces(
                 continue
             if microbatched and not (is_all_reduce(r) and is_taken_by_updates(body, r.ref)):
                 continue
-            if is_all_gather(r) and not is_taken_by_updates(body, r.ref):  # a weight is gathered where it is used
-                continue
+            if is_all_gather(r) and (tensor.bytes > GATHERED_BYTES or not is_taken_by_updates(body, r.ref)):
+                continue  # a weight is gathered where it is used
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:
                 closed.append(members)

@@ -27,6 +27,7 @@ from whale.kernels.choices import Substitution
 from whale.kernels.substitute import list_substitutions
 from whale.log import log
 from whale.passes.settings import PlanSettings
+from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.plan_cache import code_digest
 from whale.runtime.context import Context, KernelTimes
 
@@ -164,15 +165,20 @@ def _measure(one: Substitution) -> tuple[float, float]:
 
 
 def kernel_times_of(context: Context) -> KernelTimes | None:
-    """Returns the figures of this machine's kernels; None: nothing is kept, or known, of them."""
+    """Returns the figures of this machine's kernels; None: none of them are used here, or nothing is kept."""
     planning = context.planning
     folder = find_folder(context.config["mesh.plan_cache"]) if planning.dry is None else None
-    if folder is None:
+    if folder is None or has_compute_device():
         return None
     if planning.kernels is None:
         planning.kernels = known = MachineKernels(CacheFolder(folder), name_file())
+
+        def measure() -> None:
+            if not context.failed:
+                known.measure()
+
         if context.place.local_rank == 0:
-            context.hooks.before_shutdown.insert(0, known.measure)
+            context.hooks.before_shutdown.insert(0, measure)
     return planning.kernels
 
 
