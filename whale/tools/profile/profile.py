@@ -236,7 +236,7 @@ def measure_kernels(planned: Planned, say: Callable[[str], None]) -> None:
     (program,) = lower_ranks(planned.program, planned.plan, planned.settings, [0])
     kernels.note_program(program, planned.settings)
     count = kernels.measure_within(SECONDS_FOR_KERNELS)
-    lost = [name.partition("(")[0] for name in kernels.read_declined()]
+    lost = [name.partition("(")[0] for name in kernels.read_file().declined]
     say(f"{count} substitutions of kernels measured; slower here: {', '.join(sorted(set(lost))) or 'none'}")
 
 
