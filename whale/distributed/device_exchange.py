@@ -231,7 +231,11 @@ class ExchangeOps:
 
     def __call__(self, kind: str, *inputs: Any, **attrs: Any) -> Any:
         """Adds the op of one exchange and returns its outputs. ``kind`` is "all_reduce", "all_gather", "send", ..."""
-        return getattr(self._ops, self._prefix + kind)(*self._handle, *inputs, **self._attrs, **attrs)
+        op = getattr(self._ops, self._prefix + kind)
+        if kind == "all_gather" and self._handle:  # the host's takes several tensors
+            (found,) = op(*self._handle, list(inputs), **attrs)
+            return found
+        return op(*self._handle, *inputs, **self._attrs, **attrs)
 
 
 def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:

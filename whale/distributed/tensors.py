@@ -32,7 +32,7 @@ def all_gather(ranks: Ranks, tensor: Any, key: str) -> Any:
     if ranks.size == 1:
         return tf.identity(tensor)
     with _open_exchange(ranks) as (ops, comm):
-        return ops.whale_all_gather(comm, tensor, key=key)
+        return ops.whale_all_gather(comm, [tensor], key=key)[0]
 
 
 def broadcast(ranks: Ranks, tensors: Sequence[Any], root: int, key: str) -> list[Any]:

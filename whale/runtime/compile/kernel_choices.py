@@ -37,6 +37,7 @@ LOSES, LOSES_S = 1.05, 2e-6
 # What seems to lose after some rounds may have been interrupted: it has more of them.
 ROUNDS, MOST_ROUNDS, ROUND_S = 5, 25, 4e-4
 MOST_WAITING, MOST_TEXT = 500, 1 << 16  # a longer program holds data
+MOST_PROGRAMS = 16  # of a run, which are held until it ends
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "TF_ENABLE_ONEDNN_OPTS")
 
 
@@ -76,7 +77,8 @@ class MachineKernels:
 
     def note_program(self, program: Program, settings: PlanSettings) -> None:
         """Notes a program of this process's first rank, before kernels are substituted in it."""
-        self._compiled.append((program, settings))
+        if len(self._compiled) < MOST_PROGRAMS:
+            self._compiled.append((program, settings))
 
     def measure(self) -> None:
         """Measures what is not known of the noted programs, and of those of runs before, if the run was long enough for

@@ -417,7 +417,8 @@ def _reshape_to(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[s
     missing = kind.elements - own.elements
     part = TensorType(kind.dtype, (kind.elements,))
     if missing > 0:
-        rest = _add_input(f"{emit.node.name}/rest", TensorType(kind.dtype, (missing,)), emit.nodes, inputs)
+        name = f"{emit.node.name}/rest_{len(inputs)}"
+        rest = _add_input(name, TensorType(kind.dtype, (missing,)), emit.nodes, inputs)
         axis = emit.const("axis", np.array(0, np.int32))
         row = emit.node_of("more", "ConcatV2", (row, rest, axis), part, {"N": 2, "T": dtype, "Tidx": index})
     elif missing < 0:
