@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -17,12 +18,13 @@ import msgspec
 from cost_model.analytic.evaluate import evaluate
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_cache import StageCosts
+from cost_model.analytic.stage_costs import fully_sharded
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster, parse
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, divide_chunks
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, count_live_chunks, divide_chunks
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.estimate import divisors
@@ -89,7 +91,7 @@ class Attack:
 
     Attributes:
         strategy, step_s: the fastest so far.
-        tried: changes that were legal.
+        tried: changes whose devices and rows were legal; seen: these.
     """
 
     def __init__(self, one: Case, strategy: ParallelStrategy, step_s: float, cluster: Cluster, seed: int) -> None:
@@ -98,6 +100,7 @@ class Attack:
         self.batch, self.r = one.batch, random.Random(seed)
         self.costs = StageCosts(self.model, self.machines)
         self.strategy, self.step_s, self.tried = strategy, step_s, 0
+        self.seen = {strategy}
 
     def run(self, moves: int, processor_s: float) -> None:
         """Tries so many changes, for at most so long."""
@@ -108,20 +111,47 @@ class Attack:
             other = self.strategy
             for _ in range(self.r.choice((1, 1, 2, 3))):
                 other = self.r.choice(CHANGES)(self, other) or other
-            if other == self.strategy or not self._is_legal(other):
+            if other in self.seen or not self._may_be_legal(other):
                 continue
+            self.seen.add(other)
             self.tried += 1
+            # What takes longest is asked last: most changes make the step longer, by the slowest stage alone.
+            if self._at_least_s(other) >= self.step_s:
+                continue
             found = evaluate(self.model, self.machines, other, self.costs)
-            if found.fits and found.step_s < self.step_s:
+            faster = found.fits and found.step_s < self.step_s
+            if faster and not check(self.model, self.machines, other, self.batch):
                 self.strategy, self.step_s = other, found.step_s
 
-    def _is_legal(self, strategy: ParallelStrategy) -> bool:
-        if any(len({part.tensor for part in stage.parts}) > 1 for stage in strategy.stages):
+    def _may_be_legal(self, strategy: ParallelStrategy) -> bool:
+        """Tells whether parts, rows and numbers of devices are legal; `check` also lays groups on hosts."""
+        used = [0] * len(self.machines.pools)
+        for stage in strategy.stages:
+            if len({part.tensor for part in stage.parts}) > 1:
+                return False
+            if stage.rows * strategy.micro_batches != self.batch or min(part.rows for part in stage.parts) < 1:
+                return False
+            for part in stage.parts:
+                used[part.pool] += part.ranks
+        if any(devices > pool.devices for devices, pool in zip(used, self.machines.pools)):
             return False
         parts = {part for stage in strategy.stages for part in stage.parts}
-        if any(part.tensor not in self.model.tensor_degrees(part.pool) or part.rows < 1 for part in parts):
-            return False
-        return not check(self.model, self.machines, strategy, self.batch)
+        return all(part.tensor in self.model.tensor_degrees(part.pool) for part in parts)
+
+    def _at_least_s(self, strategy: ParallelStrategy) -> float:
+        """Returns a lower bound of a step: all passes of the slowest stage; infinite if a stage does not fit."""
+        if fully_sharded(self.model, strategy):
+            return 0.0
+        ranks, slowest_s = strategy.ranks, 0.0
+        for index in range(len(strategy.stages)):
+            live = count_live_chunks(
+                strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index
+            )
+            cost = self.costs(strategy, index, live, ranks)
+            if cost.lacking_bytes > 0:
+                return math.inf
+            slowest_s = max(slowest_s, sum(cost.forward_s) + sum(cost.backward_s))
+        return strategy.micro_batches * slowest_s
 
     def _some(self, strategy: ParallelStrategy) -> set[int]:
         """Returns the numbers of some stages: one, both ends, all equal to one, all."""

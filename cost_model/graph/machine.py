@@ -37,6 +37,7 @@ class Machine:
         call_s: seconds of calling a step, beside its operations.
         memory_bytes: of each rank's device, or its part of the host's.
         counted_from_bytes: smaller tensors are not counted (as in TensorFlow's counters of host memory).
+        prices_work: the price of a node follows from its work alone, so that what XLA fuses can be priced.
     """
 
     operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
@@ -45,6 +46,7 @@ class Machine:
     memory_bytes: Sequence[float]
     call_s: float = 0.0
     counted_from_bytes: int = 0
+    prices_work: bool = False
 
     def check_holds(self, ranks: int) -> None:
         """Raises ClusterError if the machine has fewer devices than ranks."""
@@ -150,6 +152,7 @@ def make_rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf"
 def cluster_machine(cluster: Cluster) -> Machine:
     """Returns the devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
     devices = _devices(cluster)
+    pricers = {id(entry): _make_catalogue_pricer(entry) for _, _, entry in devices}  # equal devices have the same one
 
     def exchange_s(what: Exchange) -> float:
         mine = [devices[r] for r in what.ranks]
@@ -171,10 +174,11 @@ def cluster_machine(cluster: Cluster) -> Machine:
         return COLLECTIVES[what.kind](among, what.tensor_bytes)
 
     return Machine(
-        operations=[_make_catalogue_pricer(entry) for _, _, entry in devices],
+        operations=[pricers[id(entry)] for _, _, entry in devices],
         sharing=Sharing(range(len(devices)), [1.0] * len(devices), threads=1, exchanges_compute=False),
         exchange_s=exchange_s,
         memory_bytes=[entry.device.memory_bytes for _, _, entry in devices],
+        prices_work=True,
     )
 
 

@@ -11,7 +11,9 @@ from functools import partial
 from itertools import product
 from random import Random
 
+from cost_model.graph.alike import count_logical_bytes, find_simulated
 from cost_model.graph.executor_graph import Exchange, Graph, Steps, graph_of, steps_of
+from cost_model.graph.fusion import fuse_work
 from cost_model.graph.liveness import live_bytes, peak_bytes
 from cost_model.graph.machine import Machine
 from cost_model.graph.simulate import Played, run
@@ -113,24 +115,26 @@ def predict_ranks(
     """
     size = len(programs)
     machine.check_holds(size)
-    priced = [_price_graph(program, rank, size, machine) for rank, program in enumerate(programs)]
+    stands_for = find_simulated(programs, machine)
+    members = sorted(set(stands_for))
+    priced = [_price_graph(programs[rank], rank, size, machine) for rank in members]
     graphs, seconds, scratch = [one[0] for one in priced], [one[1] for one in priced], [one[2] for one in priced]
     sharing = machine.sharing
-    played = run(graphs, seconds, machine.exchange_s, sharing)
+    played = run(graphs, seconds, machine.exchange_s, sharing, members)
     # What is held at once, and where it lies, depends on who happens to be first: no two steps have the same order.
     others: list[list[Played]] = []
     if sharing.threads > 1:
         slower = replace(sharing, cores=[0.5 * c for c in sharing.cores])
-        others.append(run(graphs, seconds, machine.exchange_s, slower))
+        others.append(run(graphs, seconds, machine.exchange_s, slower, members))
         generator = Random(0)
         for _ in range(plays):
             varied = []
             for one in seconds:
                 pace = generator.lognormvariate(0.0, VARIES)  # a rank that is ahead of the others holds more
                 varied.append([s * pace * generator.lognormvariate(0.0, VARIES) for s in one])
-            others.append(run(graphs, varied, machine.exchange_s, sharing))
-    if len(graphs) > 1:
-        others.append(run(graphs, seconds, lambda what: SLOW_EXCHANGES * machine.exchange_s(what), sharing))
+            others.append(run(graphs, varied, machine.exchange_s, sharing, members))
+    if size > 1:
+        others.append(run(graphs, seconds, lambda what: SLOW_EXCHANGES * machine.exchange_s(what), sharing, members))
     ran = [
         Ran(
             one.end_s,
@@ -140,13 +144,17 @@ def predict_ranks(
         )
         for r, one in enumerate(played)
     ]
+    moved = [sum(e.logical_bytes for e in g.exchanges.values()) for g in graphs]
+    timelines = [_timeline(*one, machine) for one in zip(graphs, seconds, scratch, played)] if with_timelines else []
+    at = [members.index(rank) for rank in stands_for]
     return CapturedPrediction(
         step_s=max(rank.end_s for rank in ran) + machine.call_s,
-        ranks=tuple(ran),
-        logical_bytes=tuple(sum(e.logical_bytes for e in g.exchanges.values()) for g in graphs),
-        timelines=tuple(_timeline(g, s, c, p, machine) for g, s, c, p in zip(graphs, seconds, scratch, played))
-        if with_timelines
-        else (),
+        ranks=tuple(ran[i] for i in at),
+        logical_bytes=tuple(
+            moved[i] if members[i] == rank else count_logical_bytes(programs[rank], rank, size)
+            for rank, i in enumerate(at)
+        ),
+        timelines=tuple(timelines[i] for i in at) if with_timelines else (),
     )
 
 
@@ -215,9 +223,10 @@ def _price_graph(program: Program, rank: int, size: int, machine: Machine) -> tu
 def _prices(steps: Steps, machine: Machine, rank: int) -> list[tuple[float, int]]:
     """Returns the seconds and scratch bytes of each node, except for exchanges."""
     price = machine.operations[rank]
+    work = fuse_work(steps.program, steps.work) if machine.prices_work else steps.work
     return [
         (0.0, 0) if i in steps.exchanges or not does.kernels else price(steps.program, node, does)
-        for i, (node, does) in enumerate(zip(steps.nodes, steps.work))
+        for i, (node, does) in enumerate(zip(steps.nodes, work))
     ]
 
 

@@ -98,6 +98,10 @@ _POINTWISE: Mapping[str, float] = {
     "Pow": 2.0 * FUNCTION,
 }
 
+POINTWISE = frozenset(_POINTWISE)
+# They take longer to compute again than their result takes to be read (xla/service/hlo_instruction.cc, IsExpensive).
+EXPENSIVE = frozenset(op for op, flops in _POINTWISE.items() if flops > 1)
+
 # FLOPs per element of the operand.
 _REDUCTIONS: Mapping[str, float] = {
     **dict.fromkeys(REDUCTIONS | {"ArgMax", "ArgMin", "BiasAddGrad", "Cumsum"}, 1.0),
@@ -109,10 +113,12 @@ _COPIES = """
 ConcatV2 Pack Unpack Split SplitV Transpose Pad PadV2 ReverseV2 ReverseSequence InvertPermutation TensorListStack
 TensorListFromTensor TensorArrayGatherV3 TensorArrayScatterV3
 """
+COPIES = frozenset(_COPIES.split())
 # Only what is taken is read: as many bytes as the results have.
 _PARTS = LOOKUPS | {"Slice", "StridedSlice", "TensorArrayReadV3"}
 # Results are filled from next to nothing.
 _FILLS = "Fill Range OneHot Tile BroadcastTo"
+FILLS = frozenset(_FILLS.split())
 # The last operand is written into a list.
 _PUSHES = "TensorArrayWriteV3"
 # Ops that move or mix what is there, whatever they draw.

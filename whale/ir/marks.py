@@ -19,6 +19,7 @@ class Marks:
       checkpoint: an activation that the user wants held for the backward pass.
       compute_again: one that the user wants computed again for it.
       recomputed: it computes an activation again.
+      compiled: it came from a function that asks for XLA (``jit_compile=True``).
       full_precision: mixed precision leaves it as it is.
       unscaled: a gradient from which the scale of the loss has been taken out.
       all_finite: stands for whether all gradients are finite (``whale.passes.normalize.loss_scaling``).
@@ -49,6 +50,7 @@ class Marks:
     checkpoint: bool = False
     compute_again: bool = False
     recomputed: bool = False
+    compiled: bool = False
     full_precision: bool = False
     unscaled: bool = False
     all_finite: bool = False

@@ -37,7 +37,7 @@ from whale.passes.analysis.stages import stage_groups_of
 from whale.passes.analysis.uses import is_taken_by_updates
 from whale.passes.memory.footprint import CATEGORIES
 from whale.passes.memory.offload import find_offloaded, offload
-from whale.passes.memory.step_bytes import step_bytes
+from whale.passes.memory.step_bytes import step_bytes_of_ranks
 from whale.passes.normalize.attention_as_one import in_blocks_if_large
 from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
@@ -327,7 +327,7 @@ def add_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> 
     Args:
       ranks: their programs (``lower_shown_ranks``).
     """
-    each = [step_bytes(one, rank, settings.size) for rank, one in enumerate(ranks)]
+    each = step_bytes_of_ranks(ranks, settings.size)
     memory = {name: tuple(f[name] for f in each) for name in CATEGORIES}
     return replace(plan, memory=memory, updates=count_written_together(ranks[0]))
 

@@ -137,8 +137,10 @@ def _settings(cluster: Cluster) -> PlanSettings:
 def _add_prediction(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
     """Returns the plan of a strategy with its prediction."""
     program, settings = made.program, made.settings
-    plan = add_memory(made.plan, lower_shown_ranks(program, made.plan, settings), settings)
-    return replace(plan, predicted=predict_on(made, cluster), strategy=complete(strategy, settings), searched=True)
+    shown = lower_shown_ranks(program, made.plan, settings)
+    plan = add_memory(made.plan, shown, settings)
+    predicted = predict_on(replace(made, ranks=tuple(shown)), cluster)
+    return replace(plan, predicted=predicted, strategy=complete(strategy, settings), searched=True)
 
 
 def file_of(text: str, cluster: Cluster, found: Found, plan: Plan) -> PlanFile:

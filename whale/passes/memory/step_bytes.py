@@ -8,7 +8,9 @@ at_most_bytes   an upper bound, found without a simulation
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+from cost_model.graph.alike import find_alike
 from cost_model.graph.peak_memory import simulate_held
 from cost_model.kernels.gpu_memory import nccl_bytes
 from cost_model.kernels.loop_counts import count_executions
@@ -36,6 +38,15 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
     found = simulate_held(program, rank, size, len(_KINDS), kinds_of, number["buffers"], counted_from_bytes)
     by_name = dict(zip(_KINDS, found.at_peak))
     return {name: by_name[name] for name in CATEGORIES}
+
+
+def step_bytes_of_ranks(programs: Sequence[Program], size: int) -> list[dict[str, int]]:
+    """Returns `step_bytes` of the first ranks of ``size``, by their programs; those that are alike are simulated once."""
+    found: dict[int, dict[str, int]] = {}
+    for rank, first in enumerate(alike := find_alike(programs)):
+        if first == rank:
+            found[rank] = step_bytes(programs[rank], rank, size)
+    return [found[first] for first in alike]
 
 
 def predict_taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:

@@ -18,6 +18,7 @@ from functools import cache
 from itertools import accumulate
 
 from cost_model.graph.executor_graph import BIAS, MAY_BE_FUSED
+from cost_model.graph.fusion import is_fusible
 from cost_model.graph.machine import Rates
 from cost_model.kernels.op_work import Work, estimate_work
 from whale.ir.ops import CONTRACTIONS, CONVOLUTIONS, FILTER_GRADIENTS, LOOKUPS, READS, ROW_LOOKUPS
@@ -58,12 +59,13 @@ def speed_of(
 
     @cache
     def seconds(name: str, op: str) -> float:
-        return price(*does(name, op))[0] if does(name, op)[2].kernels else 0.0
+        _, node, work = does(name, op)
+        return price(*does(name, op))[0] if work.kernels and not is_fusible(node) else 0.0
 
     @cache
     def part(name: str, op: str, share: float, by_rows: bool) -> float:
         program, node, every = does(name, op)
-        if not every.kernels:
+        if not every.kernels or is_fusible(node):
             return 0.0
         some = Work(share * every.flops, share * every.read_bytes, share * every.written_bytes, every.kernels)
         nodes = [node]  # less to add up for each element of the result

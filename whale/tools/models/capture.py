@@ -7,6 +7,7 @@ size of the model does not matter; from there it is captured like any session's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -31,14 +32,29 @@ def capture_program(d: Description, mark_gradients: bool = False) -> Program:
         batch = {name: _v1.placeholder(dtype, shape, name) for name, (shape, dtype) in losses.list_inputs(d).items()}
         made: dict[str, Any] = {}
 
-        def make_placeholder(name: str, shape: Sequence[int], dtype: str) -> Any:
-            initial = _v1.zeros_initializer()
-            return _v1.get_variable(name, shape, tf.as_dtype(dtype), initial, use_resource=True, trainable=False)
-
-        loss, updates = _build_step(d, batch, made, make_placeholder)
+        loss, updates = _build_step(d, batch, made, _Handle)
         capture = GraphCapture(graph, mark_gradients=mark_gradients or d.recompute != "none")
         captured = capture.capture([loss, *updates], {t: tuple(t.shape.as_list()) for t in batch.values()})
-    return captured.program
+    return _mark_compiled(captured.program) if d.xla else captured.program
+
+
+def _mark_compiled(program: Program) -> Program:
+    """Marks all nodes as those of a function that XLA compiles."""
+    nodes = tuple(replace(node, marks=node.marks.replace_marks(compiled=True)) for node in program.nodes)
+    return replace(program, nodes=nodes, functions={n: _mark_compiled(p) for n, p in program.functions.items()})
+
+
+class _Handle:
+    """The handle of a variable without a first value: a `tf.Variable` takes several times as long to build."""
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: str) -> None:
+        self.handle = tf.raw_ops.VarHandleOp(dtype=tf.as_dtype(dtype), shape=shape, shared_name=name, name=name)
+        self._dtype, self._shape = tf.as_dtype(dtype), shape
+
+    def read_value(self) -> tf.Tensor:
+        value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self._dtype)
+        value.set_shape(self._shape)
+        return value
 
 
 def make_step(d: Description) -> Callable[..., tf.Tensor]:
@@ -55,7 +71,7 @@ def make_step(d: Description) -> Callable[..., tf.Tensor]:
         loss, _ = _build_step(d, dict(zip(losses.list_inputs(d), tensors)), made, variable)
         return loss
 
-    return step
+    return tf.function(step, jit_compile=True) if d.xla else step
 
 
 def trace_program(d: Description) -> Program:
@@ -83,7 +99,7 @@ def _build_step(
     loss = losses.compute_loss(d, make_weight, batch)
     gradients = tf.gradients(loss, list(values.values()))
     updates = []
-    rate = tf.constant(RATE, d.dtype)
+    rate, some, most, small = (tf.constant(x, d.dtype) for x in (RATE, 0.9, 0.999, 1e-7))
     for (name, value), gradient in zip(values.items(), gradients):
         shape = value.shape.as_list()
         weights = make_held(name, shape)
@@ -95,7 +111,6 @@ def _build_step(
         if d.optimizer == "sgd":
             done = tf.raw_ops.ResourceApplyGradientDescent(var=weights.handle, alpha=rate, delta=gradient)
         else:
-            some, most, small = (tf.constant(x, d.dtype) for x in (0.9, 0.999, 1e-7))
             done = tf.raw_ops.ResourceApplyAdam(
                 var=weights.handle, m=make_held(f"{name}/m", shape).handle, v=make_held(f"{name}/v", shape).handle,
                 beta1_power=some, beta2_power=most, lr=rate, beta1=some, beta2=most, epsilon=small, grad=gradient,

@@ -24,7 +24,10 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="family"):
-    """The fields that all families have: rows of the global batch, element type, optimizer."""
+    """The fields that all families have: rows of the global batch, element type, optimizer.
+
+    ``xla``: XLA compiles the step.
+    """
 
     recompute: ClassVar[str] = "none"
     tensor_parallel: ClassVar[bool] = False
@@ -32,6 +35,7 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     batch: Count
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     optimizer: Literal["adam", "sgd"] = "adam"
+    xla: bool = False
 
 
 class _Transformer(_Model, frozen=True, kw_only=True):
@@ -55,6 +59,9 @@ class _Transformer(_Model, frozen=True, kw_only=True):
     def inner(self) -> int:
         """Returns the width of the feed-forward layer."""
         return self.feed_forward or 4 * self.hidden
+
+
+MASKED = 0.15  # of the words of a row, where a description does not say how many
 
 
 class _Text(_Transformer, frozen=True, kw_only=True):
@@ -88,7 +95,22 @@ class Gpt(_DividedText, frozen=True, kw_only=True, tag="gpt"):
 
 
 class Bert(_DividedText, frozen=True, kw_only=True, tag="bert"):
-    """Encoder; a loss over all tokens, as for masked words."""
+    """Encoder, whose logits are of the masked words of each row (Devlin et al., 2019, section 3.1).
+
+    ``masked``: how many words these are; 0: 15 % of the sequence.
+    """
+
+    masked: Annotated[int, Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.masked > self.sequence:
+            raise PlanError("more words are masked than a row has", given=f"{self.masked} of {self.sequence}")
+
+    @property
+    def predicted(self) -> int:
+        """Returns the words of a row that are predicted."""
+        return self.masked or max(1, round(MASKED * self.sequence))
 
 
 class T5(_Text, frozen=True, kw_only=True, tag="t5"):

@@ -26,6 +26,9 @@ def list_inputs(d: f.Description) -> dict[str, tuple[tuple[int, ...], str]]:
                 "labels": ((d.batch,), "int32")}  # fmt: skip
     if isinstance(d, f.Classifier):
         return {"features": ((d.batch, d.inputs), d.dtype), "labels": ((d.batch,), "int32")}
+    if isinstance(d, f.Bert):
+        words = ((d.batch, d.predicted), "int32")
+        return {"tokens": ((d.batch, d.sequence), "int32"), "positions": words, "labels": words}
     names = ("tokens", "labels", "source") if isinstance(d, f.T5) else ("tokens", "labels")
     return dict.fromkeys(names, ((d.batch, d.sequence), "int32"))
 
@@ -55,7 +58,9 @@ def _compute_loss(d: f.Description, weight: Weight, batch: Batch) -> tf.Tensor:
     hidden = _embed(d, weight, table, batch["tokens"])
     activation = tf.nn.relu if isinstance(d, f.T5) else tf.nn.gelu
     hidden = _apply_layers(d, weight, "layers", hidden, not isinstance(d, f.Bert), activation, memory)
-    flat = tf.reshape(hidden, (d.batch * d.sequence, d.hidden))
+    if isinstance(d, f.Bert):
+        hidden = tf.gather(hidden, batch["positions"], batch_dims=1)
+    flat = tf.reshape(hidden, (-1, d.hidden))
     return _compute_mean(tf.matmul(flat, table, transpose_b=True), tf.reshape(batch["labels"], (-1,)))
 
 
