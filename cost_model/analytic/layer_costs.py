@@ -17,6 +17,7 @@ from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import OPTIMIZER_BYTES
 from cost_model.cluster.pools import Machines
 from cost_model.hardware import CONTEXT_GB
+from cost_model.kernels.compute import round_ranks
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute
 
 # Parameter tensors of a transformer's layer: weight and bias of two normalisations, of the products for queries, keys
@@ -212,7 +213,7 @@ def costs_of(
     recompute: Recompute | None = None,
 ) -> LayerCosts:
     """Returns the costs of layers on a part; `replicas`, `recompute`: the stage's (None: as the strategy has it)."""
-    how = recompute or strategy.recompute, strategy.sequence_parallel, ranks
+    how = recompute or strategy.recompute, strategy.sequence_parallel, round_ranks(ranks)
     own: tuple[int, ...] = (replicas if model.experts else 1,)
     if strategy.context > 1 or strategy.expert_ranks:
         own += (strategy.context, strategy.expert_ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stage_costs import Passes, StageCost, passes_of, stage_cost
 from cost_model.cluster.pools import Machines
+from cost_model.kernels.compute import round_ranks
 from whale.ir.strategy import ParallelStrategy
 
 
@@ -25,7 +26,7 @@ class StageCosts:
 
     def __call__(self, strategy: ParallelStrategy, index: int, live: int, ranks: int) -> StageCost:
         """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the strategy's settings."""
-        stages, count = strategy.stages, len(strategy.stages)
+        stages, count, ranks = strategy.stages, len(strategy.stages), round_ranks(ranks)
         stage, beside = stages[index], (stages[index - 1].parts, stages[(index + 1) % count].parts)
         own: tuple[object, ...] = (
             stage,

@@ -160,7 +160,7 @@ def graph_of(
                 taken[mine] = tuple(
                     r for r in candidates if types[r].dtype == t.dtype and types[r].elements == t.elements
                 )
-    elsewhere = {r.node for node in on_host for r in node.inputs}
+    elsewhere = _find_on_hosts(program)
     variables = {v.node: 0 if v.node in elsewhere else allocated(v.type.bytes) for v in program.variables}
     resident = [sizes[first[name]] for name in program.inputs if program.by_name[name].outputs]
     resident += [allocated(e.staging_bytes) for e in steps.exchanges.values()]
@@ -172,6 +172,17 @@ def graph_of(
         program, steps.work, steps.exchanges, steps.after, steps.followers, steps.fused, operands, results, sizes,
         shared, taken, held, fetched, variables, resident, readers,
     )  # fmt: skip
+
+
+def _find_on_hosts(program: Program) -> set[str]:
+    """Returns what nodes in the host's memory read, variables that lie there among them."""
+    return {r.node for node in program.nodes if node.marks.on_host for r in node.inputs}
+
+
+def count_host_bytes(program: Program) -> int:
+    """Returns the bytes of a rank's variables that lie in the host's memory, beside a device's."""
+    elsewhere = _find_on_hosts(program)
+    return sum(v.type.bytes for v in program.variables if v.node in elsewhere)
 
 
 def make_copy_work(read: Node) -> Work:

@@ -1,9 +1,11 @@
 """Prices what XLA fuses in compiled parts of a program: elementwise operations run inside the kernels that use them.
 
-The rules are those of XLA's instruction fusion (xla/service/instruction_fusion.cc, gpu/transforms/priority_fusion.cc), as
-far as bytes go: a cheap elementwise operation is computed again in every kernel that uses it, and its result is not
-written, where that moves no more bytes; an expensive one only where a single operation uses it; a reduction ends a kernel,
-and products read and write memory.
+The rules are those of XLA's instruction fusion (xla/service/instruction_fusion.cc, gpu/transforms/priority_fusion.cc),
+as far as bytes go: a cheap elementwise operation is computed again in every kernel that uses it, and its result is not
+written, where that moves no more bytes; an expensive one only where a single operation uses it; a reduction ends a
+kernel, and products read and write memory.
+
+Decision: 0173.
 """
 
 from __future__ import annotations

@@ -24,6 +24,10 @@ from whale.ir.program import Node, Program
 
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
 GRAIN_BYTES = 256
+OFFLOAD = "WhaleOffload"  # copies between the device's and the host's memory
+# Bytes that a host's processors read and write in a second: Ren et al., "ZeRO-Offload", ATC 2021, table 5, Adam's 28
+# bytes for each of 10 billion parameters in 2.57 s.
+HOST_BYTES_PER_S = 1.09e11
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,10 @@ def make_rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf"
 def cluster_machine(cluster: Cluster) -> Machine:
     """Returns the devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
     devices = _devices(cluster)
-    pricers = {id(entry): _make_catalogue_pricer(entry) for _, _, entry in devices}  # equal devices have the same one
+    # Equal devices have the same pricer.
+    pricers = {
+        id(entry): _make_catalogue_pricer(entry, sum(e.count for e in host.devices)) for _, host, entry in devices
+    }
 
     def exchange_s(what: Exchange) -> float:
         mine = [devices[r] for r in what.ranks]
@@ -216,12 +223,20 @@ def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
     return found
 
 
-def _make_catalogue_pricer(entry: DeviceEntry) -> Callable[[Program, Node, Work], tuple[float, int]]:
-    """Returns a function that prices a node by the roofline of a catalogued device."""
-    device = entry.device
+def _make_catalogue_pricer(entry: DeviceEntry, beside: int) -> Callable[[Program, Node, Work], tuple[float, int]]:
+    """Returns a function that prices a node by the roofline of a catalogued device.
+
+    Args:
+        beside: devices of its host, all of which use the host's memory at the same time.
+    """
+    device, to_host = entry.device, entry.host_link()
     known = {}
 
     def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
+        if node.op == OFFLOAD:
+            return to_host.step_us.simple * 1e-6 + does.written_bytes / to_host.bytes_per_s, 0
+        if node.marks.on_host:
+            return does.moved_bytes * beside / HOST_BYTES_PER_S, does.scratch_bytes
         dtype = next((t.dtype for t in node.outputs if t.dtype in SIZE_BYTES), "float32")
         if node.op not in CONTRACTIONS:
             dtype = "float32"  # streams bytes, whatever they are

@@ -9,7 +9,7 @@ MPICH", 2005.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cost_model.hardware import Link, Network
 from cost_model.hardware.catalogue import StepTimes
@@ -37,6 +37,7 @@ class Group:
             groups on the host that communicate at once, each gets a share. Infinite where no network is used.
         network_steps: step times between hosts.
         in_network_reduction: factor by which a switch that reduces speeds up an all-reduce inside a host.
+        rings: by the number of trips around the ring, (seconds of latency, bytes/s) of each protocol, once asked for.
     """
 
     size: int
@@ -46,6 +47,7 @@ class Group:
     host_bytes_per_s: float = math.inf
     network_steps: StepTimes | None = None
     in_network_reduction: float = 1.0
+    rings: dict[int, tuple[tuple[float, float], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def hosts(self) -> int:
@@ -93,11 +95,14 @@ def _compute_steps_s(group: Group, protocol: str, rounds: int) -> float:
     return 1e-6 * ((total - between) * inside_us + between * between_us)
 
 
-def _compute_ring_s(group: Group, sent_bytes: float, rounds: int, bytes_per_s: float) -> float:
-    return min(
-        start + _compute_steps_s(group, name, rounds) + sent_bytes / (bytes_per_s * part)
-        for name, start, part in PROTOCOLS
-    )
+def _compute_ring_s(group: Group, sent_bytes: float, rounds: int) -> float:
+    """Returns the seconds of the fastest protocol for `sent_bytes` of each rank in so many trips around the ring."""
+    lines = group.rings.get(rounds)
+    if lines is None:
+        rate = group.ring_bytes_per_s
+        lines = tuple((start + _compute_steps_s(group, name, rounds), rate * part) for name, start, part in PROTOCOLS)
+        group.rings[rounds] = lines
+    return min([latency_s + sent_bytes / rate for latency_s, rate in lines])
 
 
 def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
@@ -105,7 +110,7 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
     p = group.size
     if p == 1:
         return 0.0
-    return _compute_ring_s(group, 2 * (p - 1) / p * tensor_bytes, 2, group.ring_bytes_per_s)
+    return _compute_ring_s(group, 2 * (p - 1) / p * tensor_bytes, 2)
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
@@ -191,7 +196,7 @@ def all_gather_s(group: Group, tensor_bytes: float) -> float:
     tensor.
     """
     p = group.size
-    return 0.0 if p == 1 else _compute_ring_s(group, (p - 1) / p * tensor_bytes, 1, group.ring_bytes_per_s)
+    return 0.0 if p == 1 else _compute_ring_s(group, (p - 1) / p * tensor_bytes, 1)
 
 
 def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
@@ -201,7 +206,7 @@ def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
 
 def broadcast_s(group: Group, tensor_bytes: float) -> float:
     """Returns the seconds of a pipelined ring broadcast: T over the slowest link, and the latency of one trip."""
-    return 0.0 if group.size == 1 else _compute_ring_s(group, tensor_bytes, 1, group.ring_bytes_per_s)
+    return 0.0 if group.size == 1 else _compute_ring_s(group, tensor_bytes, 1)
 
 
 def all_to_all_s(group: Group, tensor_bytes: float) -> float:

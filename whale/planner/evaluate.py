@@ -68,6 +68,8 @@ class ProgramEvaluator:
         settings = self.settings
         if how := recompute_of(strategy):
             settings = settings.but(memory__recompute=how)
+        if strategy.offload != "none":
+            settings = settings.but(memory__offload=strategy.offload)
         return apply(normalise(self.captured, settings), settings, strategy)
 
     def plan(self, strategy: ParallelStrategy) -> Planned:

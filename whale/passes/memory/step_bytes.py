@@ -41,7 +41,7 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
 
 
 def step_bytes_of_ranks(programs: Sequence[Program], size: int) -> list[dict[str, int]]:
-    """Returns `step_bytes` of the first ranks of ``size``, by their programs; those that are alike are simulated once."""
+    """Returns `step_bytes` of the first ranks of ``size``, by their programs; equal ones are simulated once."""
     found: dict[int, dict[str, int]] = {}
     for rank, first in enumerate(alike := find_alike(programs)):
         if first == rank:

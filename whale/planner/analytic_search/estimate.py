@@ -14,6 +14,7 @@ from cost_model.analytic.layer_costs import LayerCosts, Model
 from cost_model.analytic.memory import states
 from cost_model.analytic.stage_costs import reduction_s
 from cost_model.cluster.pools import Machines
+from cost_model.kernels.compute import round_ranks
 from cost_model.simulator import not_hidden_s
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute
 from whale.planner.analytic_search.candidates import Candidate, Constraints
@@ -39,14 +40,16 @@ class Estimates:
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work) -> None:
         self.model, self.machines, self.batch, self.limits, self.work = model, machines, batch, limits, work
-        self.ranks = machines.devices
+        self.ranks = round_ranks(machines.devices)
         self.zero = 1 if limits.zero is None else limits.zero
         self.offload: Offload = limits.offload or "none"
         self.shapes: dict[tuple[object, ...], list[float]] = {}
         self.estimated, self.kept_per_shape = 0, KEPT_PER_SHAPE
-        # Whether candidates are left out that are far behind the best one with room, and that one.
-        self.prunes, self.best_estimate_s = True, math.inf
+        # Whether candidates are left out that are far behind the best one with room, and that one; estimates that are
+        # too long to be looked at beside what was simulated.
+        self.prunes, self.best_estimate_s, self.known_s = True, math.inf, math.inf
         self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
+        self.after: dict[tuple[tuple[tuple[int, int, int], ...], int], tuple[float, float]] = {}
         self.tied: dict[tuple[int, int, int, int], float] = {}
 
     def predict_whole(
@@ -141,6 +144,9 @@ class Estimates:
         Returns:
             (seconds of the gradient reduction, including the part overlapped with passes; seconds of the update).
         """
+        key = tuple((p.pool, p.tensor, p.replicas) for p in parts), stages
+        if (known := self.after.get(key)) is not None:
+            return known
         costs = [self.predict_whole(p.pool, p.tensor, p.rows, how)[0] for p in parts]
         own = [(one.parameters[-1] - one.twice) / stages for one in costs]
         reduce_s = reduction_s(self.model, self.machines, parts, own, self.zero)
@@ -153,6 +159,8 @@ class Estimates:
             device = self.machines.pools[part.pool].device
             rate = device.memory_bytes_per_s * self.machines.pools[part.pool].entry.share
             update_s = max(update_s, self.model.stack.optimizer_bytes * parameters / replicas / rate)
+        if all(one.update_s is None for one in costs):  # measured updates may depend on rows
+            self.after[key] = reduce_s, update_s
         return reduce_s, update_s
 
     def predict_reduced_s(
@@ -188,7 +196,8 @@ class Estimates:
 
     def far_behind(self, estimate_s: float) -> bool:
         """Tells whether an estimate is so far behind the best candidate that has room that it is not worth a look."""
-        return self.prunes and estimate_s > min(FAR_BEHIND * self.best_estimate_s, self.limits.faster_than_s)
+        most_s = min(FAR_BEHIND * self.best_estimate_s, self.limits.faster_than_s, self.known_s)
+        return self.prunes and estimate_s > most_s
 
     def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
         """Tells whether a candidate is among the best so far with its shape (recompute, stages, tensors, pools)."""

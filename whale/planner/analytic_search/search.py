@@ -284,9 +284,13 @@ class Search(Families):
             least_s = self.at_least_s(plain)
             if least_s < seconds:
                 yield plain
-            # Cuts take longest: they are made where they may help.
-            if strategy.chunks == 1 and (least_s < NEARLY * seconds or math.isinf(least_s)):
-                yield from self._recut(own, [ranks], seconds)
+            # Cuts take longest: they are made where they may help. Another number of stages has other good numbers of
+            # chunks, and those that were good may not fit.
+            if least_s < NEARLY * seconds or math.isinf(least_s):
+                if strategy.chunks == 1:
+                    yield from self._recut(own, [ranks], seconds)
+                elif len(ranks) != len(strategy.stages):
+                    yield from self._chunked(own, ranks)
 
     def _with_layers_of(self, strategy: ParallelStrategy, settings: ParallelStrategy, ranks: Ranks) -> ParallelStrategy:
         """Returns other ranks with a strategy's layers, or evenly divided ones if there are more or fewer stages."""
@@ -368,23 +372,31 @@ class Search(Families):
             self._improve_best(IMPROVED_FEW if self.few else improved)
 
     def go_on(self, improved: int) -> None:
-        """Makes random changes of the best strategy, lists all candidates, improves so many, and changes it again."""
-        self._shake()
+        """Lists all candidates, improves so many of them, and then makes random changes of the best strategy."""
         if not self.few:
+            assert self.fastest is not None
+            self.known_s = BEHIND * self.fastest[1].step_s
             self._list(hurried=False)
-            self._improve_best(improved)
-            self._shake()
+            self._improve_best(improved, closely=True)
+        self._shake()
 
     def _list(self, hurried: bool) -> None:
         self.hurried, self.best_estimate_s = hurried, math.inf
         self.candidates = sorted(itertools.chain(self.pure(), self.enumerate_mixed()), key=lambda c: c.estimate_s)
         self._try(self.candidates, HURRIED if hurried else THOROUGH)
 
-    def _improve_best(self, count: int) -> None:
-        """Improves so many strategies by leaps, then the best of all by smaller steps."""
+    def _improve_best(self, count: int, closely: bool = False) -> None:
+        """Improves so many strategies by leaps, then the best of all by smaller steps.
+
+        Args:
+            closely: each that becomes the best is improved by smaller steps at once.
+        """
         for number, (seconds, strategy) in enumerate(self._beginnings()[:count]):
             wide = self.few and number < IMPROVED_WIDELY
+            before = self.fastest
             self.improve(strategy, seconds, SHORTER if self.few else LEAP, wide)
+            if closely and self.fastest is not None and self.fastest is not before:
+                self.improve(self.fastest[0], self.fastest[1].step_s, STEP)
         for gain in (STEP, SHORTER):
             assert self.fastest is not None
             self.improve(self.fastest[0], self.fastest[1].step_s, gain)

@@ -3,14 +3,14 @@
 All of it is one sequence of steps, and the budget says only where it ends: a larger budget never gives a slower plan,
 and a busy machine plans the same as an idle one.
 
-Decisions: 0077, 0158.
+Decisions: 0077, 0158, 0172.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,9 +18,9 @@ import msgspec
 
 from cost_model.analytic.layer_costs import Model
 from cost_model.cluster.cluster_file import Cluster, HostEntry
-from cost_model.cluster.pools import Machines
+from cost_model.cluster.pools import Machines, Pool
 from whale.errors import PlanError
-from whale.ir.strategy import Offload
+from whale.ir.strategy import Offload, ParallelStrategy
 from whale.planner.analytic_search.candidates import Constraints, SearchResult
 from whale.planner.analytic_search.estimate import least_s
 from whale.planner.analytic_search.infeasible import nothing_fits
@@ -34,6 +34,7 @@ MODES: tuple[tuple[int, Offload], ...] = (
 # Strategies that are improved: at first, on parts of the cluster, and at last of the searches that found the best.
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 4, 1, 8
 ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO may be
+TAKEN_ALONG = 60  # strategies, where a search goes on without some hosts
 GONE_ON = 3  # searches that are gone on with, of those with the best strategies
 FEWER = (2, 4, 8)  # of so many devices of a host one is used, where a host's adapters or links are too slow for more
 
@@ -108,15 +109,48 @@ class _Sequence:
         self.run_on_all()
         if not self.found:
             return
+        gone_on = [self._leave_idle_out()]
+        gone_on[0].go_on(IMPROVED_LAST)
         tried = [self.machines.cluster]
-        for cluster in _parts(self.machines.cluster, self.limits.exact_devices):
+        used = {pool.host.name for pool in self._list_used(self.found[0])}
+        for cluster in _parts(self.machines.cluster, self.limits.exact_devices, used):
             own, known_s = Machines(cluster), self.found[0].fastest[1].step_s  # type: ignore[index]
             if cluster not in tried and least_s(own, self.batch, self._rates()) < known_s:
                 tried.append(cluster)
                 self._begin(self.model.on(own), own, replace(self.limits, faster_than_s=known_s), IMPROVED_PART)
         for one in self.found[:GONE_ON]:
-            one.limits = replace(one.limits, faster_than_s=math.inf)
-            one.go_on(IMPROVED_LAST)
+            if one not in gone_on:
+                one.limits = replace(one.limits, faster_than_s=math.inf)
+                one.go_on(IMPROVED_LAST)
+
+    def _list_used(self, search: Search) -> list[Pool]:
+        """Returns the pools that the fastest strategy of a search uses."""
+        used = {part.pool for stage in search.fastest[0].stages for part in stage.parts}  # type: ignore[index]
+        return [pool for pool in search.machines.pools if pool.number in used]
+
+    def _leave_idle_out(self) -> Search:
+        """Returns the search to go on with: that of the fastest strategy, without kinds of hosts that it leaves idle.
+
+        There are fewer changes of it there, and a search that never had these hosts goes on so as well: with more
+        kinds of hosts the plan is no slower.
+        """
+        best = self.found[0]
+        best.limits = replace(best.limits, faster_than_s=math.inf)
+        names = {pool.host.name for pool in self._list_used(best)}
+        hosts = [host for host in best.machines.cluster.hosts if host.name in names]
+        if len(hosts) == len(best.machines.cluster.hosts):
+            return best
+        own = Machines(msgspec.structs.replace(best.machines.cluster, hosts=hosts))
+        kept = [pool.number for pool in best.machines.pools if pool.host.name in names]
+        one = Search(self.model.on(own), own, self.batch, best.limits, self.work)
+        known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
+        for _, strategy in known[:TAKEN_ALONG]:
+            if all(part.pool in kept for stage in strategy.stages for part in stage.parts):
+                one.consider(_renumber_pools(strategy, kept))
+        if one.fastest is None:
+            return best
+        self.searches.append(one)
+        return one
 
     def _rates(self) -> dict[tuple[str, float], float]:
         """Returns the rows a second of a device of each kind, at most, in the searches on all devices."""
@@ -164,11 +198,26 @@ class _Sequence:
         ]
 
 
-def _parts(cluster: Cluster, few: int) -> Iterator[Cluster]:
+def _renumber_pools(strategy: ParallelStrategy, kept: Sequence[int]) -> ParallelStrategy:
+    """Returns a strategy as on a cluster that has only the pools of these numbers."""
+    number = {old: new for new, old in enumerate(kept)}
+    stages = tuple(
+        msgspec.structs.replace(
+            stage, parts=tuple(msgspec.structs.replace(part, pool=number[part.pool]) for part in stage.parts)
+        )
+        for stage in strategy.stages
+    )
+    return msgspec.structs.replace(strategy, stages=stages)
+
+
+def _parts(cluster: Cluster, few: int, used: Collection[str]) -> Iterator[Cluster]:
     """Yields clusters with some devices of each host, for all hosts or for one kind of host, where a host's devices
     share its adapters.
 
     For a kind of host, clusters small enough for an exhaustive search are included.
+
+    Args:
+        used: names of the hosts that the best strategy uses; it does not get faster with fewer devices on others.
     """
 
     def part_of(host: HostEntry, part: int) -> HostEntry:
@@ -185,7 +234,7 @@ def _parts(cluster: Cluster, few: int) -> Iterator[Cluster]:
         for host in cluster.hosts
         if any(one.nics < sum(entry.count for entry in host.devices) for one in host.networks.values())
     ]
-    for chosen in (None, *crowded) if crowded else ():
+    for chosen in (None, *(host for host in crowded if host.name in used)) if crowded else ():
         for part in FEWER:
             hosts = [part_of(h, part) if chosen in (None, h) else h for h in cluster.hosts]
             yield msgspec.structs.replace(cluster, hosts=hosts)

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.pools import Machines
+from cost_model.graph.executor_graph import count_host_bytes
 from cost_model.graph.machine import (
     Machine,
     Rates,
@@ -40,12 +44,14 @@ class SearchEnvironment:
       captured: the program as captured, with its gradients marked, which recomputation needs: the search normalises it
         again under other settings. It exists before the search begins, as the searched program was made of it. None:
         its gradients are not marked.
+      hosts_bytes: memory of its host that each rank may use for tables that are offloaded; (): none may be.
     """
 
     rates: Sequence[Rates]
     prices: MachineProfile | Cluster | None
     limits_bytes: Sequence[float]
     captured: Program | None = None
+    hosts_bytes: Sequence[float] = ()
 
     @classmethod
     def read_cluster(
@@ -60,7 +66,10 @@ class SearchEnvironment:
         machine.check_holds(size)
         weights = [v.type for v in program.variables if len(v.type.shape or ()) >= 2]
         dtype = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
-        return cls(cluster_rates(cluster, dtype)[:size], cluster, machine.memory_bytes[:size], captured)
+        limits_bytes = machine.memory_bytes[:size]
+        return cls(
+            cluster_rates(cluster, dtype)[:size], cluster, limits_bytes, captured, _list_hosts_bytes(cluster, size)
+        )
 
     @property
     def origin(self) -> str:
@@ -79,12 +88,35 @@ class SearchEnvironment:
         """Returns the largest memory deficit of a rank if ranks need ``held`` bytes; below 0: all fit."""
         return max(size - self.limits_bytes[rank] for rank, size in held.items())
 
+    def lacking_on_hosts(self, programs: Mapping[int, Program]) -> float:
+        """Returns the largest deficit of the hosts' memory, where it is known, for what ranks' programs hold there.
+
+        Below 0: all fits.
+        """
+        if not self.hosts_bytes:
+            return 0.0
+        return max(count_host_bytes(program) - self.hosts_bytes[rank] for rank, program in programs.items())
+
     def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
         """Returns the seconds of each rank, without waiting, if it ran the program of rank ``stands_for``."""
         size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
         seconds = rank_seconds(program, stands_for, size, [_make_waitless_machine([one] * size) for one in kinds])
         of_kind = dict(zip(kinds, seconds))
         return [of_kind[one] for one in self.rates]
+
+
+def _list_hosts_bytes(cluster: Cluster, size: int) -> Sequence[float]:
+    """Returns the host memory that each of the first ranks may use beside a device's; (): that is not known of all."""
+    if "cpu" in cluster.kinds:
+        return ()
+    found = [
+        pool.host_bytes
+        for host in cluster.hosts
+        for _ in range(host.count)
+        for pool in Machines(msgspec.structs.replace(cluster, hosts=[host])).pools
+        for _ in range(pool.per_host)
+    ][:size]
+    return found if all(found) else ()
 
 
 def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:

@@ -251,15 +251,12 @@ def predict(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("i
     if seconds >= needed_s:
         return Candidate(strategy, seconds)
     asked = programs if unlike else {0: programs[0]}
-    if (
-        environment.lacking_bytes(
-            {rank: predict_at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}
-        )
-        <= 0
-    ):
+    at_most = {rank: predict_at_most_bytes(one, rank, made.settings) for rank, one in asked.items()}
+    on_hosts = environment.lacking_on_hosts(asked) if made.settings.memory.offload else 0.0
+    if environment.lacking_bytes(at_most) <= 0 and on_hosts <= 0:
         return Candidate(strategy, seconds, made=made, programs=asked)
     held = _predict_held(asked, made.settings)
-    return Candidate(strategy, seconds, environment.lacking_bytes(held), made, held)
+    return Candidate(strategy, seconds, max(environment.lacking_bytes(held), on_hosts), made, held)
 
 
 def _predict_held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:

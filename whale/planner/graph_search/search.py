@@ -25,6 +25,7 @@ from whale.ir.program import Node, Program
 from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.kernels.substitute import substitute_kernels
 from whale.passes.analysis.axes import batch_of, select_known_along
+from whale.passes.memory.offload import TABLES, find_offloaded
 from whale.passes.memory.zero import state_at_rest
 from whale.passes.normalize.inline import inline
 from whale.passes.pass_manager import normalise
@@ -244,6 +245,7 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
     State is divided (and weights, where there are no stages), and activations are recomputed.
     """
     program, settings, captured = plans.program, plans.settings, plans.environment.captured
+    tried = list(search.full())
     for strategy in list(search.full()):
         replicas = strategy.stages[0].ranks
         level = 1 if strategy.is_pipelined else 3
@@ -264,6 +266,27 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
             name = f"{strategy.name}, activations computed again"
             if name not in seen and strategy in search.full():
                 search.look(less, msgspec.structs.replace(strategy, name=name, recompute="auto"))
+    if plans.environment.hosts_bytes and not settings.memory.offload and search.best() is None:
+        _look_at_offloaded_tables(search, plans, captured, [one for one in tried if not one.is_pipelined])
+
+
+def _look_at_offloaded_tables(
+    search: Search, plans: Plans, captured: Program, strategies: Sequence[ParallelStrategy]
+) -> None:
+    """Evaluates strategies again with tables in the hosts' memory, where nothing fits without that."""
+    changed = plans.settings.but(memory__offload=TABLES)
+    program = normalise(captured, changed)
+    try:
+        offloaded = find_offloaded(program, TABLES)
+    except PlanError as error:  # such as an optimizer that changes all rows of a table
+        search.lost += [Other(one, refused=f"tables cannot be offloaded: {error.message}") for one in strategies[:1]]
+        return
+    if not offloaded:
+        return
+    hosted = Plans(program, changed, plans.environment)
+    for strategy in strategies:
+        name = f"{strategy.name}, tables in the hosts' memory"
+        search.look(hosted, msgspec.structs.replace(strategy, name=name, offload=TABLES))
 
 
 def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: int) -> Collection[str]:
