@@ -25,9 +25,9 @@ class StageCosts:
         self.computed = 0  # costs that were not cached
 
     def __call__(self, strategy: ParallelStrategy, index: int, live: int, ranks: int) -> StageCost:
-        """Returns `stage_cost`, cached by the stage, its neighbours' ranks, and the strategy's settings."""
+        """Returns `stage_cost`, cached by the stage, its neighbours' devices, and the strategy's settings."""
         stages, count, ranks = strategy.stages, len(strategy.stages), round_ranks(ranks)
-        stage, beside = stages[index], (stages[index - 1].parts, stages[(index + 1) % count].parts)
+        stage, before, after = stages[index], stages[index - 1].parts, stages[(index + 1) % count].parts
         own: tuple[object, ...] = (
             stage,
             ranks,
@@ -39,7 +39,17 @@ class StageCosts:
             strategy.shard_ranks,
             strategy.expert_ranks,
         )
-        key = (own, index, count, *beside, live, strategy.micro_batches)
+        # Of the other stages what matters is whether there are any on both sides, on which devices, and how many passes
+        # of a chunk follow each other.
+        key = (
+            own,
+            index == 0,
+            index == count - 1,
+            min(count, strategy.micro_batches),
+            tuple([part.pool for part in before]),
+            tuple([part.pool for part in after]),
+            live,
+        )
         if (cost := self._known.get(key)) is None:
             if max(len(self._known), len(self._passes)) >= self.MOST:
                 self._known.clear()

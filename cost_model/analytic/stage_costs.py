@@ -184,7 +184,8 @@ class _Moves:
 
     Attributes:
         data: the replicas over which ZeRO divides a part's states; None: there is one replica only.
-        experts: the replicas that together have a layer's experts; None: each has all.
+        experts: the replicas that together have a layer's experts, of several such groups the slowest; None: each has
+            all.
         copies: the ranks with the same part of the states; None: there is one.
     """
 
@@ -202,7 +203,10 @@ class _Moves:
     ) -> _Moves:
         data, copies = sharding_groups(machines, stage.parts, strategy.count_sharding(stage))
         ways = stage.replicas // costs[0].expert_copies if model.experts else 1
-        experts = machines.data_group(_first(stage.parts, ways)) if ways > 1 else None
+        experts = None
+        if ways > 1:  # all layers' exchanges wait for the slowest of the groups that each have all experts
+            groups = [machines.data_group(one) for one in _neighbours(stage.parts, ways)]
+            experts = max(groups, key=lambda group: all_to_all_s(group, costs[0].routed_bytes))
         return _Moves(model, machines, strategy, stage, data, experts, copies)
 
     def passes_s(self, part: DeviceGroup, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
@@ -350,6 +354,26 @@ def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int,
             found.append((pool, tensor, taken))
             left -= taken
     return tuple(found)
+
+
+def _neighbours(parts: Sequence[DeviceGroup], ways: int) -> list[tuple[tuple[int, int, int], ...]]:
+    """Returns the different groups of `ways` neighbouring replicas, as members of a group."""
+    found: dict[tuple[tuple[int, int, int], ...], None] = {}
+    group: list[tuple[int, int, int]] = []
+    room = ways
+    for pool, tensor, count in members(parts):
+        while count:
+            if room == ways and count >= ways:  # whole groups, all alike
+                found[((pool, tensor, ways),)] = None
+                count %= ways
+                continue
+            taken = min(room, count)
+            group.append((pool, tensor, taken))
+            room, count = room - taken, count - taken
+            if not room:
+                found[tuple(group)] = None
+                group, room = [], ways
+    return list(found)
 
 
 def _overlap_layers_s(compute_s: float, moved_s: float, count: int) -> float:

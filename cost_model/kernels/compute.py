@@ -24,7 +24,7 @@ LEAST_TRAFFIC = 1.0 / TILES[0][0] + 1.0 / TILES[0][1]
 # The inner dimension may be divided over several multiprocessors; partial results are added in float32 through memory.
 SPLITS = (1, 2, 4, 8)
 LEAST_K = 256  # of the inner dimension that a multiprocessor gets of a divided product
-MANY_RANKS = 64  # up to which the slowest is that of the exact number
+MANY_RANKS = 8  # up to which the slowest is that of the exact number
 MOST_WAVES = 2  # of tiles, up to which libraries divide the inner dimension
 SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "float4": 0.5, "int8": 1}
 
@@ -45,9 +45,9 @@ class Rates:
 
 @lru_cache(maxsize=65536)
 def round_ranks(ranks: int) -> int:
-    """Returns a number of ranks by which the slowest is taken: above 64 the next of four in each doubling.
+    """Returns a number of ranks by which the slowest is taken: above 8 the nearest of four in each doubling.
 
-    The slowest of so many differs from that of the exact number by less than 0.05 %, and searches look at thousands of
+    The slowest of so many differs from that of the exact number by less than 0.1 %, and searches look at thousands of
     numbers, for each of which all costs would have to be computed.
     """
     return ranks if ranks <= MANY_RANKS else round(2 ** (round(4 * math.log2(ranks)) / 4))

@@ -40,14 +40,21 @@ class RecomputeChoice:
         plain = Stage(stage.layers, stage.parts)
         key = (plain, live, len(strategy.stages), strategy.zero, strategy.offload, strategy.sequence_parallel)
         if key not in self.known:
-            found = [(*self._cost(strategy, plain, live, how), how) for how in kinds]
-            fitting = [one for one in found if one[1] <= 0]
-            self.known[key] = (min(fitting) if fitting else min(found, key=lambda one: one[1]))[2]
+            self.known[key] = self._find_fastest(strategy, plain, live, kinds)
         return self.known[key]
 
-    def _cost(self, strategy: ParallelStrategy, stage: Stage, live: int, how: Recompute) -> tuple[float, float]:
-        """Returns (seconds of both passes of a micro-batch, bytes that the worst part lacks)."""
-        costs = [costs_of(self.model, strategy, p, self.ranks, stage.replicas, how) for p in stage.parts]
-        seconds = sum(slowest_passes_s(costs, low, high) for low, high in stage.layers)
-        memory = stage_memory(strategy, stage, costs, live, len(strategy.stages))
-        return seconds, lacking_bytes(self.machines, strategy, stage, costs, memory)
+    def _find_fastest(
+        self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]
+    ) -> Recompute:
+        """Returns the fastest kind with which a stage fits, else the one that lacks the least memory."""
+        timed = []
+        for how in kinds:
+            costs = [costs_of(self.model, strategy, p, self.ranks, stage.replicas, how) for p in stage.parts]
+            timed.append((sum([slowest_passes_s(costs, low, high) for low, high in stage.layers]), how, costs))
+        lacking: list[tuple[float, Recompute]] = []
+        for _, how, costs in sorted(timed, key=lambda one: one[:2]):
+            memory = stage_memory(strategy, stage, costs, live, len(strategy.stages))
+            lacking.append((lacking_bytes(self.machines, strategy, stage, costs, memory), how))
+            if lacking[-1][0] <= 0:
+                return how
+        return min(lacking, key=lambda one: one[0])[1]

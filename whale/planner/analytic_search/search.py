@@ -35,6 +35,7 @@ from cost_model.cluster.pools import Machines
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage, count_live_chunks, divide_chunks
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.enumerate_candidates import Families
+from whale.planner.analytic_search.estimate import divisors
 from whale.planner.analytic_search.exact import exact
 from whale.planner.analytic_search.layer_partition import Chain, Room
 from whale.planner.analytic_search.moves import Moves, Ranks, layer_moves, with_counts
@@ -74,7 +75,10 @@ NEARLY = 1.25  # times the step, up to which other cuts may make it shorter
 MANY = 10  # times that a chain is walked until its best cuts are found
 MOST_CHUNKS = 32  # of a stage
 SHAKEN, PATIENCE = 3, 4  # random changes that are improved, and times that they may be of no use
+POLISHED = 500  # random moves of several layers that may be of no use
 WORSE = 1.5  # times the step, which a random change may make it longer
+# Numbers of chunks that are looked at, beside those near a strategy's own and those that divide a stage's layers evenly.
+CHUNKS_LOOKED_AT = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 CHUNKS_TRIED = 4  # numbers of chunks of a strategy that are simulated, of those with the best estimates
 
 
@@ -271,7 +275,7 @@ class Search(Families):
         """Yields the strategy with other levels of ZeRO and other numbers of chunks."""
         if self.limits.zero is None:
             yield from (msgspec.structs.replace(strategy, zero=zero) for zero in range(4) if zero != strategy.zero)
-        yield from self._chunked(strategy, [stage.parts for stage in strategy.stages])
+        yield from self._chunked(strategy, [stage.parts for stage in strategy.stages], strategy.chunks)
 
     def _other_ranks(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
         """Yields the strategy with other ranks and cut anew, where the devices could be faster than `seconds`."""
@@ -290,7 +294,7 @@ class Search(Families):
                 if strategy.chunks == 1:
                     yield from self._recut(own, [ranks], seconds)
                 elif len(ranks) != len(strategy.stages):
-                    yield from self._chunked(own, ranks)
+                    yield from self._chunked(own, ranks, strategy.chunks)
 
     def _with_layers_of(self, strategy: ParallelStrategy, settings: ParallelStrategy, ranks: Ranks) -> ParallelStrategy:
         """Returns other ranks with a strategy's layers, or evenly divided ones if there are more or fewer stages."""
@@ -338,14 +342,19 @@ class Search(Families):
         self.work.spend(LOOKUP_S * len(kinds))
         return {parts: max(self.predict_whole(p.pool, p.tensor, p.rows, how)[2] for p in parts) for parts in kinds}
 
-    def _chunked(self, strategy: ParallelStrategy, ranks: Ranks) -> Iterator[ParallelStrategy]:
-        """Yields the strategy on these ranks with the numbers of chunks that look best, layers divided evenly."""
+    def _chunked(self, strategy: ParallelStrategy, ranks: Ranks, known: int) -> Iterator[ParallelStrategy]:
+        """Yields the strategy on these ranks with the numbers of chunks that look best, layers divided evenly.
+
+        Args:
+            known: chunks that were good, of which others are looked at nearby.
+        """
         stages, count, found = len(ranks), self.model.count, []
         if stages == 1 or strategy.micro_batches < stages or self.limits.chunks == 1:
             return
-        for chunks in range(2, min(MOST_CHUNKS, count // stages) + 1):
-            if self.limits.chunks not in (None, chunks):
-                continue
+        most = min(MOST_CHUNKS, count // stages)
+        near = range(known - 2, known + 3)
+        tried = {self.limits.chunks} if self.limits.chunks else {*CHUNKS_LOOKED_AT, *near, *divisors(count // stages)}
+        for chunks in sorted(n for n in tried if 2 <= n <= most):
             own = self._divided(strategy, ranks, chunks)
             if (seconds := self.at_least_s(own)) < math.inf:
                 found.append((seconds, chunks, own))
@@ -372,7 +381,8 @@ class Search(Families):
             self._improve_best(IMPROVED_FEW if self.few else improved)
 
     def go_on(self, improved: int) -> None:
-        """Lists all candidates, improves so many of them, and then makes random changes of the best strategy."""
+        """Lists all candidates, improves so many of them, and makes random changes of the best strategy."""
+        self._polish()
         if not self.few:
             assert self.fastest is not None
             self.known_s = BEHIND * self.fastest[1].step_s
@@ -400,6 +410,8 @@ class Search(Families):
         for gain in (STEP, SHORTER):
             assert self.fastest is not None
             self.improve(self.fastest[0], self.fastest[1].step_s, gain)
+        if closely:
+            self._polish()
 
     def _shake(self) -> None:
         """Improves what random changes of ranks make of the best strategy, until many in a row have not helped."""
@@ -421,6 +433,31 @@ class Search(Families):
             failed = failed + 1 if self.fastest[1].step_s >= seconds * (1 - SHORTER) else 0
         assert self.fastest is not None
         self.improve(self.fastest[0], self.fastest[1].step_s)
+        self._polish()
+
+    def _polish(self) -> None:
+        """Moves several layers of the best strategy at once, at random, until many such moves in a row have not helped.
+
+        Where stages are unequal or interleaved, single moves end where no other one helps. Half of the moves are between
+        chunks of one stage, which change when its passes are ready, and not how long they take.
+        """
+        failed, r = 0, random.Random(self.shaken)
+        while failed < POLISHED:
+            assert self.fastest is not None
+            strategy, seconds = self.fastest[0], self.fastest[1].step_s
+            counts = [high - low for _, low, high in strategy.ordered_layers]
+            stages, ranges = len(strategy.stages), len(counts)
+            if ranges < 3:
+                return
+            for _ in range(r.choice((2, 2, 3, 4))):
+                giver, taker = r.sample(range(ranges), 2)
+                if strategy.chunks > 1 and r.random() < 0.5:
+                    giver, taker = r.sample(range(giver % stages, ranges, stages), 2)
+                counts[giver], counts[taker] = counts[giver] - 1, counts[taker] + 1
+            took_s = math.inf
+            if min(counts) > 0:
+                took_s, _ = self.consider(with_counts(strategy, counts), seconds * (1 - SHORTER))
+            failed = 0 if took_s < seconds * (1 - SHORTER) else failed + 1
 
     def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
         """Returns the strategies to improve first: the best of each number of stages and micro-batches and each set of
