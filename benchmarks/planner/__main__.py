@@ -63,7 +63,7 @@ def main() -> None:
     verb.add_argument("--count", type=int, default=300, help="cases in which something fits (default 300)")
     verb.add_argument("--moves", type=int, default=10_000, help="changes of each plan at most (default 10,000)")
     verb.add_argument("--sets", type=int, default=50, help="fixed choices of each plan at most (default 50)")
-    verb.add_argument("--budget", type=float, default=2.5, help="of each search, in seconds (default 2.5)")
+    verb.add_argument("--budget", type=float, help="of each search, in seconds (default: as `whale plan` has)")
     verb.add_argument("-v", action="store_true", dest="verbose")
     verb.set_defaults(call=hands)
     verb = verbs.add_parser("jobs", help="jobs placed on a cluster beside all schedules of them")

@@ -345,9 +345,13 @@ class Beaten:
         return 1 - min(self.changed_s, self.fixed_s) / self.plan_s
 
 
-def attack(seed: int, moves: int, choices: int, budget_s: float) -> Beaten | None:
-    """Plans a case and attacks the plan; None: nothing fits."""
+def attack(seed: int, moves: int, choices: int, budget_s: float | None = None) -> Beaten | None:
+    """Plans a case and attacks the plan; None: nothing fits.
+
+    `budget_s`: of the search; None: as `whale plan` has it for so many devices.
+    """
     one = case(seed)
+    budget_s = budget_s or ask.find_budget_s(one.cluster)
     model, start_s = one.model(), time.process_time()
     try:
         found = search(model, model.machines, one.batch, Constraints(budget_s=budget_s))

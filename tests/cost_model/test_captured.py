@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cost_model.cluster import cluster_file
+from cost_model.graph.alike import find_simulated
 from cost_model.graph.allocator import Allocator
 from cost_model.graph.cpu_sharing import Clock, Host, Thread
 from cost_model.graph.executor_graph import graph_of
@@ -208,6 +209,19 @@ def test_catalogued_devices_and_faster_links() -> None:
     assert 0 < predict_ranks(programs, faster).step_s <= found.step_s
     with pytest.raises(ClusterError, match="more ranks than the cluster has devices"):
         predict_ranks(ranks_of(mlp(512), *[64] * 8), machine)
+
+
+def test_one_of_equal_ranks_stands_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ranks that share no cores, and exchange with all, are simulated once."""
+    programs, machine = ranks_of(mlp(512, 256, 512, 128), 128, 128, 128, 128), cluster_machine(LAB)
+    stands_for = find_simulated(programs, machine)
+    assert len(set(stands_for)) < 4
+    found = predict_ranks(programs, machine, with_timelines=True)
+    monkeypatch.setattr("cost_model.graph.predict.find_simulated", lambda programs, machine: list(range(4)))
+    assert found == predict_ranks(programs, machine, with_timelines=True)
+    assert find_simulated(programs, make_measured_machine(TABLE, 4)) == list(range(4))  # of one host's cores
+    uneven = ranks_of(mlp(512, 256, 512, 128), 200, 56, 200, 56)
+    assert find_simulated(uneven, machine)[1] == 1
 
 
 def test_a_measured_operation_is_found_by_its_signature_and_scaled_otherwise() -> None:

@@ -12,13 +12,14 @@ import pytest
 
 from benchmarks.planner.hands import BEATEN, attack
 from benchmarks.planner.monotone import ROUNDING, compare
+from cost_model.analytic.evaluate import evaluate
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
-from whale.ir.strategy import DeviceGroup, ParallelStrategy
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.infeasible import changes
@@ -137,6 +138,36 @@ def test_hands_do_not_beat_a_plan() -> None:
     found = attack(2, moves=300, choices=2, budget_s=0.5)
     assert found is not None and found.tried > 20
     assert found.gain <= BEATEN
+
+
+def test_kinds_of_hosts_that_are_left_idle_do_not_make_a_plan_slower() -> None:
+    """Old devices that no good plan uses are no part of what the search goes on with."""
+    where = cluster_file.parse(
+        "name: old\nnetworks: {f: {type: ethernet-25g}}\nhosts:\n"
+        "- {name: new, count: 3, devices: [{type: h100, count: 4}], networks: {f: {nics: 4}}}\n"
+        "- {name: old, count: 3, devices: [{type: p100, count: 4}], networks: {f: {nics: 1}}}\n"
+    )
+    machines = Machines(where)
+    model = _model("gpt:layers=12,hidden=1024,heads=16,sequence=512", machines)
+    both = search(model, machines, 96, Constraints(budget_s=0.6))
+    new = Machines(msgspec.structs.replace(where, hosts=where.hosts[:1]))
+    assert both.evaluation.step_s <= search(model.on(new), new, 96, Constraints(budget_s=0.3)).evaluation.step_s
+    assert {part.pool for stage in both.strategy.stages for part in stage.parts} == {0}
+
+
+def test_the_slowest_group_of_experts_sets_the_pace_in_whatever_order() -> None:
+    machines = Machines(cluster_file.parse(
+        "name: mixed\nnetworks: {f: {type: ethernet-25g}}\nhosts:\n"
+        "- {name: two, count: 2, devices: [{type: b200, count: 2}], networks: {f: {nics: 1}}}\n"
+        "- {name: one, devices: [{type: h100, count: 8}], networks: {f: {nics: 1}}}\n"
+    ))  # fmt: skip
+    model = _model("moe:layers=4,hidden=512,heads=8,sequence=512,experts=8", machines)
+    parts = DeviceGroup(0, 2, 2, 6), DeviceGroup(1, 2, 4, 3)
+    one, other = (
+        evaluate(model, machines, ParallelStrategy((Stage(((0, 4),), order),), 1)).passes_s
+        for order in (parts, parts[::-1])
+    )
+    assert one == pytest.approx(other)
 
 
 def test_moves_are_legal() -> None:

@@ -54,6 +54,18 @@ LAYERS = [
 ]
 
 
+def test_tables_that_no_device_holds_lie_in_the_hosts_memory() -> None:
+    """Hosts' memory is counted, and asked for where the cluster file does not give it."""
+    text = "name: c\nnetworks: {f: {type: ethernet-25g}}\nhosts: [{name: a, memory_gb: %s, networks: {f: {nics: 1}}, "
+    text += "devices: [{type: t4, count: 2, memory_gb: 0.2}]}]"
+    described = read("dlrm:tables=3,rows=6000000,factors=8,batch=64")
+    found, plan = find_strategy(described, cluster_file.parse(text % 64))
+    assert found.chosen.strategy.offload == "tables" and plan.offloaded
+    assert plan.predicted is not None and max(rank.peak_bytes for rank in plan.predicted.ranks) < 0.2e9
+    with pytest.raises(PlanError, match="does not fit"):
+        find_strategy(described, cluster_file.parse(text % 0.5))
+
+
 @pytest.mark.parametrize(
     "text, described", one_of(2, zip((DLRM, CLASSIFIER), LAYERS), several=True), ids=["dlrm", "classifier"]
 )

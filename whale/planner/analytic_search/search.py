@@ -74,10 +74,10 @@ MOST_KEPT, KEPT = 400, 200  # simulated strategies: of so many, so many are left
 NEARLY = 1.25  # times the step, up to which other cuts may make it shorter
 MANY = 10  # times that a chain is walked until its best cuts are found
 MOST_CHUNKS = 32  # of a stage
-SHAKEN, PATIENCE = 3, 4  # random changes that are improved, and times that they may be of no use
+SHAKEN, PATIENCE = 3, 16  # random changes that are improved, and times that they may be of no use
 POLISHED = 500  # random moves of several layers that may be of no use
 WORSE = 1.5  # times the step, which a random change may make it longer
-# Numbers of chunks that are looked at, beside those near a strategy's own and those that divide a stage's layers evenly.
+# Numbers of chunks that are looked at, beside those near a strategy's own and those that divide layers evenly.
 CHUNKS_LOOKED_AT = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 CHUNKS_TRIED = 4  # numbers of chunks of a strategy that are simulated, of those with the best estimates
 
@@ -438,8 +438,8 @@ class Search(Families):
     def _polish(self) -> None:
         """Moves several layers of the best strategy at once, at random, until many such moves in a row have not helped.
 
-        Where stages are unequal or interleaved, single moves end where no other one helps. Half of the moves are between
-        chunks of one stage, which change when its passes are ready, and not how long they take.
+        Where stages are unequal or interleaved, single moves end where no other one helps. Half of the moves are
+        between chunks of one stage, which change when its passes are ready, and not how long they take.
         """
         failed, r = 0, random.Random(self.shaken)
         while failed < POLISHED:

@@ -32,7 +32,7 @@ MODES: tuple[tuple[int, Offload], ...] = (
     (2, "none"), (3, "none"), (1, "optimizer"), (3, "optimizer"), (1, "parameters"), (3, "parameters"),
 )  # fmt: skip
 # Strategies that are improved: at first, on parts of the cluster, and at last of the searches that found the best.
-IMPROVED, IMPROVED_PART, IMPROVED_LAST = 4, 1, 8
+IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
 ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO may be
 TAKEN_ALONG = 60  # strategies, where a search goes on without some hosts
 GONE_ON = 3  # searches that are gone on with, of those with the best strategies
