@@ -65,6 +65,7 @@ class OperationStruct(ctypes.Structure):
         ("recv_counts_size", ctypes.c_int64),
         ("group", ctypes.POINTER(ctypes.c_int32)),
         ("group_size", ctypes.c_int64),
+        ("even", ctypes.c_int64),
     ]
 
 
@@ -215,6 +216,7 @@ class HostOperation:
         counts: Sequence[int] = (),
         recv_counts: Sequence[int] = (),
         ranks: Sequence[int] = (),
+        even: bool = False,
         buffers: Any = None,
     ) -> None:
         """Starts the operation.
@@ -223,7 +225,7 @@ class HostOperation:
             handle: of the communicator.
             kind, dtype, reduction: names of `KINDS`, `DTYPES`, `REDUCTIONS`; dtype "raw" for data movement.
             text: must be equal on all ranks; named in the error when ranks disagree.
-            counts, recv_counts: elements, as core/collective/algorithms.h says.
+            counts, recv_counts: elements, as core/collective/algorithms.h says; even: of an all-to-all, likewise.
             buffers: what owns the memory at the addresses.
 
         Raises:
@@ -246,6 +248,7 @@ class HostOperation:
             len(recv_counts),
             (ctypes.c_int32 * len(ranks))(*ranks),
             len(ranks),
+            even,
         )
         self._pending = ctypes.c_void_p()
         check(load_core().whale_submit(handle, ctypes.byref(struct), ctypes.byref(self._pending)))

@@ -148,6 +148,72 @@ def test_sums_over_hosts_equal_those_of_one_host(algorithm: str, hosts: tuple[in
                     assert_rounded_once(case.outputs[0], at_once.outputs[0], inputs)
 
 
+@pytest.mark.parametrize("hosts", [(1, 3), (3, 1, 2), (3, 3)])
+def test_what_is_exchanged_over_hosts_equals_that_of_one_host(hosts: tuple[int, ...]) -> None:
+    size = sum(hosts)
+    draw = np.random.default_rng(size)
+    with ranks(size, hosts=hosts) as communicators, ranks(size) as flat:
+        for communicator in communicators:
+            communicator.set_algorithm("hierarchical")
+        for n in (0, 1, 100, 100_001):
+            counts = [n + 3 * rank if n > 1 else n * (rank % 2) for rank in range(size)]
+            for dtype in (np.dtype("float64"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16), np.dtype("int32")):
+                mine = [random_array(draw, dtype, count) for count in counts]
+                all_of = [random_array(draw, dtype, sum(counts)) for _ in range(size)]
+                even = [random_array(draw, dtype, n * size) for _ in range(size)]
+                made = []
+                for name, of in (("one", flat), ("several", communicators)):
+                    cases = [
+                        harness.all_gather(f"gather {name} {n} {dtype}", mine),
+                        harness.all_to_all(f"all-to-all {name} {n} {dtype}", even, np.full((size, size), n)),
+                        harness.reduce_scatter(f"scatter {name} {n} {dtype}", all_of, counts),
+                    ]
+                    for arguments in cases[1].arguments:
+                        arguments["even"] = True
+                    for case in cases:
+                        case.run(of)
+                    made.append(cases)
+                for one, other in zip(*made):
+                    for rank in range(size):
+                        if one.kind == "ReduceScatter" and dtype.itemsize == 2:
+                            begin = sum(counts[:rank])
+                            parts = [x[begin : begin + counts[rank]] for x in all_of]
+                            assert_rounded_once(other.outputs[rank], one.outputs[rank], parts)
+                        elif one.kind == "ReduceScatter":
+                            assert_close(other.outputs[rank], one.outputs[rank], size)
+                        else:
+                            assert other.outputs[rank].tobytes() == one.outputs[rank].tobytes()
+
+
+def test_exchanges_over_hosts_are_chosen_by_price(tmp_path: Path) -> None:
+    def used(kind: str, elements: int, hosts: tuple[int, ...], even: bool = True) -> str:
+        size = sum(hosts)
+        with ranks(size, hosts=hosts) as communicators, open(tmp_path / "trace", "w+b") as file:
+            inputs = [np.ones(elements * (1 if kind == "AllGather" else size), np.float32) for _ in range(size)]
+            case = (
+                harness.all_gather("x", inputs)
+                if kind == "AllGather"
+                else harness.reduce_scatter("x", inputs, [elements] * size)
+                if kind == "ReduceScatter"
+                else harness.all_to_all("x", inputs, np.full((size, size), elements))
+            )
+            if kind == "AllToAll":
+                for arguments in case.arguments:
+                    arguments["even"] = even
+            communicators[0].trace_start(file.fileno())
+            case.run(communicators)
+            communicators[0].trace_stop()
+            return next(e["args"]["algorithm"] for e in harness.read_trace(tmp_path / "trace") if e.get("cat") == kind)
+
+    for kind in ("AllGather", "ReduceScatter"):
+        assert used(kind, 100_000, (2, 2)) == "hierarchical"
+        assert used(kind, 10, (2, 2)) == "direct" and used(kind, 100_000, (4,)) == "ring"
+        assert used(kind, 100_000, (1, 1, 1)) == "ring"
+    assert used("AllToAll", 10, (4, 4, 4, 4)) == "hierarchical" and used("AllToAll", 10, (2, 2)) == "pairwise"
+    assert used("AllToAll", 10, (4, 4, 4, 4), even=False) == "pairwise" == used("AllToAll", 10, (4, 4, 4, 3))
+    assert used("AllToAll", 100_000, (4, 4)) == "pairwise"  # the bytes between hosts are the same
+
+
 def assert_rounded_once(result: np.ndarray, other: np.ndarray, inputs: list[np.ndarray]) -> None:
     """Integers are equal, float64 sums in another order nearly; a 16-bit sum is the exact one, rounded."""
     if result.dtype.itemsize != 2:

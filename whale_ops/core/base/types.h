@@ -84,6 +84,12 @@ inline bool is_point_to_point(OpKind kind) {
   return kind == OpKind::kSend || kind == OpKind::kRecv;
 }
 
+// Operations whose schedule depends on which ranks share a host.
+inline bool knows_hosts(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kAllGather ||
+         kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
+}
+
 inline const char* name_of(Reduction reduction) {
   switch (reduction) {
     case Reduction::kSum: return "sum";

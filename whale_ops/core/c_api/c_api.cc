@@ -296,6 +296,7 @@ WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation,
   request.counts.assign(operation->counts, operation->counts + operation->counts_size);
   request.recv_counts.assign(operation->recv_counts,
                              operation->recv_counts + operation->recv_counts_size);
+  request.even = operation->even != 0;
   request.group.assign(operation->group, operation->group + operation->group_size);
   auto pending = std::make_shared<Pending>();
   request.done = [pending](const Status& outcome) { pending->finish(outcome, {}); };

@@ -26,6 +26,7 @@ struct WhaleOperation {
   int64_t recv_counts_size;
   const int32_t* group;
   int64_t group_size;
+  int64_t even;
 };
 
 WHALE_EXPORT const char* whale_last_error();

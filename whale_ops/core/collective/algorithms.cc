@@ -2,6 +2,7 @@
 #include "whale_ops/core/collective/algorithms.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "whale_ops/core/collective/schedules.h"
@@ -88,13 +89,26 @@ void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, 
 
 namespace {
 
+// `only_direct`: not along a ring.
+BlockWay block_way(const Problem& p, const Hosts& hosts, const Chunking& c, bool only_direct) {
+  const bool direct = only_direct || c.offsets.back() * p.element_bytes <= kSmallBytes;
+  const BlockWay flat = direct ? BlockWay::kDirect : BlockWay::kRing;
+  if (hosts.count() == 1 || hosts.most == 1) return flat;
+  const bool levels = p.algorithm == Algorithm::kHierarchical ||
+                      blocks_s(p, hosts, BlockWay::kHierarchical) < blocks_s(p, hosts, flat);
+  return levels ? BlockWay::kHierarchical : flat;
+}
+
 Schedule reduce_scatter(const Problem& p) {
   const Chunking c(p.counts, p.element_bytes);
   if (p.size == 1)
     return {"copy",
             {{copy_step({Buffer::kOutput, 0, p.counts[0]}, {Buffer::kInput, 0, p.counts[0]})}},
             0};
-  const bool direct = p.narrow_float || c.offsets.back() * p.element_bytes <= kSmallBytes;
+  const Hosts hosts(p);
+  const BlockWay way = block_way(p, hosts, c, p.narrow_float);
+  if (way == BlockWay::kHierarchical) return hierarchical_reduce_scatter(p, hosts);
+  const bool direct = way == BlockWay::kDirect;
   Schedule schedule{direct ? "direct" : "ring", std::vector<Lane>(c.lanes),
                     c.lanes * c.slot * (direct ? p.size : 2)};
   for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
@@ -110,7 +124,10 @@ Schedule reduce_scatter(const Problem& p) {
 
 Schedule all_gather(const Problem& p) {
   const Chunking c(p.counts, p.element_bytes);
-  const bool direct = p.size <= 2 || c.offsets.back() * p.element_bytes <= kSmallBytes;
+  const Hosts hosts(p);
+  const BlockWay way = block_way(p, hosts, c, p.size <= 2);
+  if (way == BlockWay::kHierarchical) return hierarchical_all_gather(p, hosts);
+  const bool direct = way == BlockWay::kDirect;
   Schedule schedule{direct ? "direct" : "ring", std::vector<Lane>(c.lanes), 0};
   for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
     const int64_t index = chunk % c.lanes;
@@ -128,6 +145,12 @@ Schedule all_gather(const Problem& p) {
 }
 
 Schedule all_to_all(const Problem& p) {
+  const Hosts hosts(p);
+  const double packed_s = all_to_all_s(p, hosts, true);
+  if (packed_s < all_to_all_s(p, hosts, false) ||
+      (p.algorithm == Algorithm::kHierarchical && std::isfinite(packed_s))) {
+    return packed_all_to_all(p, hosts);
+  }
   const auto to_offsets = offsets_of(p.counts);
   const auto from_offsets = offsets_of(p.recv_counts);
   Lane lane{copy_step({Buffer::kOutput, from_offsets[p.rank], p.recv_counts[p.rank]},

@@ -55,7 +55,8 @@ struct Schedule {
   int64_t wide_count = 0;     // elements of kWide
 };
 
-// How all-reduces are carried out. kAuto: the one with the least predicted time.
+// How all-reduces are carried out, and other collectives over several hosts. kAuto: the one with the
+// least predicted time.
 enum class Algorithm : uint8_t {
   kAuto = 0,
   kDirect = 1,
@@ -84,6 +85,7 @@ struct Problem {
   // AllToAll: elements to send to each rank. Barrier: {}.
   std::vector<int64_t> counts;
   std::vector<int64_t> recv_counts;  // AllToAll: elements to receive from each rank
+  bool even = false;                 // AllToAll: any two ranks send each other as much
 };
 
 WHALE_EXPORT const char* name_of(Algorithm algorithm);

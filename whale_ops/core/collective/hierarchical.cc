@@ -1,7 +1,9 @@
-// All-reduces in two levels: within hosts through memory, between hosts through the network.
-// Decision: 0005 (docs/decisions).
+// Collectives in two levels: within hosts through memory, between hosts through the network.
+// Decisions: 0005, 0178 (docs/decisions).
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "whale_ops/core/collective/schedules.h"
 
@@ -165,6 +167,229 @@ Schedule hierarchical(const Problem& p, Algorithm algorithm) {
     lane->push_back(give_inside(at, c, chunk, first_id + kOutside));
   }
   return schedule;
+}
+
+namespace {
+
+struct Own {
+  int host;
+  int index;  // in its host
+};
+
+Own own_of(const Hosts& hosts, int rank) {
+  const auto& here = hosts.members[hosts.of[rank]];
+  return {hosts.of[rank], static_cast<int>(std::find(here.begin(), here.end(), rank) - here.begin())};
+}
+
+// The rank of a host that deals with those of other hosts that have this index.
+int partner(const Hosts& hosts, int host, int index) {
+  const auto& there = hosts.members[host];
+  return there[index % there.size()];
+}
+
+// The ranks of other hosts with which `rank` deals.
+std::vector<int> dealt_with(const Hosts& hosts, int rank) {
+  std::vector<int> found;
+  for (int host = 0; host < hosts.count(); ++host) {
+    if (host == hosts.of[rank]) continue;
+    const auto& there = hosts.members[host];
+    for (size_t i = 0; i < there.size(); ++i) {
+      if (partner(hosts, hosts.of[rank], static_cast<int>(i)) == rank) found.push_back(there[i]);
+    }
+  }
+  return found;
+}
+
+bool are_in_a_row(const std::vector<int>& ranks) {
+  return ranks.back() - ranks.front() + 1 == static_cast<int>(ranks.size());
+}
+
+}  // namespace
+
+// What an all-gather or a reduce-scatter of T bytes takes of the busiest link: each rank meets all
+// others, or the next one, or one of each other host.
+double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way) {
+  const double size = p.size, others = size - 1, most = static_cast<double>(hosts.most);
+  const double count = hosts.count(), bytes =
+      static_cast<double>(std::accumulate(p.counts.begin(), p.counts.end(), int64_t{0}) *
+                          p.element_bytes);
+  if (way == BlockWay::kRing) {
+    double out = 0;
+    for (const auto& members : hosts.members) {
+      double here = 0;
+      for (const int rank : members) here += hosts.of[rank] != hosts.of[(rank + 1) % p.size] ? 1 : 0;
+      out = std::max(out, here);
+    }
+    return others * (kNetwork.step_s + kNetwork.message_s) +
+           out * others / size * bytes / kNetwork.bytes_per_s;
+  }
+  if (way == BlockWay::kDirect) {
+    return kNetwork.step_s + (size - most) * kNetwork.message_s + (most - 1) * kMemory.message_s +
+           most * (size - most) / size * bytes / kNetwork.bytes_per_s;
+  }
+  // Sums travel in float32.
+  const double sums = p.kind == OpKind::kReduceScatter && p.narrow_float
+                          ? kWideBytes / static_cast<double>(p.element_bytes)
+                          : 1;
+  const double dealt = std::ceil((size - most) / most);
+  return kNetwork.step_s + (count - 1) * kNetwork.message_s +
+         most * (count - 1) / size * sums * bytes / kNetwork.bytes_per_s + kMemory.step_s +
+         (most - 1) * (1 + dealt) * kMemory.message_s + bytes / kMemory.bytes_per_s;
+}
+
+// Each block crosses to each other host once, from its owner to the rank there that deals with the
+// owner's index, which gives it to the others of its host.
+Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts) {
+  const Chunking c(p.counts, p.element_bytes);
+  const auto own = own_of(hosts, p.rank);
+  const std::vector<int> dealt = dealt_with(hosts, p.rank);
+  Schedule schedule{name_of(Algorithm::kHierarchical), std::vector<Lane>(c.lanes), 0};
+  const auto ids = static_cast<size_t>(p.size) + 1;
+  for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
+    const int64_t index = chunk % c.lanes;
+    const size_t first = static_cast<size_t>(chunk / c.lanes) * ids;
+    const auto id_of = [&](int block) { return message_id(index, first + 1 + block); };
+    const auto block = [&](int rank) { return c.global(Buffer::kOutput, rank, chunk); };
+    Step meet = copy_step(block(p.rank), c.slice(Buffer::kInput, 0, p.rank, chunk)), give;
+    Lane* lane = &schedule.lanes[index];
+    lane->push_back(std::move(meet));
+    meet = {};
+    for (const int mate : hosts.members[own.host]) {
+      if (mate == p.rank) continue;
+      meet.sends.push_back({mate, id_of(p.rank), block(p.rank)});
+      meet.recvs.push_back({mate, id_of(mate), block(mate)});
+      for (const int rank : dealt) give.sends.push_back({mate, id_of(rank), block(rank)});
+      for (const int rank : dealt_with(hosts, mate)) {
+        give.recvs.push_back({mate, id_of(rank), block(rank)});
+      }
+    }
+    for (int host = 0; host < hosts.count(); ++host) {
+      if (host == own.host) continue;
+      meet.sends.push_back({partner(hosts, host, own.index), id_of(p.rank), block(p.rank)});
+    }
+    for (const int rank : dealt) meet.recvs.push_back({rank, id_of(rank), block(rank)});
+    lane->push_back(std::move(meet));
+    lane->push_back(std::move(give));
+  }
+  return schedule;
+}
+
+// The way back: what a host has for a rank of another one is added up by who deals with that
+// rank's index, and crosses once.
+Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts) {
+  const Chunking c(p.counts, p.element_bytes);
+  const auto own = own_of(hosts, p.rank);
+  const auto& here = hosts.members[own.host];
+  const std::vector<int> dealt = dealt_with(hosts, p.rank);
+  std::vector<int> added = dealt;  // whose blocks this rank adds up; its own one last
+  added.push_back(p.rank);
+  // Of a lane: parts of `added` from each rank here, then sums of other hosts, then own sums, which
+  // are in float32 where elements are of 16 bits.
+  const auto mates = static_cast<int64_t>(here.size()), count = static_cast<int64_t>(added.size());
+  const int64_t parts = count * mates, per_lane = (parts + hosts.count() + count) * c.slot;
+  const Buffer sums = p.narrow_float ? Buffer::kWide : Buffer::kScratch;
+  Schedule schedule{name_of(Algorithm::kHierarchical), std::vector<Lane>(c.lanes),
+                    c.lanes * per_lane, p.narrow_float ? c.lanes * per_lane : 0};
+  const auto ids = static_cast<size_t>(p.size) + 1;
+  for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
+    const int64_t index = chunk % c.lanes, base = index * per_lane;
+    const size_t first = static_cast<size_t>(chunk / c.lanes) * ids;
+    const auto id_of = [&](int block) { return message_id(index, first + block); };
+    const uint32_t crossing = message_id(index, first + p.size);
+    const auto slot = [&](Buffer buffer, int64_t number, int rank) {
+      return Slice{buffer, base + number * c.slot, c.count(rank, chunk)};
+    };
+    Step inside, between;
+    for (int i = 0; i < mates; ++i) {
+      if (i == own.index) continue;
+      std::vector<int> theirs = dealt_with(hosts, here[i]);
+      theirs.push_back(here[i]);
+      for (const int rank : theirs) {
+        inside.sends.push_back({here[i], id_of(rank), c.global(Buffer::kInput, rank, chunk)});
+      }
+      for (int64_t k = 0; k < count; ++k) {
+        inside.recvs.push_back(
+            {here[i], id_of(added[k]), slot(Buffer::kScratch, k * mates + i, added[k])});
+      }
+    }
+    const auto sum_of = [&](int64_t k) { return slot(sums, parts + hosts.count() + k, added[k]); };
+    for (int64_t k = 0; k < count; ++k) {
+      Local add{sum_of(k), {}};
+      for (int64_t i = 0; i < mates; ++i) {
+        add.sources.push_back(i == own.index
+                                  ? c.global(Buffer::kInput, added[k], chunk)
+                                  : slot(Buffer::kScratch, k * mates + i, added[k]));
+      }
+      inside.locals.push_back(std::move(add));
+    }
+    Local total{c.slice(Buffer::kOutput, 0, p.rank, chunk), {}};
+    for (int host = 0; host < hosts.count(); ++host) {
+      const Slice arriving =
+          host == own.host ? sum_of(count - 1) : slot(sums, parts + host, p.rank);
+      total.sources.push_back(arriving);
+      if (host == own.host) continue;
+      between.recvs.push_back({partner(hosts, host, own.index), crossing, arriving});
+    }
+    for (int64_t k = 0; k + 1 < count; ++k) between.sends.push_back({added[k], crossing, sum_of(k)});
+    between.locals.push_back(std::move(total));
+    schedule.lanes[index].push_back(std::move(inside));
+    schedule.lanes[index].push_back(std::move(between));
+  }
+  return schedule;
+}
+
+// Hosts of as many ranks in a row each, which all send as much to each other.
+bool can_pack(const Problem& p, const Hosts& hosts) {
+  return p.even && hosts.count() > 1 && hosts.most > 1 && hosts.most == hosts.least &&
+         std::all_of(hosts.members.begin(), hosts.members.end(), are_in_a_row);
+}
+
+double all_to_all_s(const Problem& p, const Hosts& hosts, bool packed) {
+  const double most = static_cast<double>(hosts.most), others = p.size - most;
+  if (!packed) {
+    return kNetwork.step_s + others * kNetwork.message_s + (most - 1) * kMemory.message_s;
+  }
+  if (!can_pack(p, hosts)) return std::numeric_limits<double>::infinity();
+  const double bytes = others * static_cast<double>(p.counts[0] * p.element_bytes);
+  return kMemory.step_s + hosts.count() * (most - 1) * kMemory.message_s + kNetwork.step_s +
+         (hosts.count() - 1) * kNetwork.message_s + 2 * bytes / kMemory.bytes_per_s;
+}
+
+// What the ranks of a host have for those of one index elsewhere comes together at the rank of this
+// index here, so that one message goes to each of those.
+Schedule packed_all_to_all(const Problem& p, const Hosts& hosts) {
+  const auto own = own_of(hosts, p.rank);
+  const auto& here = hosts.members[own.host];
+  const auto mates = static_cast<int64_t>(here.size());
+  const int64_t each = p.counts[0];
+  const auto to = [&](int rank) { return Slice{Buffer::kInput, rank * each, each}; };
+  const int64_t packed = hosts.count() * mates * each;  // where the packed blocks begin
+  const auto place = [&](int64_t begin, int host, int64_t i) {
+    return Slice{Buffer::kScratch, begin + (host * mates + i) * each, each};
+  };
+  Step pack = copy_step({Buffer::kOutput, p.rank * each, each}, to(p.rank)), cross;
+  for (int host = 0; host < hosts.count(); ++host) {
+    const auto& there = hosts.members[host];
+    const auto id = static_cast<uint32_t>(host);
+    for (int64_t i = 0; i < mates; ++i) {
+      if (i != own.index) {
+        pack.sends.push_back({here[i], id, to(there[i])});
+        pack.recvs.push_back({here[i], id,
+                              host == own.host ? Slice{Buffer::kOutput, here[i] * each, each}
+                                               : place(0, host, i)});
+      }
+      if (host == own.host) continue;
+      const Slice source = i == own.index ? to(there[own.index]) : place(0, host, i);
+      pack.locals.push_back({place(packed, host, i), {source}});
+    }
+    if (host == own.host) continue;
+    const auto crossing = static_cast<uint32_t>(hosts.count());
+    cross.sends.push_back(
+        {there[own.index], crossing, {Buffer::kScratch, place(packed, host, 0).offset, mates * each}});
+    cross.recvs.push_back(
+        {there[own.index], crossing, {Buffer::kOutput, there[0] * each, mates * each}});
+  }
+  return {name_of(Algorithm::kHierarchical), {{std::move(pack), std::move(cross)}}, 2 * packed};
 }
 
 }  // namespace whale

@@ -99,4 +99,15 @@ struct Hosts {
 Schedule hierarchical(const Problem& p, Algorithm algorithm);
 double hierarchical_s(const Problem& p, const Hosts& hosts, Algorithm algorithm);
 
+// All-gathers and reduce-scatters: a rank meets all others, or the next one in a ring, or one rank of
+// each other host.
+enum class BlockWay : uint8_t { kDirect, kRing, kHierarchical };
+Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts);
+Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts);
+double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way);
+
+// All-to-alls: to each rank of the others a message, or to one rank of each other host.
+Schedule packed_all_to_all(const Problem& p, const Hosts& hosts);
+double all_to_all_s(const Problem& p, const Hosts& hosts, bool packed);
+
 }  // namespace whale

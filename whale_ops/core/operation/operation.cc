@@ -20,6 +20,7 @@ Problem problem_of(const Request& request, int rank, int size) {
   problem.hosts = request.hosts;
   problem.counts = request.counts;
   problem.recv_counts = request.recv_counts;
+  problem.even = request.even;
   problem.root = request.root;
   problem.rank = rank;
   problem.size = size;

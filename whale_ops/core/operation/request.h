@@ -36,6 +36,7 @@ struct Request {
   int root = 0;
   std::vector<int64_t> counts;
   std::vector<int64_t> recv_counts;
+  bool even = false;                       // AllToAll, as in Problem
   Algorithm algorithm = Algorithm::kAuto;  // of all-reduces
   std::vector<int> hosts;                  // as in Problem; the endpoint says so
   // All ranks of the group have mapped each other's arena; the endpoint says so, also:

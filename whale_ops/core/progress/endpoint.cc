@@ -169,8 +169,10 @@ void Endpoint::begin(Entry entry) {
     done(status);
     return;
   }
-  if (entry.request.kind == OpKind::kAllReduce) {
+  if (knows_hosts(entry.request.kind)) {
     entry.request.hosts = hosts_of(entry.request.group);
+  }
+  if (entry.request.kind == OpKind::kAllReduce) {
     entry.request.tensors_shared = shares_tensors(entry.request.group);
     entry.request.lends = !engine_link_.active();  // an emulated link carries all bytes
   }

@@ -170,6 +170,7 @@ class AllToAllOp : public TensorOp {
     const AxisView from(input.shape(), split.axis), to(shape, concat.axis);
     request.counts = from.counts(split.sizes);
     request.recv_counts = to.counts(concat.sizes);
+    request.even = redivision_.is_even();
     Tensor sent, received;
     std::function<void()> finish;
     TF_RETURN_IF_ERROR(in_parts(ctx, input, from, split.sizes, &sent));

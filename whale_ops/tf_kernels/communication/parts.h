@@ -2,6 +2,7 @@
 // shapes, and copies between a tensor and its parts.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -39,6 +40,9 @@ struct Division {
     shape.set_dim(axis, sizes[index]);
     return shape;
   }
+  bool is_even() const {
+    return std::all_of(sizes.begin(), sizes.end(), [&](int64_t n) { return n == sizes[0]; });
+  }
   // "axis 0 sizes [3,2]"
   std::string text() const { return absl::StrCat("axis ", axis, " sizes ", join_sizes(sizes)); }
 
@@ -59,6 +63,8 @@ struct Redivision {
     return split.axis != concat.axis && split.fits_whole(input, ranks) &&
            concat.fits_part(input, ranks, index);
   }
+  // Any two ranks send each other as much.
+  bool is_even() const { return split.is_even() && concat.is_even(); }
   std::string text() const {
     return absl::StrCat("split ", split.text(), ", concat ", concat.text());
   }
