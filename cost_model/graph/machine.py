@@ -3,13 +3,18 @@
 measured_machine   a host that `whale profile` measured, operation by operation
 cluster_machine    the devices of a cluster file, by the catalogue's formulas
 cluster_rates      the same in a few figures each
-rated_machine      ranks that were measured briefly (`Rates`)
+rated_machine      ranks that were measured briefly (`Rates`), on hosts with links that were (`Topology`)
+
+Decisions: 0177, 0178.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
 from cost_model.graph.machine_profile import MachineProfile, Measured
@@ -21,6 +26,7 @@ from cost_model.kernels.op_work import Work
 from whale.errors import ClusterError
 from whale.ir.ops import CONTRACTIONS, FUSED_LOOP
 from whale.ir.program import Node, Program
+from whale.ir.topology import Link, Topology, make_topology
 
 # TensorFlow's allocator rounds sizes up to a multiple of this (bfc_allocator.h: kMinAllocationSize).
 GRAIN_BYTES = 256
@@ -91,14 +97,6 @@ def make_measured_machine(
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """The latency of a link in seconds, and the bytes per second that a rank sends and receives."""
-
-    exchange_s: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Rates:
     """The work that one rank does per second while all ranks work, and the speed of exchanges between them.
 
@@ -126,8 +124,14 @@ class Rates:
         return Link(self.exchange_s, self.exchanged_bytes_per_s)
 
 
-def make_rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf")) -> Machine:
-    """Returns a machine of ranks with few known figures: a roofline for operations, bytes for exchanges."""
+def make_rated_machine(
+    rates: Sequence[Rates], memory_bytes: float = float("inf"), topology: Topology | None = None
+) -> Machine:
+    """Returns a machine of ranks with few known figures: a roofline for operations, bytes for exchanges.
+
+    Args:
+        topology: the hosts, whose links have been measured; None: one figure holds for all exchanges, that of `rates`.
+    """
 
     def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
         def operation(program: Program, node: Node, does: Work) -> tuple[float, int]:
@@ -139,6 +143,8 @@ def make_rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf"
 
     def exchange_s(what: Exchange) -> float:
         # The bytes that a rank sends: its part of the tensor, or all of it where it goes one way.
+        if topology is not None and not what.through:
+            return topology_exchange_s(topology, what)
         one_way = what.kind in ("point_to_point", "broadcast")
         sent_bytes = what.tensor_bytes if one_way else what.logical_bytes
         links = (rates[r].link(what.through) for r in what.ranks)
@@ -151,6 +157,53 @@ def make_rated_machine(rates: Sequence[Rates], memory_bytes: float = float("inf"
         exchange_s=exchange_s,
         memory_bytes=[memory_bytes] * len(rates),
     )
+
+
+def topology_exchange_s(topology: Topology, what: Exchange) -> float:
+    """Returns the seconds of an exchange within hosts and between them, by the links of a topology, which are known.
+
+    What a host has to get from others crosses its link once (`whale_ops/core/collective/hierarchical.cc`), and all
+    groups that have ranks of a host use it at the same time, as those along one axis of a mesh do. Of T bytes m hosts
+    send: (m-1)/m T each in an all-gather or a reduce-scatter, twice that in an all-reduce; k ranks of a host send
+    k (p-k)/p T in an all-to-all of p ranks.
+    """
+    here = Counter(topology.hosts[rank] for rank in what.ranks)
+    per_host, hosts, size = max(here.values()), len(here), len(what.ranks)
+    tensor, times = what.tensor_bytes, 2 if what.kind == "all_reduce" else 1
+    one_way = what.kind in ("point_to_point", "broadcast")
+    seconds = 0.0
+    if per_host > 1:
+        assert topology.inside is not None
+        sent_bytes = tensor if one_way else times * (per_host - 1) / per_host * tensor
+        if what.kind == "all_to_all":
+            sent_bytes = (per_host - 1) / size * tensor
+        seconds += topology.inside.exchange_s + sent_bytes / topology.inside.bytes_per_s
+    if hosts > 1:
+        links = [link for pair in combinations(sorted(here), 2) if (link := topology.find_link(*pair)) is not None]
+        groups = max(topology.hosts.count(host) / count for host, count in here.items())
+        sent_bytes = tensor if one_way else times * (hosts - 1) / hosts * tensor
+        if what.kind == "all_to_all":
+            sent_bytes = per_host * (size - per_host) / size * tensor
+        slowest = min(link.bytes_per_s for link in links)
+        start_s = max(link.exchange_s for link in links) * math.ceil(math.log2(hosts))
+        seconds += start_s + groups * sent_bytes / slowest
+    return seconds
+
+
+def cluster_topology(cluster: Cluster, size: int) -> Topology | None:
+    """Returns the hosts of a cluster's first ``size`` devices, one rank each, and the networks between them.
+
+    None: they are all on one host.
+    """
+    devices = _devices(cluster)[:size]
+    entries = {at: host for at, host, _ in devices}
+    numbers = {at: number for number, at in enumerate(entries)}
+    links: dict[tuple[int, int], Link] = {}
+    for one, other in combinations(entries, 2):
+        _, between, nics = cluster.find_path(entries[one], entries[other])
+        rate = between.network.bytes_per_s * nics / between.oversubscription
+        links[numbers[one], numbers[other]] = Link(between.network.step_us.simple * 1e-6, rate)
+    return make_topology([f"{entries[at].name}/{at}" for at, _, _ in devices], links)
 
 
 def cluster_machine(cluster: Cluster) -> Machine:

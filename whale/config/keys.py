@@ -98,6 +98,14 @@ KEYS: tuple[Key, ...] = (
         "file that `whale profile` wrote on this machine, by which auto_parallel predicts; empty: a quick measurement",
     ),
     Key(
+        "mesh.rank_order",
+        "str",
+        "links",
+        "how ranks of several hosts are laid on the mesh: by the links between the hosts, groups that divide tensors "
+        "within hosts; or by their numbers",
+        choices=("links", "numbers"),
+    ),
+    Key(
         "batch.mode",
         "str",
         "global",

@@ -183,7 +183,8 @@ class Balance:
         if placement is None:
             return None
         if not stays and isinstance(placement, Shard) and len(placement.sizes) == ranks.size:
-            return WatchedSteps(placement.sizes, program)
+            rows = sorted(zip(plan.mesh_ranks, placement.sizes))
+            return WatchedSteps(tuple(size for _, size in rows), program)
         why = stays or "a batch is not divided among all of them"
         if ranks.rank == 0 and why not in self._told:
             log.info(f"ranks that get slower keep their rows: {why}")

@@ -159,25 +159,31 @@ def _is_tcp_faster(hosts: Sequence[int], by_tcp: Communicator, by_mpi: Communica
 
 def _time_exchanges(comm: Communicator, leaders: Sequence[int]) -> LinkTimes:
     """Times all-reduces among the first ranks of hosts; collective over all, and true on rank 0."""
-    small_s = statistics.median(_time_all_reduces(comm, leaders, _SMALL_BYTES, _SMALL_CALLS))
+    small_s = statistics.median(time_all_reduces(comm, leaders, "choice", _SMALL_BYTES, _SMALL_CALLS))
     size_bytes, large_s = 0, 0.0
     for size_bytes in _LARGE_BYTES:
-        large_s = min(_time_all_reduces(comm, leaders, size_bytes, _LARGE_CALLS))
+        large_s = min(time_all_reduces(comm, leaders, "choice", size_bytes, _LARGE_CALLS))
         said = (b"1" if large_s > _ENOUGH_S else b"") if comm.rank == 0 else None
         if comm.broadcast_bytes(f"whale/enough/{size_bytes}", said, 0, _EXCHANGE_S):
             break
     return LinkTimes(small_s, large_s / size_bytes)
 
 
-def _time_all_reduces(comm: Communicator, leaders: Sequence[int], size_bytes: int, calls: int) -> list[float]:
-    """Returns the seconds of each but the first, which connects; of ranks that take no part, nothing of use."""
-    if comm.rank not in leaders:
+def time_all_reduces(comm: Communicator, ranks: Sequence[int], name: str, size_bytes: int, calls: int) -> list[float]:
+    """Times all-reduces of ranks; returns the seconds of each but the first, which connects.
+
+    Of ranks that take no part, nothing of use.
+
+    Args:
+      name: of the measurement, equal on these ranks.
+    """
+    if comm.rank not in ranks:
         return [0.0]
     values, times_s = np.zeros(size_bytes // 4, np.float32), []
     for _ in range(calls):
         started_s = time.perf_counter()
         HostOperation(
-            comm.handle, "AllReduce", f"whale/time/{size_bytes}", dtype="float32", element_bytes=4, ranks=leaders,
+            comm.handle, "AllReduce", f"whale/time/{name}/{size_bytes}", dtype="float32", element_bytes=4, ranks=ranks,
             input_address=values.ctypes.data, output_address=values.ctypes.data, counts=[values.size], buffers=values,
         ).wait(_EXCHANGE_S)  # fmt: skip
         times_s.append(time.perf_counter() - started_s)

@@ -18,6 +18,8 @@ from whale.ir.crossing import find_block
 from whale.ir.layout import Shard, divide_evenly, shard
 from whale.ir.plan import Plan
 
+STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes that have a meaning of their own
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:

@@ -118,6 +118,8 @@ class Plan:
       microbatched: its axis is that of a rank's micro-batches. Made on each rank; never saved.
       script: the script whose first step it is, and its arguments; empty where it was not made by `whale plan`.
       strategy: the strategy of the plan, with its settings; None if it was not recorded.
+      rank_order: the rank at each position of the mesh; (): position and rank are the same number. Of stage groups
+          each has its own.
       searched: ``auto_parallel`` found the strategy, which is applied to the program before it is planned; otherwise
         its scopes and settings say how it is divided.
       predicted: seconds and bytes of a step, if `whale plan` knew the machine.
@@ -158,6 +160,7 @@ class Plan:
     routed: Mapping[str, int] = field(default_factory=dict)
     updates: tuple[int, int] = (0, 0)
     declined: tuple[str, ...] = ()
+    rank_order: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -170,6 +173,11 @@ class Plan:
     def mesh_size(self) -> int:
         """Returns the number of ranks of all axes together; in a pipeline, those of a stage group."""
         return self.size if self.inner is None else self.size * self.inner.mesh_size
+
+    @property
+    def mesh_ranks(self) -> tuple[int, ...]:
+        """Returns the rank at each position of the mesh of a plan without stages."""
+        return self.rank_order or tuple(range(self.mesh_size))
 
     @property
     def own_bytes(self) -> int:
@@ -275,6 +283,7 @@ def _encode(plan: Plan) -> ProgramLayouts:
         micro_batches=plan.micro_batches,
         offloaded=list(plan.offloaded),
         updates=plan.updates,
+        rank_order=plan.rank_order,
         routed=dict(plan.routed),
         unruled=dict(plan.unruled),
         exceptions=list(plan.exceptions),
@@ -324,6 +333,7 @@ class ProgramLayouts(msgspec.Struct, omit_defaults=True):
     micro_batches: int = 1
     offloaded: list[str] = []
     updates: tuple[int, int] = (0, 0)
+    rank_order: tuple[int, ...] = ()
     backends: dict[str, str] = {}  # reshards that are not Whale's own
     wire_dtypes: dict[str, str] = {}  # reshards that are rounded before they are sent
     script: list[str] = []
@@ -421,7 +431,7 @@ def strategy_of(plan: Plan) -> ParallelStrategy:
     That is its stages, replicas, ranks that divide tensors, rows and micro-batches. The layers of a stage are numbers
     of stages of the program.
     """
-    groups = plan.stage_groups or (StageGroup("", tuple(range(plan.mesh_size)), ()),)
+    groups = plan.stage_groups or (StageGroup("", plan.mesh_ranks, ()),)
     divided = tuple(dict.fromkeys(t.scope for t in plan.task_graphs if t.kind == "split"))
     stages = []
     for number, group in enumerate(groups):
@@ -489,6 +499,7 @@ def _decode_plan(f: ProgramLayouts) -> Plan:
         offloaded=tuple(f.offloaded),
         updates=f.updates,
         declined=tuple(f.declined),
+        rank_order=f.rank_order,
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),
         split_flops=f.split_flops,

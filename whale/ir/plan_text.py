@@ -251,13 +251,15 @@ def _format_mesh(plan: Plan, rows: int = 4) -> list[str]:
         found.append((f"stage={len(groups)}", [g.ranks for g in groups], sum(e.bytes for e in plan.edges)))
     for number, one in enumerate(plans):
         size = one.mesh_size
-        members = [g.ranks for g in groups if g.plan == number] or [tuple(range(size))]
+        members = [g.ranks for g in groups if g.plan == number] or [plan.mesh_ranks]
         for k, (axis, moved) in enumerate(zip(make_mesh(one, range(size)).axes, count_moved_along(one))):
             lines = [make_mesh(one, ranks).list_ranks_along(r, axis.name) for ranks in members for r in ranks]
             where = str(axis) if alike or k == len(found) else f"{axis} of {size} ranks"
             found.append((where, list(dict.fromkeys(lines)), moved))
     name = ",".join(where for where, _, _ in found) if alike else f"{len(groups)} stages of their own meshes"
     out = [f"Mesh {name}: the groups along each axis, and what they move in a step"]
+    if plan.rank_order:
+        out.append(f"  ranks lie by the links between their hosts: {', '.join(map(str, plan.rank_order))}")
     for where, lines, moved in found:
         between = " -> " if where.startswith("stage=") else " "
         shown = between.join("+".join(map(str, line)) for line in lines[:rows])

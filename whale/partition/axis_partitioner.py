@@ -242,7 +242,7 @@ class AxisPartitioner:
         )
         changes: dict[str, Any] = {
             "size": sizes[level],
-            "devices": () if last else tuple(_format_ranks(g) for g in self._list_groups(at)),
+            "devices": () if last else tuple(_format_ranks(self._name_ranks(g)) for g in self._list_groups(at)),
             "batch__inputs": batch,
             "batch__shares": (),
             "batch__local": {},
@@ -306,6 +306,11 @@ class AxisPartitioner:
         """Returns the mesh positions of the ranks at each coordinate of the axis after ``at``."""
         first, count = self.position(at), prod(self.sizes[len(at) + 1 :])
         return [range(first + c * count, first + (c + 1) * count) for c in range(self.sizes[len(at)])]
+
+    def _name_ranks(self, positions: Sequence[int]) -> Sequence[int]:
+        """Returns the ranks at positions of the mesh."""
+        order = self.settings.rank_order
+        return [order[i] for i in positions] if order else positions
 
     def _group_coordinates(self, at: tuple[int, ...]) -> list[tuple[int, int]]:
         """Groups the coordinates of the axis after ``at`` into the first one, and the others by their rows.
@@ -418,7 +423,8 @@ def _shrink_variables(model: Plan, program: Program) -> Plan:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"ranks {ranks[0]} to {ranks[-1]}"
+    in_a_row = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"ranks {ranks[0]} to {ranks[-1]}" if in_a_row else f"ranks {'+'.join(map(str, ranks))}"
 
 
 def _restore_scopes(lowered: Program, known: Mapping[str, str]) -> Program:

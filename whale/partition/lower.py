@@ -58,7 +58,7 @@ def make_any_plan(program: Program, settings: PlanSettings, first: FirstLayouts 
     Raises:
       PlanError: see ``plan_program`` and ``plan_stage_groups``.
     """
-    stage_groups = stage_groups_of(program, settings.size, settings.mesh)
+    stage_groups = stage_groups_of(program, settings)
     refuse_rank_groups(program, settings.size)
     on_host = find_offloaded(program, settings.memory.offload)
     if stage_groups:
@@ -178,13 +178,13 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
             "partition",
             "gives each rank local shapes, and exchanges where a layout changes",
             _lower_along_one_axis,
-            When("a plan of one axis", lambda c: not c.plan.stage_groups and c.plan.inner is None),
+            When("a plan of one axis", lambda c: not (c.plan.stage_groups or c.plan.inner or c.plan.rank_order)),
         ),
         Pass(
             "partition_mesh",
             "the same axis by axis",
             _lower_along_mesh,
-            When("mesh", lambda c: not c.plan.stage_groups and c.plan.inner is not None),
+            When("mesh", lambda c: not c.plan.stage_groups and bool(c.plan.inner or c.plan.rank_order)),
         ),
         Pass(
             "partition_stages",
@@ -284,9 +284,7 @@ def _list_axis_groups(plan: Plan, rank: int) -> list[tuple[int, ...]]:
     """Lists the groups of ranks that communicate with ``rank`` along axes of the mesh; those along most axes first."""
     group = next((group for group in plan.stage_groups if rank in group.ranks), None)
     mesh = (
-        make_mesh(plan.find_group_plan(group), group.ranks)
-        if group is not None
-        else make_mesh(plan, range(plan.mesh_size))
+        make_mesh(plan.find_group_plan(group), group.ranks) if group is not None else make_mesh(plan, plan.mesh_ranks)
     )
     names = [axis.name for axis in mesh.axes]
     return [

@@ -28,7 +28,7 @@ from whale.partition.axis_partitioner import AxisPartitioner, change_sizes, list
 from whale.partition.rank_mapping import add_check, map_to_ranks
 from whale.passes.analysis.axes import axes_of, batch_of, list_named_axes, project_to_axis, select_known_along
 from whale.passes.analysis.batch import rows_of_ranks
-from whale.passes.analysis.rank_groups import map_named_ranks
+from whale.passes.analysis.rank_groups import in_mesh_positions, map_named_ranks
 from whale.passes.analysis.scopes import context_of, has_split_scopes
 from whale.passes.pass_manager import make_plan
 from whale.passes.plan_builder import FirstLayouts
@@ -44,16 +44,23 @@ def plan_program(program: Program, settings: PlanSettings, first: FirstLayouts |
     Raises:
       PlanError: see ``make_plan`` and ``axes_of``.
     """
-    axes = axes_of(program, settings)
+    axes, whole = axes_of(program, settings), program
+    order = settings.rank_order
+    program = in_mesh_positions(program, order)
     of_rows = _find_row_axes(program, axes)
     settings = _share_rows_in_micro_batches(program, settings, of_rows)
     if len(axes) == 1:
-        return _plan_one_axis(program, settings, axes[0], first)
+        return _note_order(_plan_one_axis(program, settings, axes[0], first), whole, order)
     rows = _share_rows(program, settings, [a.size for a in of_rows])
     if settings.zero.level and has_split_scopes(program):
         scopes = AxisPartitioner(program, settings.but(zero__level=0), axes, rows)
         settings = settings.but(zero__avoid=scopes.find_divided_dims())
-    return AxisPartitioner(program, settings, axes, rows).make_plan()
+    return _note_order(AxisPartitioner(program, settings, axes, rows).make_plan(), whole, order)
+
+
+def _note_order(plan: Plan, program: Program, order: tuple[int, ...]) -> Plan:
+    """Returns the plan of ranks in an order of their own, which was made of the program with positions for ranks."""
+    return replace(plan, fingerprint=compute_fingerprint(program), rank_order=order) if order else plan
 
 
 def _plan_one_axis(program: Program, settings: PlanSettings, axis: Axis, first: FirstLayouts | None) -> Plan:
@@ -69,7 +76,8 @@ def lower_mesh(
     program: Program, plan: Plan, settings: PlanSettings, ranks: Sequence[int], comm: str, what: str
 ) -> list[Program]:
     """Lowers a program under a plan of several axes to the program of each of ``ranks``."""
-    levels, mesh = make_partitioner(program, plan, settings), make_mesh(plan, range(plan.mesh_size))
+    program, mesh = in_mesh_positions(program, plan.rank_order), make_mesh(plan, plan.mesh_ranks)
+    levels = make_partitioner(program, plan, settings)
     found = []
     for rank in ranks:
         at = mesh.find_coordinates(rank)

@@ -32,7 +32,7 @@ def find_variable_uses(expanded: Program, plan: Plan) -> dict[str, VariableUse]:
     uses = {}
     if not plan.stage_groups:
         everyone = tuple(range(plan.ranks))
-        for name, (tiles, order) in _find_divided_variables(plan, everyone).items():
+        for name, (tiles, order) in _find_divided_variables(plan, plan.mesh_ranks).items():
             place = order if order != everyone else ()
             uses[name] = VariableUse(frozenset(everyone), name in written, place, tiles)
         return uses

@@ -99,6 +99,8 @@ def check_stage_groups(plan: Plan) -> list[str]:
     ranks = sorted(rank for group in plan.stage_groups for rank in group.ranks)
     if count and ranks != list(range(len(ranks))):
         found.append(f"the stages have the ranks {ranks}, not each of {len(ranks)} once")
+    if plan.rank_order and sorted(plan.rank_order) != list(range(plan.mesh_size)):
+        found.append(f"the mesh has the ranks {list(plan.rank_order)}, not each of {plan.mesh_size} once")
     plans = (plan, *plan.others)
     for group in plan.stage_groups:
         size = plans[group.plan].mesh_size if 0 <= group.plan < len(plans) else 0

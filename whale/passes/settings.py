@@ -180,6 +180,9 @@ class PlanSettings:
       observer: observes the passes: dumps and times them.
       fuse: the operations that are replaced by others in the ranks' programs.
       mesh: axes whose sizes the user has fixed, outermost first; (): none.
+      hosts: of each rank, the number of its host; (): all are on one.
+      rank_order: the rank at each position of the mesh (see ``whale.passes.analysis.rank_order``); (): position and
+        rank are the same number.
       stage_meshes: the axes of stages whose mesh differs from ``mesh``, by their ranks.
     """
 
@@ -195,6 +198,8 @@ class PlanSettings:
     observer: PassObserver = field(default_factory=PassObserver)
     fuse: FuseSettings = field(default_factory=FuseSettings)
     mesh: tuple[Axis, ...] = ()
+    hosts: tuple[int, ...] = ()
+    rank_order: tuple[int, ...] = ()
     stage_meshes: Mapping[tuple[int, ...], tuple[Axis, ...]] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> PlanSettings:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from cost_model.cluster.cluster_file import Cluster
+from cost_model.graph.machine import cluster_topology
 from whale.capture.captured import CapturedVariable
 from whale.capture.loss_scaling import LossScale, LossScaleFeed
 from whale.config import Mesh
@@ -18,12 +19,15 @@ from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.ranks import Ranks
 from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.errors import ClusterError, ConfigError
+from whale.ir.mesh import TENSOR, Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
+from whale.ir.topology import Topology
 from whale.partition.variable_use import VariableUse
+from whale.passes.analysis.axes import fill_mesh
 from whale.passes.analysis.patterns import Pattern
-from whale.passes.analysis.stages import TENSOR
+from whale.passes.analysis.rank_order import order_ranks
 from whale.passes.run_passes import PassLog
 from whale.passes.settings import PlanSettings
 from whale.planner.report.planfile import PlanFile
@@ -314,6 +318,8 @@ class Context(Ranks):
       solo: whether the ranks may each train alone.
       notice: hears that the run is to end, where it may save then.
       elastic: has this rank go on when others are gone; None: the run ends then.
+      topology: the hosts of the ranks, with their links where these were measured; None: all are on one.
+      laid: a topology and the axes of a mesh, and the ranks as they are laid there (``rank_order``).
       own_gpu: of this rank, where ranks are processes; None: it has none, or an unknown one.
     """
 
@@ -339,6 +345,8 @@ class Context(Ranks):
     notice: PreemptionNotice | None = None
     elastic: ElasticHooks | None = None
     own_gpu: OwnGpu | None = None
+    topology: Topology | None = None
+    laid: tuple[tuple[Topology, tuple[Axis, ...]], tuple[int, ...]] | None = None
 
     def watch_calls(
         self, call: Callable[..., _T], name: str, number: int, plan: Callable[[], Plan]
@@ -386,6 +394,33 @@ class Context(Ranks):
         """Returns the configured sizes of mesh axes, or the script's number of ranks that divide tensors."""
         said = self.config["mesh"]
         return said if said or not self.scoping.split_ranks else Mesh(**{TENSOR: self.scoping.split_ranks})
+
+    @property
+    def planned_topology(self) -> Topology | None:
+        """Returns the hosts of the ranks that programs are planned for; None: all are on one."""
+        dry = self.planning.dry
+        if dry is None:
+            return self.topology
+        return None if dry.cluster is None else cluster_topology(dry.cluster, dry.size)
+
+    @property
+    def is_laid_by_links(self) -> bool:
+        """Tells whether ranks are laid on the mesh by the links between their hosts.
+
+        Ranks that bring batches of their own keep their order, which is that of the batch's rows.
+        """
+        return self.config["mesh.rank_order"] == "links" and not self.has_local_batch
+
+    @property
+    def rank_order(self) -> tuple[int, ...]:
+        """Returns the rank at each position of the configured mesh; (): position and rank are the same number."""
+        if (topology := self.planned_topology) is None or not self.mesh or not self.is_laid_by_links:
+            return ()
+        sizes = fill_mesh(self.mesh, self.planned_size) or dict(self.mesh)
+        asked = topology, tuple(Axis(name, size) for name, size in sizes.items())
+        if self.laid is None or self.laid[0] != asked:
+            self.laid = asked, order_ranks(*asked)
+        return self.laid[1]
 
     @property
     def local_ranks(self) -> int:

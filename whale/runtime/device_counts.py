@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whale.errors import PlanError
-from whale.passes.analysis.stages import TENSOR
+from whale.ir.mesh import TENSOR
 from whale.runtime.context import require_current
 
 _SCHEDULES = {"preferbackward": "1f1b", "preferbackwardoptimizer": "1f1b", "preferforward": "gpipe"}

@@ -13,8 +13,9 @@ from tensorflow.core.framework import attr_value_pb2
 
 from whale.capture.attrs import AGAIN, CHECKPOINT, SCOPE_ATTR, mark_attributes
 from whale.errors import PlanError
+from whale.ir.mesh import CONTEXT
 from whale.passes.analysis.scopes import micro_batches_in, ranks_of_scope, split_scope
-from whale.passes.analysis.stages import CONTEXT, stage_of
+from whale.passes.analysis.stages import stage_of
 from whale.runtime.context import Context, require_current
 
 _DEVICE = re.compile(

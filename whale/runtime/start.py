@@ -26,6 +26,7 @@ from whale.distributed.common_seeds import (
     take_random_state,
 )
 from whale.distributed.connect import configure_communicator, share_tensors_if_possible
+from whale.distributed.links import find_topology, measure_links, name_emulated_hosts
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
@@ -33,6 +34,7 @@ from whale.distributed.trace import Trace, open_span, open_trace
 from whale.distributed.versions import RankVersions, describe_rounding, read_versions, refuse_other_versions
 from whale.distributed.watch import LauncherWatch
 from whale.errors import ClusterError, ConfigError, PlanError, WhaleError
+from whale.ir.topology import make_topology
 from whale.log import log, set_level
 from whale.runtime.annotate import annotate, describe_unmatched, read_annotations
 from whale.runtime.context import Context, DryRun, OwnPrograms, PlanningState, local_ranks, process, require_current
@@ -309,7 +311,25 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
             process.context.own_gpu = device_exchange.find_own_gpu(process.context.comms[0])
     for comm in comms:
         configure_communicator(comm, config)
+    _find_topology(process.context)
     return process.context
+
+
+def _find_topology(context: Context) -> None:
+    """Finds the hosts of the ranks, and measures their links where ranks are laid by them. Collective.
+
+    Of two hosts there is one link; the search of ``auto_parallel`` measures it where it matters.
+    """
+    if context.size == 1 or context.planning.dry is not None:
+        return
+    if not context.has_other_processes:
+        context.topology = make_topology(name_emulated_hosts(context.config, context.size))
+        return
+    found = find_topology(context.comms[0], context.place, context.config)
+    is_laid = sum(size > 1 for size in context.mesh.values()) > 1 or context.mesh.size < context.size
+    if found is not None and len(found.names) > 2 and context.mesh and is_laid:
+        found = measure_links(context.comms[0], found)
+    context.topology = found
 
 
 def shutdown() -> None:

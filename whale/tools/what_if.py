@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.graph.machine_profile import MachineProfile
 from whale.errors import PlanError
-from whale.ir.mesh import Axis
+from whale.ir.mesh import TENSOR, Axis
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan_text import format_bytes
 from whale.ir.program import Program, Ref
 from whale.partition.lower import make_any_plan
 from whale.passes.analysis.scopes import split_scope
-from whale.passes.analysis.stages import TENSOR
 from whale.passes.normalize.annotate import annotate
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs

@@ -18,10 +18,9 @@ import tensorflow as tf
 from whale.errors import ConfigError, PlanError
 from whale.frontends.keras.replacing import replace_function, replace_method
 from whale.ir.layout import divide_evenly, shard
-from whale.ir.mesh import Tiles
+from whale.ir.mesh import DATA, TENSOR, Tiles
 from whale.log import log
 from whale.passes.analysis.patterns import nearest
-from whale.passes.analysis.stages import DATA, TENSOR
 from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.variables.deferred import announce_size
 

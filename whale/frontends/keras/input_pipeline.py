@@ -19,7 +19,7 @@ from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
 from whale.runtime.input.equal_datasets import describe_build
 from whale.runtime.input.equal_inputs import refuse_other_values
-from whale.runtime.input.local_batches import rows_of
+from whale.runtime.input.local_batches import find_first_row, rows_of
 
 
 def feed_dataset(
@@ -142,7 +142,8 @@ def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBat
 
     def find_bounds(rows: np.ndarray) -> np.ndarray:
         sizes = rows_of(int(rows), context)
-        return np.array([sum(sizes[: context.rank]), sum(sizes[: context.rank + 1])], np.int64)
+        first = find_first_row(sizes, context)
+        return np.array([first, first + sizes[context.rank]], np.int64)
 
     def cut_own(indices: tf.Tensor, arrays: Any) -> Any:
         rows = tf.size(indices)

@@ -117,7 +117,7 @@ def divide_in_micro_batches(
     Raises:
       PlanError: a value of all micro-batches is needed before the last one is finished.
     """
-    rows = find_batch_rows(program, plan, rank, plan.micro_batches)
+    rows = find_batch_rows(program, plan, plan.mesh_ranks.index(rank), plan.micro_batches)
     if not plan.batch_inputs:
         return program
     together = interleave_rows(program, plan.micro_batches, own) if own else program

@@ -10,7 +10,7 @@ from math import gcd, prod
 from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import Partial, Shard
-from whale.ir.mesh import Axis, Tiles, iterate_levels
+from whale.ir.mesh import DATA, STAGE, Axis, Tiles, iterate_levels
 from whale.ir.plan import BatchInput, Plan, StageGroup
 from whale.ir.program import Program, Ref
 from whale.partition.axis_partitioner import change_sizes, list_sizes
@@ -22,7 +22,7 @@ from whale.partition.pipeline.stages import Stages
 from whale.passes.analysis.axes import data_coordinates
 from whale.passes.analysis.batch import batch_inputs, rows_of_ranks
 from whale.passes.analysis.rank_groups import in_positions
-from whale.passes.analysis.stages import DATA, STAGE, stage_of
+from whale.passes.analysis.stages import stage_of
 from whale.passes.normalize.annotate import task_graphs
 from whale.passes.plan_builder import expand
 from whale.passes.settings import PlanSettings
@@ -95,7 +95,7 @@ def _plan_kinds(
     kinds = sorted({_find_kind(group, settings): None for group in groups}, key=lambda kind: -kind.size)
     numbered = tuple(replace(group, plan=kinds.index(_find_kind(group, settings))) for group in groups)
     first, *rest = kinds
-    inside = settings.but(devices=(), exchange__backend="whale")
+    inside = settings.but(devices=(), exchange__backend="whale", rank_order=())
     of_kind = {
         kind: inside.but(
             size=kind.size,

@@ -93,7 +93,9 @@ class Stages:
         groups = plan.stage_groups
         self._of_plan = {
             g.plan: make_partitioner(
-                in_positions(expanded, groups, g.plan), plan.find_group_plan(g), settings.but(size=len(g.ranks))
+                in_positions(expanded, groups, g.plan),
+                plan.find_group_plan(g),
+                settings.but(size=len(g.ranks), rank_order=()),
             )
             for g in {g.plan: g for g in groups}.values()
         }

@@ -11,7 +11,7 @@ from math import prod
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Placement
-from whale.ir.mesh import Axis, Tiles, find_coordinates, format_axes
+from whale.ir.mesh import DATA, TENSOR, Axis, Tiles, find_coordinates, format_axes
 from whale.ir.plan import BatchInput
 from whale.ir.program import Program
 from whale.passes.analysis.batch import batch_inputs
@@ -25,7 +25,7 @@ from whale.passes.analysis.scopes import (
     with_paths,
     with_ranks,
 )
-from whale.passes.analysis.stages import DATA, TENSOR, stage_groups_of
+from whale.passes.analysis.stages import stage_groups_of
 from whale.passes.settings import PlanSettings
 
 ALL = "ranks"  # the one axis of a program that has no more
@@ -55,25 +55,43 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
     return _merge_axes(axes, used)
 
 
-def data_coordinates(mesh: Mapping[str, int], size: int) -> tuple[int, ...]:
+def fill_mesh(mesh: Mapping[str, int], size: int) -> dict[str, int]:
+    """Returns the sizes of the axes of ``size`` ranks, outermost first; {}: they fill no mesh that has an axis ``data``.
+
+    Ranks that the mesh leaves over are on ``data``, the first axis.
+    """
+    left = size // (prod(mesh.values()) or 1)
+    sizes = {DATA: left, **mesh} if mesh and left > 1 and DATA not in mesh else dict(mesh)
+    return sizes if DATA in sizes and prod(sizes.values()) == size else {}
+
+
+def data_coordinates(mesh: Mapping[str, int], size: int, order: Sequence[int] = ()) -> tuple[int, ...]:
     """Returns the coordinate of each of ``size`` ranks on the axis ``data``; () if the mesh does not have that axis.
 
     Args:
       mesh: sizes of axes, outermost first. Ranks that they leave over are on ``data``, the first axis.
+      order: the rank at each position; (): position and rank are the same number.
     """
-    left = size // (prod(mesh.values()) or 1)
-    sizes = {DATA: left, **mesh} if mesh and left > 1 and DATA not in mesh else dict(mesh)
-    if DATA not in sizes or prod(sizes.values()) != size:
+    sizes = fill_mesh(mesh, size)
+    if not sizes:
         return ()
     at, extents = list(sizes).index(DATA), list(sizes.values())
-    return tuple(find_coordinates(rank, extents)[at] for rank in range(size))
+    positions = {rank: position for position, rank in enumerate(order or range(size))}
+    return tuple(find_coordinates(positions[rank], extents)[at] for rank in range(size))
 
 
 def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
-    """Returns the batch inputs with the rows of every rank, as configured by the user (see ``batch_inputs``)."""
-    asked = settings.batch
+    """Returns the batch inputs with the rows of every rank, as configured by the user (see ``batch_inputs``).
+
+    Ranks are in the order of the mesh, if it has one of its own.
+    """
+    asked, order = settings.batch, settings.rank_order
     coordinates = data_coordinates({a.name: a.size for a in settings.mesh}, settings.size) if asked.shares else ()
-    return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local, coordinates)
+    if not order:
+        return batch_inputs(program, settings.size, asked.shares, asked.marked, asked.local, coordinates)
+    local = {name: tuple(sizes[rank] for rank in order) for name, sizes in asked.local.items()}
+    shares = tuple(asked.shares[rank] for rank in order) if len(asked.shares) == len(order) else asked.shares
+    return batch_inputs(program, settings.size, shares, asked.marked, local, coordinates)
 
 
 def _complete_axes(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
@@ -138,7 +156,7 @@ def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]
     Stage groups have axes of their own.
     """
     found = dict(settings.split.tiles)
-    if not found or stage_groups_of(program, settings.size, settings.mesh):
+    if not found or stage_groups_of(program, settings):
         return found
     while True:  # axes that nothing uses are joined
         axes = axes_of(program, settings.but(split__tiles=found))
@@ -211,6 +229,6 @@ def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> 
             given=f"devices={sorted(ranks)}, mesh {format_axes(axes)}",
             expected="with two ranks also those that have the coordinates of the one along some axes, and of the other "
             "along the rest",
-            action="change devices or the mesh",
+            action="change devices or the mesh; on several hosts mesh.rank_order=numbers keeps ranks in order",
         )
     return found

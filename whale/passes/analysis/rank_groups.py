@@ -116,6 +116,15 @@ def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> P
     return with_paths(program, locate)
 
 
+def in_mesh_positions(program: Program, order: tuple[int, ...]) -> Program:
+    """Replaces ranks of the run in the scopes of ``program`` by positions in the mesh.
+
+    Args:
+      order: the rank at each position; (): position and rank are the same number.
+    """
+    return in_positions(program, (StageGroup("", order, ("",)),), 0) if order else program
+
+
 def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan: int) -> tuple[int, ...]:
     """Returns the positions of ranks in their stage group; () where the scope shall name none, or names all of them."""
     mine = tuple(i for i, rank in enumerate(group.ranks) if rank in ranks) if group is not None else ()

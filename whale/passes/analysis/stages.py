@@ -16,15 +16,17 @@ from functools import lru_cache
 from math import prod
 
 from whale.errors import PlanError
-from whale.ir.mesh import Axis, format_axes
+from whale.ir.mesh import DATA, STAGE, Axis, format_axes
 from whale.ir.ops import ASSIGNS, READS, READS_ROWS
 from whale.ir.plan import StageGroup
 from whale.ir.program import Node, Program, Ref, iterate_function_refs
+from whale.ir.topology import Topology
 from whale.ir.values import UNMOVABLE
+from whale.passes.analysis.rank_order import order_ranks
 from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.analysis.scopes import PASSED_ON
+from whale.passes.settings import PlanSettings
 
-STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes of a mesh
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
 # Ops on a variable that every rank may run on a copy of its own, if their operands are free.
 _COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
@@ -78,19 +80,16 @@ def _count_entered(stage: str) -> int:
     return int(re.search(r"stage_(\d+)[^/]*$", stage)[1])  # type: ignore[index]
 
 
-def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> tuple[StageGroup, ...]:
+def stage_groups_of(program: Program, settings: PlanSettings) -> tuple[StageGroup, ...]:
     """Returns the ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
 
-    Stages without ``devices`` share the ranks: with S stages, stage s is on every S-th rank from s on. With R times as
-    many ranks there are R replicas; with others the first stages have one rank more. With fewer ranks than stages,
-    stage s is on rank s % size. Where the mesh has an axis
-    ``stage``, stage s is on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a
-    row.
+    Stages without ``devices`` share the ranks (see ``share_ranks``). Where the mesh has an axis ``stage``, stage s is
+    on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a row.
 
     Raises:
       PlanError: the ranks cannot be shared among the stages.
     """
-    stages = stages_of(program)
+    stages, size = stages_of(program), settings.size
     if size == 1 or not stages:
         return ()
     given = [_STAGE.match(stage.rsplit("/", 1)[-1])["ranks"] for stage in stages]  # type: ignore[index]
@@ -111,16 +110,33 @@ def stage_groups_of(program: Program, size: int, mesh: Sequence[Axis] = ()) -> t
             expected="devices for all stages, or for none",
             action="give devices to every wh.stage",
         )
-    elif mesh:
-        ranks = _along_mesh(stages, size, mesh)
+    elif settings.mesh:
+        order = settings.rank_order or range(size)
+        ranks = [tuple(order[i] for i in at) for at in _along_mesh(stages, size, settings.mesh)]
     else:
-        count = len(stages)
-        ranks = [tuple(range(s, size, count)) if count <= size else (s % size,) for s in range(count)]
+        ranks = share_ranks(len(stages), size, settings.hosts)
     together: dict[tuple[int, ...], list[str]] = {}
     for stage, mine in zip(stages, ranks):
         together.setdefault(mine, []).append(stage)
     _refuse_overlap(tuple(together))
     return tuple(StageGroup(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
+
+
+def share_ranks(count: int, size: int, hosts: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Returns the ranks of each of ``count`` stages.
+
+    Stage s is on every count-th rank from s on. With R times as many ranks there are R replicas; with others the first
+    stages have one rank more. With fewer ranks than stages, stage s is on rank s % size. On several hosts replicas of a
+    stage are near each other instead, where all stages have as many, since replicas send more than stages do.
+
+    Args:
+      hosts: of each rank, the number of its host; (): all are on one.
+    """
+    if len(set(hosts)) > 1 and size % count == 0:
+        axes = (Axis(STAGE, count), Axis(DATA, size // count))
+        order = order_ranks(Topology(hosts, tuple(map(str, sorted(set(hosts))))), axes) or range(size)
+        return [tuple(order[i : i + size // count]) for i in range(0, size, size // count)]
+    return [tuple(range(s, size, count)) if count <= size else (s % size,) for s in range(count)]
 
 
 def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[tuple[int, ...]]:

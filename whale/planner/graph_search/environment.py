@@ -19,6 +19,7 @@ from cost_model.graph.machine import (
     Rates,
     cluster_machine,
     cluster_rates,
+    cluster_topology,
     make_measured_machine,
     make_rated_machine,
 )
@@ -26,6 +27,7 @@ from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import rank_seconds
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.program import Program
+from whale.ir.topology import Topology
 
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 # An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
@@ -45,6 +47,7 @@ class SearchEnvironment:
         again under other settings. It exists before the search begins, as the searched program was made of it. None:
         its gradients are not marked.
       hosts_bytes: memory of its host that each rank may use for tables that are offloaded; (): none may be.
+      topology: the hosts, and the links between them; None: exchanges between any ranks take as long.
     """
 
     rates: Sequence[Rates]
@@ -52,6 +55,7 @@ class SearchEnvironment:
     limits_bytes: Sequence[float]
     captured: Program | None = None
     hosts_bytes: Sequence[float] = ()
+    topology: Topology | None = None
 
     @classmethod
     def read_cluster(
@@ -67,9 +71,8 @@ class SearchEnvironment:
         weights = [v.type for v in program.variables if len(v.type.shape or ()) >= 2]
         dtype = max(weights, key=lambda t: t.bytes).dtype if weights else "float32"
         limits_bytes = machine.memory_bytes[:size]
-        return cls(
-            cluster_rates(cluster, dtype)[:size], cluster, limits_bytes, captured, _list_hosts_bytes(cluster, size)
-        )
+        hosts_bytes, topology = _list_hosts_bytes(cluster, size), cluster_topology(cluster, size)
+        return cls(cluster_rates(cluster, dtype)[:size], cluster, limits_bytes, captured, hosts_bytes, topology)
 
     @property
     def origin(self) -> str:
@@ -78,11 +81,20 @@ class SearchEnvironment:
             return f"{self.prices.host} as `whale profile` measured it"
         return self.rates[0].origin
 
+    @property
+    def prices_links(self) -> bool:
+        """Tells whether exchanges are priced by the links between the hosts of their ranks."""
+        return self.prices is None and self.topology is not None
+
     def machine(self, program: Program) -> Machine:
         """Returns the machine model that prices the operations of ranks that run ``program``."""
         if isinstance(self.prices, MachineProfile):
             return make_measured_machine(self.prices, len(self.rates), [compute_fingerprint(program)])
-        return make_rated_machine(self.rates) if self.prices is None else cluster_machine(self.prices)
+        return (
+            make_rated_machine(self.rates, topology=self.topology)
+            if self.prices is None
+            else cluster_machine(self.prices)
+        )
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
         """Returns the largest memory deficit of a rank if ranks need ``held`` bytes; below 0: all fit."""

@@ -12,6 +12,7 @@ from cost_model.kernels.op_work import count_matmul_flops
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
+from whale.passes.analysis.stages import share_ranks
 from whale.passes.normalize.annotate import annotate
 from whale.planner.graph_search.strategies import products, updates
 
@@ -179,6 +180,7 @@ def pipelines(
     speeds: Sequence[float],
     asked: int = 1,
     schedule: str = "1f1b",
+    hosts: tuple[int, ...] = (),
 ) -> list[ParallelStrategy]:
     """Returns pipelines of 2 to `size` stages over all ranks, replicated if there are fewer stages than ranks.
 
@@ -188,6 +190,7 @@ def pipelines(
         speeds: of the ranks; a stage is as fast as its slowest rank.
         asked: the only number of micro-batches to try; 1: several multiples of the stages.
         schedule: in which order stages run them.
+        hosts: of each rank, the number of its host; (): all are on one.
     """
     if program.functions or not rows:
         return []
@@ -195,7 +198,7 @@ def pipelines(
     for stages in (n for n in range(2, size + 1) if size % n == 0):
         # Replicas of like speed: the fastest ranks are one stage of all replicas, and so on, in the order of ranks.
         replicas = size // stages
-        groups = groups_of(speeds, stages)
+        groups = groups_of(speeds, stages, hosts)
         cuts = cut(work, [min(speeds[r] for r in group) for group in groups])
         if cuts is None:
             continue
@@ -228,7 +231,7 @@ def why_none(program: Program, size: int, rows: int, local: bool, stages: int, a
     return f"{rows} rows cannot be divided into {counts} micro-batches" + (f" of {replicas} replicas" * (replicas > 1))
 
 
-def groups_of(speeds: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
+def groups_of(speeds: Sequence[float], stages: int, hosts: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
     """Returns each stage's ranks: as `wh.stage` chooses them if all are equally fast, else ranks of similar speed
     together.
     """
@@ -238,7 +241,7 @@ def groups_of(speeds: Sequence[float], stages: int) -> tuple[tuple[int, ...], ..
         order.sort(key=lambda r: (-speeds[r], r))
         replicas = size // stages
         return tuple(tuple(sorted(order[s * replicas : (s + 1) * replicas])) for s in range(stages))
-    return tuple(tuple(order[s::stages]) for s in range(stages))
+    return tuple(share_ranks(stages, size, hosts))
 
 
 def _counts(cuts: Sequence[int], count: int) -> str:

@@ -19,13 +19,12 @@ import msgspec
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import step_seconds
 from whale.errors import AcrossMicroBatchesError, WhaleError
-from whale.ir.mesh import Axis
+from whale.ir.mesh import DATA, TENSOR, Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import Offload, ParallelStrategy, Recompute
 from whale.kernels.substitute import substitute_kernels
 from whale.partition.lower import lower_ranks, make_any_plan
-from whale.passes.analysis.stages import DATA, TENSOR
 from whale.passes.memory.step_bytes import predict_at_most_bytes, predict_taken_bytes
 from whale.passes.normalize.inline import inline
 from whale.passes.plan_builder import FirstLayouts, expand
@@ -176,7 +175,8 @@ def apply(
     if strategy.split:
         in_groups = strategy.tensor < settings.size and not settings.mesh
         mesh = (Axis(TENSOR, strategy.tensor),) if in_groups else settings.mesh
-        return inside or add_scopes(program, strategy), settings.but(mesh=mesh)
+        order = strategy.stages[0].bound_ranks if in_groups else settings.rank_order
+        return inside or add_scopes(program, strategy), settings.but(mesh=mesh, rank_order=order)
     changed = settings.but(zero__level=strategy.zero) if strategy.zero else settings
     if strategy.offload != "none":
         changed = changed.but(memory__offload=strategy.offload)
@@ -280,6 +280,8 @@ def _simulate(settings: PlanSettings, strategy: ParallelStrategy, environment: S
         for replica in zip(*(stage.bound_ranks for stage in strategy.stages)):
             first.setdefault(tuple(kinds[rank] for rank in replica), replica)
         return sorted(rank for replica in first.values() for rank in replica)
+    if environment.prices_links and strategy.split:
+        return range(settings.size)  # groups are on one host, or on several
     # The ranks of a group wait for each other, and not for all.
     within = strategy.tensor if strategy.split else settings.size
     for rank, kind in enumerate(kinds):

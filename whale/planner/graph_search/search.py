@@ -205,7 +205,11 @@ def best_way(
     plans = Plans(program, settings, environment)
     at_once = team.size if team is not None else 1
     # Bounds come from the first way's plan; others begin without.
-    begun = [] if stages else [one for one in choices(program, settings.size) if one.split][: at_once - 1]
+    begun = (
+        []
+        if stages
+        else [one for one in choices(program, settings.size, environment.topology) if one.split][: at_once - 1]
+    )
     search.begin(begun)
     looked_at = [one for one in _list_looked_at(plans, stages, begun) if one[0] not in begun]
     # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
@@ -343,7 +347,7 @@ def _list_looked_at(
     With a number of stages, only pipelines with that many. Bounds of strategies in ``begun`` are not computed.
     """
     program, settings, environment = plans.program, plans.settings, plans.environment
-    found = choices(program, settings.size)
+    found = choices(program, settings.size, environment.topology)
     lasting: list[tuple[ParallelStrategy, float]] = []
     least_s = dict[str, float]()  # of other ways than pipelines, by name
     try:
@@ -376,15 +380,16 @@ def _list_looked_at(
 
         asked = settings.time.micro_batches
         work = work_of_chain(program, seconds)
-        every = pipelines(program, settings.size, rows, work, speeds, asked, settings.time.schedule)
-        if every and not shared:
+        every = pipelines(program, settings.size, rows, work, speeds, asked, settings.time.schedule, settings.hosts)
+        if every and not shared and not environment.prices_links:
             least = lower_bounds.bound_pipelines(
                 program, whole, [kinds[one] for one in environment.rates], not settings.batch.shares
             )
             lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
         else:
             lasting = [(one, 0.0) for one in every]
-        if not shared and not stages:
+        # Bounds hold for exchanges among all ranks: those within a host are faster.
+        if not shared and not stages and not environment.prices_links:
             least_s = {one.name: lower_bounds.alone(whole, seconds) for one in found if one.replicated}
             as_divided, of_parts = plans.expand(found[0]), list(kinds.values())
             if as_divided is not program:

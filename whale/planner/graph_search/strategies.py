@@ -16,9 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from cost_model.kernels.op_work import count_matmul_flops
+from whale.ir.mesh import DATA, TENSOR, Axis
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
+from whale.ir.topology import Topology
+from whale.passes.analysis.rank_order import order_ranks
 from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.normalize.annotate import annotate
 
@@ -27,29 +30,40 @@ MOST_WEIGHTS = 3  # that a split is tried from
 LEAST_BYTES = 1 << 20  # smaller weights are not worth it
 
 
-def divide_over_all(name: str, size: int, tensor: int = 1, **more: Any) -> ParallelStrategy:
-    """Returns a strategy of one stage on all ranks with tensor-parallel degree ``tensor``."""
-    return ParallelStrategy((Stage(parts=(DeviceGroup(0, tensor, size // tensor),)),), name=name, **more)
+def divide_over_all(
+    name: str, size: int, tensor: int = 1, order: tuple[int, ...] = (), **more: Any
+) -> ParallelStrategy:
+    """Returns a strategy of one stage on all ranks with tensor-parallel degree ``tensor``.
+
+    Args:
+      order: the rank at each position of the mesh; (): position and rank are the same number.
+    """
+    part = DeviceGroup(0, tensor, size // tensor)
+    return ParallelStrategy((Stage(parts=(part,), bound_ranks=order),), name=name, **more)
 
 
-def choices(program: Program, size: int) -> list[ParallelStrategy]:
+def choices(program: Program, size: int, topology: Topology | None = None) -> list[ParallelStrategy]:
     """Returns the strategies to try, plain data parallelism first; a program with the user's scopes gets no other
     ones.
+
+    Args:
+      topology: the hosts of the ranks; groups of ranks that divide tensors are within hosts where they can be.
     """
     found = [divide_over_all("data parallel", size)]
     if size == 1 or has_scopes(program):
         return found
     found.append(divide_over_all("every rank alone", size, replicated=True))
     tables = _tables(program)
+    degrees = [g for g in range(2, size) if size % g == 0]
+    orders = {g: order_ranks(topology, (Axis(DATA, size // g), Axis(TENSOR, g))) for g in degrees}
     if len(tables) > 1:
         found.append(divide_over_all(f"split of {len(tables)} tables", size, size, split=tables))
     for name in _large_weights(program):
         found.append(divide_over_all(f"split from {name} on", size, size, split=(name,)))
         if not program.functions:
             found += [
-                divide_over_all(f"split from {name} on, {size // g} groups of {g}", size, g, split=(name,))
-                for g in range(2, size)
-                if size % g == 0
+                divide_over_all(f"split from {name} on, {size // g} groups of {g}", size, g, orders[g], split=(name,))
+                for g in degrees
             ]
     return found
 

@@ -25,7 +25,7 @@ def mesh_of_plan(plan: Plan, full: Sequence[float | None] = ()) -> dict[str, Any
     Args:
       full: of each rank's memory, the part in use; (): not known.
     """
-    groups = plan.stage_groups or (StageGroup("", tuple(range(plan.mesh_size)), ()),)
+    groups = plan.stage_groups or (StageGroup("", plan.mesh_ranks, ()),)
     grids = []
     for index, group in enumerate(groups):
         axes = make_mesh(plan.find_group_plan(group), group.ranks).axes

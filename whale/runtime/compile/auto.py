@@ -13,10 +13,12 @@ from tensorflow.python.eager.context import eager_mode
 
 from cost_model.graph import machine_profile as tables
 from cost_model.graph.machine_profile import MachineProfile
+from whale.distributed.links import measure_links
 from whale.errors import ClusterError, DoesNotFitError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
+from whale.ir.topology import Topology
 from whale.log import log
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
@@ -152,7 +154,22 @@ def _environment(program: Program, context: Context, number: int, captured: Prog
         return replace(environment, limits_bytes=[asked] * size) if asked else environment
     with eager_mode():  # in a session, the script's graph must not grow
         rates = measure_rates(context, dry is not None, program)
-    return SearchEnvironment(rates, profile, limits_bytes(context, number), captured)
+    return SearchEnvironment(rates, profile, limits_bytes(context, number), captured, _measured_topology(context))
+
+
+def _measured_topology(context: Context) -> Topology | None:
+    """Returns the hosts with their links, measured when first asked for; None: one figure holds for all exchanges.
+
+    Collective between processes. Where two hosts have a rank each, all exchanges are over the one link between them.
+    """
+    found = context.topology
+    if found is None or not context.has_other_processes or context.planning.dry is not None:
+        return None
+    if len(found.hosts) == len(found.names) == 2:
+        return None
+    if not found.links or (found.inside is None and len(found.hosts) > len(found.names)):
+        found = context.topology = measure_links(context.comms[0], found)
+    return found
 
 
 def _keep(program: Program, settings: PlanSettings, context: Context, number: int) -> ChosenStrategy | None:

@@ -69,6 +69,8 @@ def settings_of(context: Context) -> PlanSettings:
         ),
         fuse=choose_fused(context.planning.dry.cluster if context.planning.dry is not None else None, fuse),
         mesh=tuple(Axis(name, size) for name, size in context.mesh.items()),
+        hosts=topology.hosts if (topology := context.planned_topology) and context.is_laid_by_links else (),
+        rank_order=context.rank_order,
     )
 
 

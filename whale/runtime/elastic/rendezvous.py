@@ -20,6 +20,7 @@ from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.distributed.trace import Trace
 from whale.distributed.watch import LauncherWatch
+from whale.ir.topology import make_topology
 from whale.log import log
 from whale.runtime.elastic.agreement import LoneCommunicator, gather_bytes, send_value
 from whale.runtime.elastic.requirements import count_hosts_left, find_fitting_changes
@@ -162,6 +163,7 @@ class RankGroup:
         here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
         context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))
         context.size, context.ranks = size, (me,)
+        context.topology = make_topology(hosts)
         context.variables = VariableStore(keeps_first=True)
         context.planning.auto = context.planning.saved = context.planning.described = context.planning.forecast = None
         context.scoping.stages_seen = False  # as of a joining rank

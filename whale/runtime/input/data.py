@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from whale.runtime.input.local_batches import (
     describe_brought,
     describe_failure,
     exchange,
+    find_first_row,
     rows_of,
     rows_of_values,
 )
@@ -189,7 +191,8 @@ class ShardedDataset:
         try:
             refuse_leaves(self._leaves)
             ahead = self._context.config["batch.prefetch"]
-            own = own_rows(self._whole, self._shares, rank, lambda: next(seeds), ahead, self._every)
+            first = partial(find_first_row, context=self._context)
+            own = own_rows(self._whole, self._shares, rank, first, lambda: next(seeds), ahead, self._every)
             if self._context.elastic is not None and self._orders.now() is None:
                 raise Unknown("where ranks that are gone were in its order is known to the dataset alone")
         except Unknown as reason:
@@ -267,7 +270,8 @@ class ShardedDataset:
         if rows is None or not self._context.has_other_processes:
             return element
         sizes = self._shares(rows)
-        start, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+        start = find_first_row(sizes, self._context)
+        end = start + sizes[rank]
         compares = self._compares
         return self._element(
             ShardedTensor(with_whole(t[start:end], t) if compared else t[start:end], sizes, rank)

@@ -151,12 +151,19 @@ class OwnRows:
 
 
 def own_rows(
-    dataset: tf.data.Dataset, shares: Shares, rank: int, seeds: Seeds, ahead: int = 0, every: int = 0
+    dataset: tf.data.Dataset,
+    shares: Shares,
+    rank: int,
+    first_row: Callable[[tuple[int, ...]], int],
+    seeds: Seeds,
+    ahead: int = 0,
+    every: int = 0,
 ) -> OwnRows:
     """``dataset`` cut down to the samples of ``rank``.
 
     Args:
       shares: rows of every rank, given those of the batch.
+      first_row: where the rank's rows begin in a batch, given the rows of every rank.
       seeds: seeds for a shuffle that has none; equal on all ranks.
       ahead: batches that may be read ahead in a repetition, where reading into the next one would begin its order.
       every: of how many batches one is compared; 0: none.
@@ -164,7 +171,7 @@ def own_rows(
     Raises:
       Unknown: the dataset's structure does not allow it.
     """
-    division = _Division(shares, rank, seeds, ahead, every)
+    division = _Division(shares, rank, first_row, seeds, ahead, every)
     made = division.divide(dataset)
     return replace(made, summaries=tuple(division.summaries))
 
@@ -176,8 +183,16 @@ class _Division:
       summaries: of all of its parts.
     """
 
-    def __init__(self, shares: Shares, rank: int, seeds: Seeds, ahead: int, every: int) -> None:
-        self._shares, self._rank, self._seeds = shares, rank, seeds
+    def __init__(
+        self,
+        shares: Shares,
+        rank: int,
+        first_row: Callable[[tuple[int, ...]], int],
+        seeds: Seeds,
+        ahead: int,
+        every: int,
+    ) -> None:
+        self._shares, self._rank, self._first_row, self._seeds = shares, rank, first_row, seeds
         self._ahead, self._every = ahead, every
         self.summaries: list[Summary] = []
 
@@ -338,7 +353,7 @@ class _Division:
         def bounds(rows: Any) -> np.ndarray:
             """Returns where this rank's rows begin and their number: at least one, so that there is an element."""
             shares = self._shares(int(rows))
-            return np.array([min(sum(shares[: self._rank]), int(rows) - 1), max(shares[self._rank], 1)], np.int64)
+            return np.array([min(self._first_row(shares), int(rows) - 1), max(shares[self._rank], 1)], np.int64)
 
         in_full = bounds(size)
 

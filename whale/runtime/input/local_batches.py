@@ -32,8 +32,14 @@ class Brought(msgspec.Struct, frozen=True):
 
 def rows_of(rows: int, context: Context) -> tuple[int, ...]:
     """Returns how many of a batch's rows each rank of the run has, as `batch.shares` asks."""
-    coordinates = data_coordinates(context.mesh, context.size)
+    coordinates = data_coordinates(context.mesh, context.size, context.rank_order)
     return rows_of_ranks(rows, context.size, context.config["batch.shares"], coordinates)
+
+
+def find_first_row(sizes: Sequence[int], context: Context) -> int:
+    """Returns where this rank's rows begin in a batch of which each rank has so many, in the order of the mesh."""
+    order = context.rank_order or tuple(range(context.size))
+    return sum(sizes[rank] for rank in order[: order.index(context.rank)])
 
 
 def describe_brought(values: Sequence[Any]) -> Brought:

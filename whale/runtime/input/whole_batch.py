@@ -24,14 +24,15 @@ def gather_whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.T
     """
     ops = whale_ops.load_ops()
     comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    order = list(context.rank_order or range(context.size))
     try:
         return ops.whale_all_gather(
             comm=comm,
             inputs=[part.local],
             key=f"whale/batch/{name}",
             axis=0,
-            sizes=part.sizes,
-            ranks=list(range(context.size)),
+            sizes=[part.sizes[rank] for rank in order],
+            ranks=order,
         )[0]
     except tf.errors.OpError as error:
         raise_comm_error(error, context)
