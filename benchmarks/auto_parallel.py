@@ -81,13 +81,13 @@ def _described(texts: list[str], seconds: float) -> None:
 
     list_ways = search._list_looked_at
     for text in texts:
-        run.auto = None
+        run.planning.auto = None
         steps = {"chosen": _of_description(text, wh.function)}
         start_s = time.perf_counter()
         with mock.patch.object(search, "_list_looked_at", noted):
             steps["chosen"]()
         first_s = time.perf_counter() - start_s
-        found = run.auto
+        found = run.planning.auto
         assert found is not None
         ways = [choice for choice, _ in looked_at if not choice.is_pipelined]
         by_depth: dict[int, ParallelStrategy] = {}
@@ -100,7 +100,7 @@ def _described(texts: list[str], seconds: float) -> None:
         )
         lost: dict[str, str] = {}
         for way in msgspec.json.decode(said, type=list[ParallelStrategy]):
-            run.auto = ChosenStrategy(way)
+            run.planning.auto = ChosenStrategy(way)
             try:
                 steps[way.name] = _of_description(text, wh.function)
                 steps[way.name]()
@@ -164,10 +164,10 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.require_current()
     for size in sizes:
-        run.auto = None
+        run.planning.auto = None
         steps = {"chosen": _program(size, wh.function)}
         steps["chosen"]()
-        found = run.auto
+        found = run.planning.auto
         assert found is not None
         ways = [
             divide_over_all("data parallel", wh.size()),
@@ -175,7 +175,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
         ]
         ways.append(divide_over_all("split of the classifier", wh.size(), wh.size(), split=("classifier/kernel",)))
         for way in ways:
-            run.auto = ChosenStrategy(way)
+            run.planning.auto = ChosenStrategy(way)
             steps[way.name] = _program(size, wh.function)
             steps[way.name]()
         times = _in_turns(steps, seconds, run)
@@ -238,13 +238,13 @@ def _crossovers(seconds: float) -> None:
     for name, values, size_of in sweeps:
         before = ""
         for value in values:
-            run.auto = None
+            run.planning.auto = None
             took_s = _measure(size_of(value), wh.function, seconds, run)
-            assert run.auto is not None
-            kind = _kind(run.auto.strategy)
+            assert run.planning.auto is not None
+            kind = _kind(run.planning.auto.strategy)
             if wh.rank() == 0:
                 change = f"  <- from {before} to {kind}" if before not in ("", kind) else ""
-                print(f"{name} {value}: {run.auto.strategy.name}, {1e3 * took_s:.2f} ms{change}", flush=True)
+                print(f"{name} {value}: {run.planning.auto.strategy.name}, {1e3 * took_s:.2f} ms{change}", flush=True)
             before = kind
     wh.shutdown()
 

@@ -10,8 +10,10 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,8 @@ PASSING = ("cut", "loss", "slow")  # the link is as it was again after some time
 LASTING = ("unplug", "host", "rank", "mpirun")
 STEPS, PAUSE_S = 40, 0.05
 PASSES_S = 2.0  # less than `fault.freeze_s` by a second and a half, since TCP sends again a second later at most
-MOST_OF_END_S = 20.0  # between a fault that lasts and the end of a run that is not elastic
+# Between a fault that lasts and its error, and the end, of a run that is not elastic.
+MOST_OF_ERROR_S, MOST_OF_END_S = 5.0, 20.0
 _LIMIT_S = 180.0
 _CLOSE = 1e-10
 
@@ -89,14 +92,40 @@ def run(case: Case, folder: Path) -> str:
             try:
                 wait_for_line(process, f"step {case.step}")
                 begun_s = time.monotonic()
+                lines = _Lines(process)
                 _befall(case, hosts, launcher)
-                output, errors = process.communicate(timeout=_LIMIT_S)
+                output, errors = lines.read_to_end(_LIMIT_S)
             except AssertionError as error:
                 return f"{error}{process.communicate()[1]}"
-        took_s, said = time.monotonic() - begun_s, output + errors
-        wrong = _judge(case, process.returncode, took_s, folder)
+        took_s, said = time.monotonic() - begun_s, "".join([*(line for _, line in errors), *output])
+        named_s = next((at_s - begun_s for at_s, line in errors if line.startswith("whale run: ")), float("inf"))
+        wrong = _judge(case, process.returncode, took_s, named_s, folder)
         left = hosts.await_none("h0", 10.0)
         return f"{wrong or f'left on h0: {left}'}\n{said}" if wrong or left else ""
+
+
+class _Lines:
+    """Reads what a run says from now on, with the time of each line of its standard error."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process, self._output, self._errors = process, list[str](), list[tuple[float, str]]()
+        self._threads = [threading.Thread(target=read, daemon=True) for read in (self._read_output, self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read_output(self) -> None:
+        self._output.extend(self._process.stdout or ())
+
+    def _read_errors(self) -> None:
+        for line in self._process.stderr or ():
+            self._errors.append((time.monotonic(), line))
+
+    def read_to_end(self, within_s: float) -> tuple[list[str], list[tuple[float, str]]]:
+        """Returns (lines of standard output, those of standard error) once the run has ended."""
+        self._process.wait(within_s)
+        for thread in self._threads:
+            thread.join(within_s)
+        return self._output, self._errors
 
 
 def _befall(case: Case, hosts: Hosts, launcher: HostLauncher) -> None:
@@ -123,7 +152,8 @@ def _befall(case: Case, hosts: Hosts, launcher: HostLauncher) -> None:
                 os.kill(pid, signal.SIGTERM)
 
 
-def _judge(case: Case, code: int, took_s: float, folder: Path) -> str:
+def _judge(case: Case, code: int, took_s: float, named_s: float, folder: Path) -> str:
+    """Returns what is wrong with how a run ended, ``named_s`` after the fault its first error."""
     if case.fault in PASSING or case.elastic:
         if code:
             return f"the run ended with code {code}"
@@ -132,6 +162,8 @@ def _judge(case: Case, code: int, took_s: float, folder: Path) -> str:
         return f"{worst:.2g} from one process" if worst > _CLOSE else ""
     if code == 0:
         return "the run ended with code 0"
+    if named_s > MOST_OF_ERROR_S:
+        return f"the fault is named after {named_s:.1f} s"
     return f"the run ended {took_s:.1f} s after the fault" if took_s > MOST_OF_END_S else ""
 
 

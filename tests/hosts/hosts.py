@@ -99,6 +99,7 @@ class Hosts:
         self._machines = dict(machines or {})
         self._hosts: dict[str, _Host] = {}
         self._switch: subprocess.Popen[str] | None = None
+        self._delays: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
         try:
@@ -185,6 +186,25 @@ class Hosts:
             burst = min(262144, max(20000, round(mbit_per_s * 1e6 / 8 / 500)))  # what comes in 2 ms
             rate = ["tbf", "rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", "100ms"]
             _do([*inside, "replace", "dev", device, "root", *rate])
+
+    def delay(self, way_ms: float) -> None:
+        """Delays all that goes from one host to another; a way there and back takes twice as long."""
+        assert self._switch is not None  # the hosts are there
+        self._end_delays()
+        inside = ["nsenter", "-t", str(self._switch.pid), "-n"]
+        masters = [f"link set {name} " + ("nomaster" if way_ms else "master br0") for name in self.names]
+        _do([*inside, "ip", "-batch", "-"], "\n".join(masters))
+        if way_ms:
+            self._delays = subprocess.Popen(
+                [*inside, sys.executable, "-I", "-S", str(HERE / "delays.py"), str(way_ms), *self.names],
+                env=self.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert self._delays.stdout is not None and self._delays.stdout.readline() == "ready\n"
+
+    def _end_delays(self) -> None:
+        if self._delays is not None:
+            self._delays.communicate(timeout=_END_S)  # which closes its input
+            self._delays = None
 
     def cut(self, name: str) -> None:
         """Unplugs a host: nothing comes through, and nobody is told."""
@@ -308,6 +328,7 @@ class Hosts:
         for host in self._hosts.values():
             for link in host.links:
                 os.close(link)
+        self._end_delays()
         processes = [host.process for host in self._hosts.values()]
         for process in filter(None, [*processes, self._switch]):
             process.kill()  # and with `unshare` its child, which is the host's first process

@@ -16,7 +16,7 @@ import pytest
 
 from cost_model.graph.machine_profile import read
 from tests.forkserver import warm_python
-from tests.hosts.hosts import ROOT, HostLauncher, Hosts, Machine, python_environment
+from tests.hosts.hosts import HERE, ROOT, HostLauncher, Hosts, Machine, python_environment
 from tests.hosts.results import TRAIN, read_result, train_alone
 from tests.launcher.helpers import PATIENCE_S, wait_for_line
 
@@ -73,6 +73,11 @@ def test_links_and_machines_are_as_asked(make_hosts: Callable[..., Hosts]) -> No
     hosts.shape("h1", 20)
     assert seconds(2) > 0.7  # 0.84, but for what the shaper lets through at once
     hosts.shape("h1", None)
+    hosts.delay(60)
+    started_s = time.monotonic()
+    assert connect() == "connected"
+    assert time.monotonic() - started_s > 0.12  # a way there and back
+    hosts.delay(0)
     hosts.lose("h1", 1.0)
     assert connect(22, 0.5) == "TimeoutError"
 
@@ -264,6 +269,19 @@ def test_exchanges_between_hosts_are_measured_and_used(make_hosts: Callable[...,
     assert done.returncode == 0, done.stderr
     done = launcher.run("-np", "3", "--hosts", "h0:2,h1:1", TRAIN, str(tmp_path))
     assert done.returncode == 1 and "a profile describes other hosts than those of the ranks" in done.stderr
+
+
+@pytest.mark.long
+def test_what_is_exchanged_crosses_to_a_host_once(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    launcher = HostLauncher(make_hosts(2), python=warm_python())
+    kinds = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll")
+    where = ["-np", "4", "--hosts", "h0:2,h1:2"]
+    done = launcher.run(*where, str(HERE / "exchanges.py"), ",".join(kinds), "4096")
+    assert done.returncode == 0, done.stderr
+    found = {line.split()[1]: float(line.split()[-1]) for line in done.stdout.splitlines()}
+    # Of 4 MB in all; a ring would have 1.5 and 0.75 leave a host, and TCP adds its headers.
+    for kind, times in zip(kinds, (1.0, 0.5, 0.5, 1.0)):
+        assert times <= found[kind] < 1.1 * times, found
 
 
 SRUN = """#!/bin/bash

@@ -399,9 +399,9 @@ class Context(Ranks):
     def planned_topology(self) -> Topology | None:
         """Returns the hosts of the ranks that programs are planned for; None: all are on one."""
         dry = self.planning.dry
-        if dry is None:
-            return self.topology
-        return None if dry.cluster is None else cluster_topology(dry.cluster, dry.size)
+        if dry is not None and dry.cluster is not None and self.topology is None:
+            self.topology = cluster_topology(dry.cluster, dry.size)
+        return self.topology
 
     @property
     def is_laid_by_links(self) -> bool:

@@ -56,7 +56,7 @@ def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
 
 
 def fill_mesh(mesh: Mapping[str, int], size: int) -> dict[str, int]:
-    """Returns the sizes of the axes of ``size`` ranks, outermost first; {}: they fill no mesh that has an axis ``data``.
+    """Returns the sizes of the axes of ``size`` ranks, outermost first; {}: they fill no mesh with an axis ``data``.
 
     Ranks that the mesh leaves over are on ``data``, the first axis.
     """

@@ -11,14 +11,18 @@ Decision: 0177.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise, permutations
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from whale.ir.mesh import DATA, STAGE, Axis
 from whale.ir.topology import Topology
+
+if TYPE_CHECKING:
+    import networkx
 
 _MOST_PERMUTED = 7  # stages whose orders are all looked at
 _MOST_MATCHED = 64  # blocks; of more, those of one host are paired before
@@ -27,7 +31,9 @@ _FARTHER = 4  # one exchange over a link of the next class is as bad as so many 
 _Block = tuple[int, ...]  # ranks in the order of their coordinates along the axes that are laid already
 
 
-def order_ranks(topology: Topology | None, axes: Sequence[Axis]) -> tuple[int, ...]:
+def order_ranks(
+    topology: Topology | None, axes: Sequence[Axis], between: Sequence[str] = (DATA, STAGE)
+) -> tuple[int, ...]:
     """Returns the rank at each position of a mesh; () where the ranks' own order is as good.
 
     Rank 0 is at the first position of its stage, and without stages of the mesh.
@@ -35,11 +41,13 @@ def order_ranks(topology: Topology | None, axes: Sequence[Axis]) -> tuple[int, .
     Args:
       topology: None: all ranks are on one host.
       axes: from the outermost to the innermost one.
+      between: those that rather lie between hosts, the last one above all; others rather within hosts.
     """
     sizes = [axis.size for axis in axes]
     if topology is None or sum(size > 1 for size in sizes) < 2 or prod(sizes) != len(topology.hosts):
         return ()
-    laid = sorted(axes[::-1], key=lambda axis: (axis.name == DATA) + 2 * (axis.name == STAGE))
+    late = {name: number for number, name in enumerate(between, 1)}
+    laid = sorted(axes, key=lambda axis: (late.get(axis.name, 0), -axes.index(axis)))
     links = _Links(topology)
     blocks: list[_Block] = [(rank,) for rank in range(prod(sizes))]
     for axis in laid:
@@ -65,9 +73,13 @@ class _Links:
         hosts = np.array(topology.hosts)
         self._costs = of_hosts[np.ix_(hosts, hosts)]
 
-    def between(self, one: _Block, other: _Block) -> int:
-        """Returns the cost of the slowest link between ranks of equal coordinates."""
-        return int(self._costs[list(one), list(other)].max())
+    def between(self, blocks: Sequence[_Block]) -> np.ndarray:
+        """Returns, for each two blocks, the cost of the slowest link between ranks of equal coordinates."""
+        ranks = np.array(blocks)
+        found = np.zeros((len(blocks), len(blocks)), np.int64)
+        for column in ranks.T:
+            np.maximum(found, self._costs[np.ix_(column, column)], out=found)
+        return found
 
     def cost(self, order: _Block, axes: Sequence[Axis], laid: Sequence[Axis]) -> list[tuple[int, int]]:
         """Returns the most that a group along each axis costs, and what all cost together; of ``laid``, in its order.
@@ -97,55 +109,69 @@ class _Links:
 
     def chain(self, blocks: Sequence[_Block]) -> list[_Block]:
         """Orders blocks so that the links from each to the next are short, the longest one above all."""
+        costs = self.between(blocks)
         if len(blocks) > _MOST_PERMUTED:
-            return self._walk_tree(blocks)
+            return [blocks[i] for i in _walk_tree(costs)]
 
-        def length(order: tuple[_Block, ...]) -> tuple[int, int]:
-            steps = [self.between(*both) for both in pairwise(order)]
+        def length(order: tuple[int, ...]) -> tuple[int, int]:
+            steps = [int(costs[both]) for both in pairwise(order)]
             return max(steps, default=0), sum(steps)
 
-        return list(min(permutations(blocks), key=length))
+        return [blocks[i] for i in min(permutations(range(len(blocks))), key=length)]
 
     def _match(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
         """Pairs blocks so that the links within pairs cost least."""
         import networkx  # takes half a second, and runs on one host never need it
 
-        pairs: list[list[_Block]] = []
-        if len(blocks) > _MOST_MATCHED:
-            alone: dict[bytes, _Block] = {}  # by what they are far from, which those of one host have in common
-            for block in blocks:
-                other = alone.pop(place := self._costs[list(block)].tobytes(), None)
-                if other is None:
-                    alone[place] = block
-                else:
-                    pairs.append([other, block])
-            blocks = list(alone.values())
-        graph = networkx.Graph()
-        graph.add_weighted_edges_from((one, other, self.between(one, other)) for one, other in combinations(blocks, 2))
-        return sorted([*pairs, *(sorted(pair, key=min) for pair in networkx.min_weight_matching(graph))])
+        pairs, left = self._join_within_hosts(blocks, 2) if len(blocks) > _MOST_MATCHED else ([], list(blocks))
+        costs = self.between(left) if left else np.zeros((0, 0))
+        if len(left) > _MOST_MATCHED:
+            walked = _walk_tree(costs)
+            matched: Iterable[tuple[int, ...]] = zip(walked[::2], walked[1::2])
+        else:
+            matched = networkx.min_weight_matching(_make_graph(costs))
+        return sorted([*pairs, *(sorted((left[i] for i in pair), key=min) for pair in matched)])
 
     def _gather(self, blocks: Sequence[_Block], size: int) -> list[list[_Block]]:
         """Forms groups over the shortest links that still connect enough blocks."""
         import networkx
 
-        left, groups = list(blocks), list[list[_Block]]()
-        for cost in np.unique(self._costs):
-            graph = networkx.Graph()
-            graph.add_nodes_from(left)
-            graph.add_edges_from(both for both in combinations(left, 2) if self.between(*both) <= cost)
-            left = []
-            for part in sorted(networkx.connected_components(graph), key=min):
-                walked = self._walk_tree(sorted(part, key=min))
+        groups, left = self._join_within_hosts(blocks, size)
+        for cost in np.unique(self._costs) if left else ():
+            costs, rest = self.between(left), list[_Block]()
+            graph = networkx.Graph(costs <= cost)
+            for part in sorted(map(sorted, networkx.connected_components(graph))):
+                walked = [left[part[i]] for i in _walk_tree(costs[np.ix_(part, part)])]
                 whole = len(walked) // size * size
                 groups += [sorted(walked[i : i + size], key=min) for i in range(0, whole, size)]
-                left += walked[whole:]
+                rest += walked[whole:]
+            left = rest
+            if not left:
+                break
         return sorted(groups)
 
-    def _walk_tree(self, blocks: Sequence[_Block]) -> list[_Block]:
-        """Orders blocks along a spanning tree of the shortest links, from the first one on."""
-        import networkx
+    def _join_within_hosts(self, blocks: Sequence[_Block], size: int) -> tuple[list[list[_Block]], list[_Block]]:
+        """Returns (groups of blocks that are on the same hosts, the blocks that are left)."""
+        alike: dict[bytes, list[_Block]] = {}  # by what they are far from
+        for block in blocks:
+            alike.setdefault(self._costs[list(block)].tobytes(), []).append(block)
+        groups = [mine[i : i + size] for mine in alike.values() for i in range(0, len(mine) // size * size, size)]
+        left = [block for mine in alike.values() for block in mine[len(mine) // size * size :]]
+        return groups, left
 
-        graph = networkx.Graph()
-        graph.add_nodes_from(blocks)
-        graph.add_weighted_edges_from((one, other, self.between(one, other)) for one, other in combinations(blocks, 2))
-        return list(networkx.dfs_preorder_nodes(networkx.minimum_spanning_tree(graph), blocks[0]))
+
+def _make_graph(costs: np.ndarray) -> networkx.Graph:
+    """Returns the complete graph of so many nodes, with the costs as weights."""
+    import networkx
+
+    graph = networkx.Graph()
+    graph.add_nodes_from(range(len(costs)))
+    graph.add_weighted_edges_from((i, j, int(costs[i, j])) for i, j in combinations(range(len(costs)), 2))
+    return graph
+
+
+def _walk_tree(costs: np.ndarray) -> list[int]:
+    """Orders nodes along a spanning tree of least cost, from the first one on."""
+    import networkx
+
+    return list(networkx.dfs_preorder_nodes(networkx.minimum_spanning_tree(_make_graph(costs)), 0))

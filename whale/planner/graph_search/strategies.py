@@ -47,7 +47,7 @@ def choices(program: Program, size: int, topology: Topology | None = None) -> li
     ones.
 
     Args:
-      topology: the hosts of the ranks; groups of ranks that divide tensors are within hosts where they can be.
+      topology: the hosts of the ranks; None: all are on one.
     """
     found = [divide_over_all("data parallel", size)]
     if size == 1 or has_scopes(program):
@@ -55,16 +55,29 @@ def choices(program: Program, size: int, topology: Topology | None = None) -> li
     found.append(divide_over_all("every rank alone", size, replicated=True))
     tables = _tables(program)
     degrees = [g for g in range(2, size) if size % g == 0]
-    orders = {g: order_ranks(topology, (Axis(DATA, size // g), Axis(TENSOR, g))) for g in degrees}
     if len(tables) > 1:
         found.append(divide_over_all(f"split of {len(tables)} tables", size, size, split=tables))
     for name in _large_weights(program):
         found.append(divide_over_all(f"split from {name} on", size, size, split=(name,)))
         if not program.functions:
             found += [
-                divide_over_all(f"split from {name} on, {size // g} groups of {g}", size, g, orders[g], split=(name,))
+                divide_over_all(f"split from {name} on, {size // g} groups of {g}{how}", size, g, order, split=(name,))
                 for g in degrees
+                for how, order in _list_orders(size, g, topology).items()
             ]
+    return found
+
+
+def _list_orders(size: int, tensor: int, topology: Topology | None) -> dict[str, tuple[int, ...]]:
+    """Returns the orders of ranks to try, by words for them: what sends less lies between hosts, tensors or rows.
+
+    Many rows have large activations, which groups that divide tensors exchange; those of few rows are smaller than
+    weights.
+    """
+    axes = (Axis(DATA, size // tensor), Axis(TENSOR, tensor))
+    found = {"": order_ranks(topology, axes)}
+    if (rows_within := order_ranks(topology, axes, (TENSOR,))) != found[""]:
+        found[", rows divided within hosts"] = rows_within
     return found
 
 
