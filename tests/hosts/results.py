@@ -21,9 +21,9 @@ def read_result(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def train_alone(folder: Path, steps: int = 3) -> dict[str, np.ndarray]:
+def train_alone(folder: Path, steps: int = 3, script: str = TRAIN) -> dict[str, np.ndarray]:
     """Returns what one process computes."""
-    line = [warm_python(), TRAIN, str(folder), str(steps)]
+    line = [warm_python(), script, str(folder), str(steps)]
     subprocess.run(
         line, env={"PATH": "/usr/bin:/bin", **python_environment()}, stdout=subprocess.DEVNULL, check=True, timeout=120
     )

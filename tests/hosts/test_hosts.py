@@ -272,6 +272,17 @@ def test_exchanges_between_hosts_are_measured_and_used(make_hosts: Callable[...,
 
 
 @pytest.mark.long
+def test_ranks_are_laid_by_their_hosts(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    """Groups that divide tensors are within hosts, and datasets, rows of results and weights are one process's."""
+    launcher, script = HostLauncher(make_hosts(3), python=warm_python()), str(HERE / "meshes.py")
+    for hosts, order in (("h0:2,h1:2", "0 2 1 3"), ("h0:1,h1:2,h2:1", "0 1 3 2")):
+        done = launcher.run("-np", "4", "--hosts", hosts, script, str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"ranks lie {order}" in done.stdout, done.stdout
+        assert_same(read_result(tmp_path), train_alone(tmp_path, script=script))
+
+
+@pytest.mark.long
 def test_what_is_exchanged_crosses_to_a_host_once(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     launcher = HostLauncher(make_hosts(2), python=warm_python())
     kinds = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll")
