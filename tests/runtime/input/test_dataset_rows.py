@@ -39,6 +39,7 @@ class _Rank:
     config: Config
     elements: int = 0
     mesh: Mesh = field(default_factory=Mesh)
+    rank_order: tuple[int, ...] = ()
     has_other_processes: bool = True
     trace: None = None
     elastic: None = None

@@ -42,6 +42,7 @@ class Rank:
     size: int = 2
     elements: int = 0
     mesh: Mesh = field(default_factory=Mesh)
+    rank_order: tuple[int, ...] = ()
     has_other_processes: bool = True
     has_local_batch: bool = False
     trace: None = None

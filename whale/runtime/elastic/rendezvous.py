@@ -20,7 +20,7 @@ from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.distributed.trace import Trace
 from whale.distributed.watch import LauncherWatch
-from whale.ir.topology import make_topology
+from whale.ir.topology import Topology, make_topology
 from whale.log import log
 from whale.runtime.elastic.agreement import LoneCommunicator, gather_bytes, send_value
 from whale.runtime.elastic.requirements import count_hosts_left, find_fitting_changes
@@ -49,6 +49,7 @@ class ElasticRun(Protocol):
     hooks: Any
     apart: SocketBootstrap | None
     outside: ExternalUpdates | None
+    topology: Topology | None
 
 
 class RankGroup:
