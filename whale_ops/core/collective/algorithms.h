@@ -55,8 +55,8 @@ struct Schedule {
   int64_t wide_count = 0;     // elements of kWide
 };
 
-// How all-reduces are carried out, and other collectives over several hosts. kAuto: the one with the
-// least predicted time.
+// How all-reduces are carried out, and other collectives over several hosts. kAuto: the one with
+// the least predicted time.
 enum class Algorithm : uint8_t {
   kAuto = 0,
   kDirect = 1,

@@ -178,7 +178,8 @@ struct Own {
 
 Own own_of(const Hosts& hosts, int rank) {
   const auto& here = hosts.members[hosts.of[rank]];
-  return {hosts.of[rank], static_cast<int>(std::find(here.begin(), here.end(), rank) - here.begin())};
+  return {hosts.of[rank],
+          static_cast<int>(std::find(here.begin(), here.end(), rank) - here.begin())};
 }
 
 // The rank of a host that deals with those of other hosts that have this index.
@@ -210,14 +211,15 @@ bool are_in_a_row(const std::vector<int>& ranks) {
 // others, or the next one, or one of each other host.
 double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way) {
   const double size = p.size, others = size - 1, most = static_cast<double>(hosts.most);
-  const double count = hosts.count(), bytes =
-      static_cast<double>(std::accumulate(p.counts.begin(), p.counts.end(), int64_t{0}) *
-                          p.element_bytes);
+  const double count = hosts.count(),
+               bytes = static_cast<double>(
+                   std::accumulate(p.counts.begin(), p.counts.end(), int64_t{0}) * p.element_bytes);
   if (way == BlockWay::kRing) {
     double out = 0;
     for (const auto& members : hosts.members) {
       double here = 0;
-      for (const int rank : members) here += hosts.of[rank] != hosts.of[(rank + 1) % p.size] ? 1 : 0;
+      for (const int rank : members)
+        here += hosts.of[rank] != hosts.of[(rank + 1) % p.size] ? 1 : 0;
       out = std::max(out, here);
     }
     return others * (kNetwork.step_s + kNetwork.message_s) +
@@ -316,9 +318,8 @@ Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts) {
     for (int64_t k = 0; k < count; ++k) {
       Local add{sum_of(k), {}};
       for (int64_t i = 0; i < mates; ++i) {
-        add.sources.push_back(i == own.index
-                                  ? c.global(Buffer::kInput, added[k], chunk)
-                                  : slot(Buffer::kScratch, k * mates + i, added[k]));
+        add.sources.push_back(i == own.index ? c.global(Buffer::kInput, added[k], chunk)
+                                             : slot(Buffer::kScratch, k * mates + i, added[k]));
       }
       inside.locals.push_back(std::move(add));
     }
@@ -330,7 +331,8 @@ Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts) {
       if (host == own.host) continue;
       between.recvs.push_back({partner(hosts, host, own.index), crossing, arriving});
     }
-    for (int64_t k = 0; k + 1 < count; ++k) between.sends.push_back({added[k], crossing, sum_of(k)});
+    for (int64_t k = 0; k + 1 < count; ++k)
+      between.sends.push_back({added[k], crossing, sum_of(k)});
     between.locals.push_back(std::move(total));
     schedule.lanes[index].push_back(std::move(inside));
     schedule.lanes[index].push_back(std::move(between));
@@ -374,9 +376,9 @@ Schedule packed_all_to_all(const Problem& p, const Hosts& hosts) {
     for (int64_t i = 0; i < mates; ++i) {
       if (i != own.index) {
         pack.sends.push_back({here[i], id, to(there[i])});
-        pack.recvs.push_back({here[i], id,
-                              host == own.host ? Slice{Buffer::kOutput, here[i] * each, each}
-                                               : place(0, host, i)});
+        pack.recvs.push_back(
+            {here[i], id,
+             host == own.host ? Slice{Buffer::kOutput, here[i] * each, each} : place(0, host, i)});
       }
       if (host == own.host) continue;
       const Slice source = i == own.index ? to(there[own.index]) : place(0, host, i);
@@ -384,8 +386,9 @@ Schedule packed_all_to_all(const Problem& p, const Hosts& hosts) {
     }
     if (host == own.host) continue;
     const auto crossing = static_cast<uint32_t>(hosts.count());
-    cross.sends.push_back(
-        {there[own.index], crossing, {Buffer::kScratch, place(packed, host, 0).offset, mates * each}});
+    cross.sends.push_back({there[own.index],
+                           crossing,
+                           {Buffer::kScratch, place(packed, host, 0).offset, mates * each}});
     cross.recvs.push_back(
         {there[own.index], crossing, {Buffer::kOutput, there[0] * each, mates * each}});
   }

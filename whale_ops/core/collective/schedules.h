@@ -99,8 +99,8 @@ struct Hosts {
 Schedule hierarchical(const Problem& p, Algorithm algorithm);
 double hierarchical_s(const Problem& p, const Hosts& hosts, Algorithm algorithm);
 
-// All-gathers and reduce-scatters: a rank meets all others, or the next one in a ring, or one rank of
-// each other host.
+// All-gathers and reduce-scatters: a rank meets all others, or the next one in a ring, or one rank
+// of each other host.
 enum class BlockWay : uint8_t { kDirect, kRing, kHierarchical };
 Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts);
 Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts);
