@@ -154,7 +154,8 @@ def _environment(program: Program, context: Context, number: int, captured: Prog
         return replace(environment, limits_bytes=[asked] * size) if asked else environment
     with eager_mode():  # in a session, the script's graph must not grow
         rates = measure_rates(context, dry is not None, program)
-    return SearchEnvironment(rates, profile, limits_bytes(context, number), captured, _measured_topology(context))
+    topology = _measured_topology(context)
+    return SearchEnvironment(rates, profile, limits_bytes(context, number), captured, topology=topology)
 
 
 def _measured_topology(context: Context) -> Topology | None:
