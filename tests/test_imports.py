@@ -113,7 +113,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.passes": ("run_passes", "settings", "analysis", "normalize", "propagation", "autoshard", "resharding")
     + ("memory", "verify", "plan_builder", "pass_manager"),
     "whale.passes.normalize": ("folding", "emitter", "embedding", "*"),
-    "whale.kernels": ("xla", "choices", "elementwise", "matmuls", "updates", "loops", "nn", "substitute"),
+    "whale.kernels": ("xla", "choices", "elementwise", "clusters", "matmuls", "updates", "loops", "nn", "substitute"),
     "whale.partition": (
         "resharding",
         "ring_attention",

@@ -55,7 +55,7 @@ MEMORY_GB = {
     "lstm-layers": 0.8,
     "fc": 3.8,
 }
-PRIORITY = ("horovod", "whale", "whale-split", "plain", "xla", "mirrored", "torch", "jax", "whale-horovod")
+PRIORITY = ("horovod", "whale", "whale-xla", "whale-split", "plain", "xla", "mirrored", "torch", "jax", "whale-horovod")
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted
 STEP_TIMEOUT_S = 300.0
@@ -82,10 +82,14 @@ class Configuration:
 
 
 _ALL = ("resnet50", "gpt", "vit", "dlrm", "lstm", "fc")
+_XLA = ("resnet50", "gpt", "vit", "lstm")
 CONFIGURATIONS = (
     Configuration("TensorFlow, 2 threads", "plain", threads=2),
     Configuration("TensorFlow, 1 thread", "plain"),
     Configuration("TensorFlow with XLA, 2 threads", "xla", threads=2, workloads=_ALL),
+    Configuration("TensorFlow with XLA, 1 thread", "xla", workloads=_XLA),
+    Configuration("Whale with XLA, 1 rank", "whale-xla", workloads=_XLA),
+    Configuration("Whale with XLA, 2 ranks", "whale-xla", 2, workloads=_XLA),
     Configuration("Whale, 1 rank", "whale", workloads=("resnet50", "resnet50-amp", "gpt")),
     Configuration("Horovod, 2 ranks", "horovod", 2),  # tuned
     Configuration("Whale, 2 ranks", "whale", 2),

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.groups import Answer, serve
 
 PEERS = ("torch", "jax")  # without TensorFlow and Whale: another Python runs them
-CONFIGURATIONS = ("plain", "xla", "mirrored", "horovod", "whale", "whale-split", "whale-horovod", *PEERS)
+CONFIGURATIONS = ("plain", "xla", "mirrored", "horovod", "whale", "whale-xla", "whale-split", "whale-horovod", *PEERS)
 
 
 def main() -> None:
@@ -103,7 +103,8 @@ def _start(
                 row[2] += counter.seconds
         return found
 
-    step = make_step(workload, wh.function, scope=wh.split if configuration == "whale-split" else wh.replica)
+    function = functools.partial(wh.function, jit_compile=True) if configuration == "whale-xla" else wh.function
+    step = make_step(workload, function, scope=wh.split if configuration == "whale-split" else wh.replica)
     return step, wh.shutdown, counters
 
 

@@ -87,6 +87,7 @@ FEATURES: tuple[Feature, ...] = (
     _set("auto_parallel", "auto", mesh__auto_parallel=True),
     _of("7 rows", "uneven"),  # that divide neither by the ranks nor by the micro-batches
     _of("hot table", "hot", instead=["session"]),
+    _of("xla", "xla", instead=["session"]),
     _set("table on host", "table", memory__offload="tables", instead=["offload", "growing table", "hot table"]),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +23,7 @@ from tests.combinations.program import OF_PROGRAM, Net, batches, rows_of, scopes
 from tests.whale_ops.gpu.host_device import build_host_device, host_devices
 from whale.capture.sharded import ShardedTensor
 from whale.errors import WhaleError
+from whale.kernels import clusters
 from whale.passes.analysis.batch import rows_of_ranks
 from whale.runtime.start import check_replicas
 
@@ -128,9 +130,11 @@ def _in_function(
             step = wh.function(lambda x, y: net.update(x, y, no_scopes))
             losses.append(float(step(*map(tf.constant, data[0]))))
             path = wh.CheckpointManager(tf.train.Checkpoint(net=net), f"{folder}/saved", 1).save()
-    with _run(config):
+    with _run(config), contextlib.ExitStack() as stack:
         net, scope = Net(marks, dtype), scopes_of(marks)
-        step = wh.function(lambda x, y: net.update(x, y, scope))
+        if "xla" in marks:
+            stack.enter_context(mock.patch.object(clusters, "LEAST_BYTES", 0))
+        step = wh.function(lambda x, y: net.update(x, y, scope), jit_compile=True if "xla" in marks else None)
         if "saved" in marks:
             wh.CheckpointManager(tf.train.Checkpoint(net=net), f"{folder}/saved", 1).restore(path)
         for batch in _as_passed(data[len(losses) :], marks, config):

@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--shares", default="", help="rows per rank, for example 5,3,0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="pairs of workers, with --table")
     parser.add_argument("--no-gradients", action="store_true", help="do not fetch gradients")
-    parser.add_argument("--scope", default="", help="replica, split:2, auto:2, split+zero3, stage:2 or +micro:4")
+    parser.add_argument("--scope", default="", help="replica, split:2, auto:2, split+zero3, stage:2, +micro:4 or +xla")
     options = parser.parse_args()
     cases = [case_named(name) for name in options.case] if options.case else list(CASES)
     if options.table:

@@ -50,8 +50,9 @@ class Run:
         gradients: the step returns its gradients as well.
         scope: what the model is inside: `replica` (which must be the same as nothing, ""), `split`, `split:2` for
             groups of two ranks that split. `+zero1` behind it: the optimizer's state lies split; `+zero3`: weights
-            as well; `+micro:4`: in so many micro-batches; `+recompute`: activations are computed again. `named:both`:
-            scopes by the names of its layers and variables (tests/oracle/named.py).
+            as well; `+micro:4`: in so many micro-batches; `+recompute`: activations are computed again; `+xla`: XLA
+            compiles the step, in clusters. `named:both`: scopes by the names of its layers and variables
+            (tests/oracle/named.py).
     """
 
     case: Case = field(compare=False)

@@ -14,6 +14,7 @@ from tests.oracle.serve import serve
 from tests.oracle.stages import in_turns
 from tests.zoo.case import Setting, build
 from tests.zoo.catalogue import case_named
+from whale.kernels import clusters
 from whale.planner.graph_search import strategies
 from whale.runtime.compile import auto
 from whale.runtime.start import check_replicas
@@ -58,11 +59,15 @@ def spread(job: dict[str, Any]) -> dict[str, Any]:
         wh.annotate(ANNOTATIONS[count])
     if scope == "auto":
         _prefer_splits()
+    function: Any = wh.function
+    if "xla" in more:
+        clusters.LEAST_BYTES = 0
+        function = partial(wh.function, jit_compile=True)
     try:
         setting = Setting(
             job["dtype"],
             job["optimizer"],
-            function=wh.function,
+            function=function,
             session=lambda graph: wh.Session(graph=graph),
             scope=in_turns(int(count)) if scope == "stage" else SCOPES[scope],
             gradients=job["gradients"],

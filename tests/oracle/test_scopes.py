@@ -54,6 +54,19 @@ RECOMPUTED = (
     ("convnet", "sgd", "+recompute", Spread(2)),
 )
 
+# Steps with `jit_compile=True`: gelu and attention, recurrent layers, dropout, batch norm; also with exchanges in their
+# middle, in micro-batches, in stages, and with state that lies split.
+BY_XLA = (
+    ("gpt", "adam", "+xla", Spread(3, (1, 3, 4))),
+    ("mlp_metrics", "adam", "split:2+xla", Spread(4)),
+    ("lstm", "sgd", "+xla", Spread(2, (5, 3))),
+    ("seeded_dropout", "sgd", "+xla", Spread(2)),
+    ("convnet", "adam", "+zero3+xla", Spread(2, (0, 8))),
+    ("gpt", "sgd", "+micro:2+xla", Spread(2)),
+    ("mlp", "adam", "stage:2+xla", Spread(2)),
+    ("convnet", "sgd", "+recompute+xla", Spread(2)),
+)
+
 # State that lies split, of optimizers of Keras 2, which look up rows of it whose number only a step knows.
 LOOKED_UP = (
     ("embedding", "adagrad", "+zero3", Spread(2, (5, 3))),
@@ -74,7 +87,7 @@ NAMED = (
 def scopes() -> Sequence[object]:
     native, legacy = flavours()[0], flavours()[-1]
     found = []
-    for name, optimizer, scope, spread in (*SPLIT, *MICRO, *RECOMPUTED, *NAMED, *LOOKED_UP):
+    for name, optimizer, scope, spread in (*SPLIT, *MICRO, *RECOMPUTED, *BY_XLA, *NAMED, *LOOKED_UP):
         flavour = legacy if (name, optimizer, scope, spread) in LOOKED_UP else native
         run = Run(case_named(name), name, flavour, "float64", optimizer, spread, scope=scope)
         core = name in ("mlp_metrics", "embedding", "tf1_mlp")

@@ -55,7 +55,7 @@ class Key:
         return self.name.partition(".")[0]
 
 
-KERNELS = ("updates", "elementwise", "convolutions", "products", "einsums", "padding", "nn", "loops")
+KERNELS = ("updates", "elementwise", "convolutions", "products", "einsums", "padding", "nn", "loops", "xla")
 
 KEYS: tuple[Key, ...] = (
     Key(
@@ -281,7 +281,8 @@ KEYS: tuple[Key, ...] = (
         "results but for rounding: elementwise: other arithmetic on elements; convolutions: small ones, as products of "
         "matrices; products: batches with one matrix in common, as one; einsums: batches of small products; padding: "
         "products that oneDNN's AVX2 code is slow at; nn: losses of numbered classes and gradients of depthwise "
-        "filters; loops: recurrent layers and other loops of known length, by few operations; empty = nothing",
+        "filters; loops: recurrent layers and other loops of known length, by few operations; xla: functions with "
+        "jit_compile=True, in clusters between exchanges, by XLA, on GPUs too; empty = nothing",
         choices=KERNELS,
     ),
     Key(

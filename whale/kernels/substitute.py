@@ -15,6 +15,7 @@ from whale.ir.ops import CONVOLUTIONS, MATMULS
 from whale.ir.program import Program
 from whale.ir.text import format_program
 from whale.kernels.choices import ALL, Change, Choices, Substitution, list_changed, list_fused
+from whale.kernels.clusters import form_clusters
 from whale.kernels.elementwise.fuse import fuse_elementwise, list_operations
 from whale.kernels.loops.replace import replace_loops
 from whale.kernels.matmuls.batches import replace_batches
@@ -25,7 +26,7 @@ from whale.kernels.nn import REPLACED, replace_nn_kernels
 from whale.kernels.updates.fuse import fuse_updates, list_updates
 from whale.kernels.updates.last import order_updates_last
 from whale.kernels.updates.scatters import fuse_scatters, list_scatters
-from whale.kernels.xla import compile_marked
+from whale.kernels.xla import XlaKernels, compile_marked, count_compiled
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, on_devices
 from whale.passes.resharding.unique_keys import with_number
 from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes
@@ -41,6 +42,7 @@ class RewriteContext:
       ranks: of the programs; comm: name of their communicator; "": they have none.
       number: of the program in its run; None: it has none.
       on_gpu: the programs run on GPUs.
+      xla: XLA's kernels, if it compiles what asks for it.
     """
 
     settings: PlanSettings
@@ -49,6 +51,7 @@ class RewriteContext:
     comm: str = ""
     number: int | None = None
     on_gpu: bool = False
+    xla: XlaKernels | None = None
 
 
 Programs = tuple[Program, ...]
@@ -73,6 +76,20 @@ def _number_programs(programs: Programs, context: RewriteContext) -> Programs:
     number = context.number
     assert number is not None
     return tuple([with_number(program, number) for program in programs])
+
+
+def _form_clusters(programs: Programs, context: RewriteContext) -> Programs:
+    xla = context.xla
+    assert xla is not None
+    return tuple([form_clusters(program, xla) for program in programs])
+
+
+def _describe_changes(before: Programs, after: Programs) -> str:
+    compiled = count_compiled(after[0])
+    said = program_changes(before[0], after[0])
+    if compiled == count_compiled(before[0]):
+        return said
+    return f"{compiled} cluster{'s' * (compiled != 1)} for XLA; {said}"
 
 
 def _exchange_on_devices(programs: Programs, context: RewriteContext) -> Programs:
@@ -124,6 +141,12 @@ KERNELS: tuple[_RewritePass, ...] = (
         _make_condition("updates"),
     ),
     Pass(
+        "clusters",
+        "lets XLA compile what asks for it, in clusters between exchanges",
+        _form_clusters,
+        When("jit_compile=True and kernels=xla", lambda c: c.xla is not None),
+    ),
+    Pass(
         "elementwise",
         "goes once over tensors for all arithmetic on their elements",
         _apply_to_each(lambda p, c: fuse_elementwise(p, c)),
@@ -166,17 +189,21 @@ REWRITE: Table[Programs, RewriteContext] = Table(
     (*KERNELS, *FOR_RUN),
     programs=lambda programs: programs,
     text=lambda programs, c: format_program(programs[0]),
-    changes=lambda before, after: program_changes(before[0], after[0]),
+    changes=_describe_changes,
 )
 
 
-def substitute_kernels(programs: Sequence[Program], settings: PlanSettings, elastic: bool = False) -> list[Program]:
+def substitute_kernels(
+    programs: Sequence[Program], settings: PlanSettings, elastic: bool = False, xla: XlaKernels | None = None
+) -> list[Program]:
     """Replaces operations by faster ones in ranks' programs, as the settings allow.
 
     Args:
       elastic: ranks may continue without others, so that no variable is changed before all exchanges have ended.
+      xla: XLA's kernels, where the programs run; None: it is not asked for, or this is a prediction. That takes our
+        kernels for what XLA compiles: its fusions are known only when it has made them.
     """
-    context = RewriteContext(settings, elastic)
+    context = RewriteContext(settings, elastic, xla=xla)
     ranks: Programs = run_passes(REWRITE, tuple(programs), context, settings.observer, KERNELS)
     return list(ranks)
 

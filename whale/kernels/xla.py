@@ -1,33 +1,66 @@
-"""Compiles nodes by XLA that have no kernel where they run: they become calls of functions compiled with local shapes.
+"""Compiles nodes by XLA: they become calls of functions that TensorFlow has to compile, with local shapes.
 
-On GPUs these are XLA's own operations only: cuDNN has convolutions and pooling of every layout and kind.
+Nodes that have no kernel where they run are compiled one by one (``compile_marked``), unless a cluster took them before
+(``whale.kernels.clusters``). On GPUs these are XLA's own operations only: cuDNN has convolutions and pooling of every
+layout and kind.
 
 Passes over the other graphs of a program leave the functions that XLA compiles unchanged.
 
-Decision: 0051.
+Decisions: 0051, 0169.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from whale.ir.marks import NO_MARKS
+from whale.ir.ops import CALLS
 from whale.ir.program import COMPILED, Node, Program, Ref, find_called_functions, iterate_function_refs
 from whale.ir.values import DType, Func
 
+# Larger constants are handed to a compiled function: in it they would be held a second time, and looked at by XLA.
+_MOST_CONST_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class XlaKernels:
+    """The operations that XLA compiles for the device of this process.
+
+    Attributes:
+      kernels: op type -> for each of its kernels, the types that attributes may be, by attribute; without one any type.
+      on_gpu: the device is a GPU.
+    """
+
+    kernels: Mapping[str, Sequence[Mapping[str, frozenset[str]]]]
+    on_gpu: bool = False
+
+    def __contains__(self, node: Node) -> bool:
+        """Tells whether XLA has a kernel for a node with these types."""
+
+        def allows(name: str, allowed: frozenset[str]) -> bool:
+            given = node.attrs.get(name)
+            asked = given if isinstance(given, tuple) else (given,)
+            return given is None or all(one in allowed for one in asked)
+
+        return any(all(allows(*one) for one in kernel.items()) for kernel in self.kernels.get(node.op, ()))
+
 
 def compile_marked(program: Program, on_gpu: bool = False) -> Program:
-    """Puts every marked node (passes.normalize.compiled) of one rank's program into a compiled function of its own.
+    """Puts every node of one rank's program that has no kernel (passes.normalize.compiled) into a compiled function of
+    its own.
 
     Args:
       on_gpu: the program runs on a GPU, where it has kernels for most of them.
     """
     if on_gpu:
         program = _unmark_all_but_xla(program)
+    done = find_compiled(program)
     functions: dict[str, Program] = {}
     main = _replace_marked_nodes(program, "", functions)
-    bodies = {name: _replace_marked_nodes(body, name, functions) for name, body in program.functions.items()}
+    bodies = {
+        name: body if name in done else _replace_marked_nodes(body, name, functions)
+        for name, body in program.functions.items()
+    }
     return replace(main, functions={**bodies, **functions}) if functions else program
 
 
@@ -49,6 +82,62 @@ def find_compiled(program: Program) -> set[str]:
     return set(find_called_functions(compiled, program.functions))
 
 
+def count_compiled(program: Program) -> int:
+    """Counts the calls of functions that XLA compiles in the graphs of a program, each call once."""
+    graphs = (program, *program.functions.values())
+    return sum(node.op in CALLS and bool(node.attrs.get(COMPILED)) for graph in graphs for node in graph.nodes)
+
+
+def make_call(
+    graph: Program, nodes: Sequence[Node], name: str, function: str, results: Sequence[Ref]
+) -> tuple[Node, Program]:
+    """Returns the call that replaces ``nodes`` of a graph, and its function, which XLA compiles.
+
+    Args:
+      nodes: in the graph's order; no path leads out of them and back.
+      name: of the call; function: of its function.
+      results: the tensors of ``nodes`` that the call returns, in order.
+    """
+    inside: dict[str, Node] = {}
+    own = {node.name for node in nodes}
+    passed: dict[Ref, Ref] = {}
+
+    def find_operand(ref: Ref) -> Ref:
+        if ref.node in own:
+            return ref
+        producer = graph.by_name[ref.node]
+        if producer.op == "Const" and producer.outputs[0].bytes <= _MOST_CONST_BYTES:  # XLA has to know shapes
+            inside[ref.node] = replace(producer, controls=())
+            return ref
+        if ref not in passed:
+            kind = graph.find_type(ref)
+            argument = f"argument_{len(passed)}"
+            inside[argument] = Node(argument, "Placeholder", attrs={"dtype": DType(kind.dtype)}, outputs=(kind,))
+            passed[ref] = Ref(argument)
+        return passed[ref]
+
+    for node in nodes:
+        attrs = {key: value for key, value in node.attrs.items() if key != COMPILED}
+        inside[node.name] = replace(node, inputs=tuple(map(find_operand, node.inputs)), controls=(), attrs=attrs)
+    body = Program(function, tuple(inside.values()), tuple(r.node for r in passed.values()), outputs=tuple(results))
+    types = tuple(graph.find_type(ref) for ref in results)
+    attrs = {
+        "Tin": tuple(DType(graph.find_type(ref).dtype) for ref in passed),
+        "Tout": tuple(DType(kind.dtype) for kind in types),
+        "f": Func(function),
+        "config": "",
+        "config_proto": b"",
+        "executor_type": "",
+        COMPILED: True,
+    }
+    controls = tuple(_list_controls(nodes, own))
+    return Node(name, "PartitionedCall", tuple(passed), controls, attrs, types, nodes[-1].scope), body
+
+
+def _list_controls(nodes: Iterable[Node], own: set[str]) -> dict[str, None]:
+    return dict.fromkeys(name for node in nodes for name in node.controls if name not in own)
+
+
 def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Program]) -> Program:
     """Replaces the marked nodes of one graph by calls; adds the functions called to ``functions``."""
     if not any(map(_is_marked, program.nodes)):
@@ -56,8 +145,8 @@ def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Pro
     nodes = []
     for node in program.nodes:
         if _is_marked(node):
-            name = f"compiled/{graph}/{node.name}"
-            node, functions[name] = _make_call(program, node, name)
+            function = f"compiled/{graph}/{node.name}"
+            node, functions[function] = make_call(program, (node,), node.name, function, node.list_refs())
         nodes.append(node)
     return program.replace_nodes(tuple(nodes))
 
@@ -75,40 +164,4 @@ def _unmark_all_but_xla(program: Program) -> Program:
 
 
 def _is_marked(node: Node) -> bool:
-    return bool(node.outputs) and bool(node.attrs.get(COMPILED))
-
-
-def _make_call(program: Program, node: Node, function: str) -> tuple[Node, Program]:
-    """Returns the call that replaces ``node``, and its function; constants move into it, since XLA has to know
-    shapes.
-    """
-    nodes: dict[str, Node] = {}
-    passed: dict[Ref, Ref] = {}
-    operands = []
-    for ref in node.inputs:
-        producer = program.by_name[ref.node]
-        if producer.op == "Const":
-            nodes[ref.node] = replace(producer, controls=())
-            operands.append(ref)
-            continue
-        if ref not in passed:
-            kind = program.find_type(ref)
-            argument = f"argument_{len(passed)}"
-            nodes[argument] = Node(argument, "Placeholder", attrs={"dtype": DType(kind.dtype)}, outputs=(kind,))
-            passed[ref] = Ref(argument)
-        operands.append(passed[ref])
-    attrs = {key: value for key, value in node.attrs.items() if key != COMPILED}
-    inner = replace(node, inputs=tuple(operands), controls=(), attrs=attrs)
-    nodes[inner.name] = inner
-    body = Program(function, tuple(nodes.values()), tuple(r.node for r in passed.values()), outputs=inner.list_refs())
-    call_attrs = {
-        "Tin": tuple(DType(program.find_type(ref).dtype) for ref in passed),
-        "Tout": tuple(DType(kind.dtype) for kind in node.outputs),
-        "f": Func(function),
-        "config": "",
-        "config_proto": b"",
-        "executor_type": "",
-        COMPILED: True,
-    }
-    call = replace(node, op="PartitionedCall", inputs=tuple(passed), attrs=call_attrs, marks=NO_MARKS)
-    return call, body
+    return bool(node.outputs) and bool(node.attrs.get(COMPILED)) and node.op not in CALLS

@@ -27,6 +27,7 @@ from whale.ir.program import Node, Program, Ref, rewire
 from whale.ir.text import format_program
 from whale.kernels.substitute import substitute_kernels
 from whale.kernels.updates.fuse import count_written_together
+from whale.kernels.xla import XlaKernels
 from whale.partition.mesh import lower_mesh, plan_program
 from whale.partition.pipeline.microbatches import MicrobatchProgram, divide_in_micro_batches, find_own_rows
 from whale.partition.pipeline.stage_groups import lower_stage_groups, plan_stage_groups
@@ -43,7 +44,7 @@ from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
 from whale.passes.resharding.fuse_sums import fuse_sums
 from whale.passes.resharding.horovod import HOROVOD_DTYPES
-from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes
+from whale.passes.run_passes import Pass, PassObserver, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings
 
 _MOST_RANKS_SHOWN = 8
@@ -313,10 +314,23 @@ def lower_first_ranks(settings: PlanSettings, captured: Program) -> dict[int, Pr
     )
 
 
-def lower_shown_ranks(program: Program, plan: Plan, settings: PlanSettings) -> list[Program]:
-    """Lowers the ranks that reports show: all of them, or the first ones if there are many."""
+def lower_shown_ranks(
+    program: Program,
+    plan: Plan,
+    settings: PlanSettings,
+    find_xla: Callable[[Sequence[Program]], XlaKernels | None] = lambda programs: None,
+) -> list[Program]:
+    """Lowers the ranks that reports show, as they are predicted: all of them, or the first ones if there are many.
+
+    Args:
+      find_xla: returns XLA's kernels, if a run has XLA compile parts of these programs; asked where passes are watched.
+    """
     with suspend_garbage_collection():
-        return substitute_kernels(lower_ranks(program, plan, settings, _list_shown(settings)), settings)
+        ranks = lower_ranks(program, plan, settings, _list_shown(settings))
+        if not settings.observer.is_on or (xla := find_xla(ranks)) is None:
+            return substitute_kernels(ranks, settings)
+        substitute_kernels(ranks[:1], settings, xla=xla)
+        return substitute_kernels(ranks, settings.but(observer=PassObserver()))
 
 
 def add_memory(plan: Plan, ranks: Sequence[Program], settings: PlanSettings) -> Plan:

@@ -150,6 +150,7 @@ class FuseSettings:
       padding: matrix products, by wider ones (see ``whale.kernels.matmuls.padding``).
       nn: ops for which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
       loops: loops of known length, by few operations (see ``whale.kernels.loops``).
+      xla: what asks for XLA, in clusters (see ``whale.kernels.clusters``).
       declined: names of those that measured slower on this machine, sorted (see ``whale.kernels.choices``).
     """
 
@@ -161,6 +162,7 @@ class FuseSettings:
     padding: bool = False
     nn: bool = False
     loops: bool = False
+    xla: bool = False
     declined: tuple[str, ...] = ()
 
     @classmethod

@@ -270,6 +270,7 @@ class Reports:
       whole: names of programs that every rank computes whole, which was said.
       on_device: what was said of tables that are not kept in the host's memory.
       plans_not_kept: whether it was said why plans are not kept for later runs.
+      without_xla: whether it was said that TensorFlow has no XLA.
     """
 
     predicted: dict[str, Callable[[], dict[str, int]]] = field(default_factory=dict)
@@ -278,6 +279,7 @@ class Reports:
     whole: set[str] = field(default_factory=set)
     on_device: set[str] = field(default_factory=set)
     plans_not_kept: bool = False
+    without_xla: bool = False
 
 
 @dataclass

@@ -292,8 +292,8 @@ def function(
         Unknown sizes take those of the arguments.
       autograph: whether Python's loops and conditions over tensors are traced as such; with
         ``experimental_autograph_options``.
-      jit_compile: True: nodes that only XLA can compute are compiled, the others run as usual, since exchanges lie
-        between them. ``experimental_compile`` is its older name.
+      jit_compile: True: XLA compiles the step, in clusters between exchanges with other ranks; on processors without
+        products and convolutions, for which other kernels are faster. ``experimental_compile`` is its older name.
 
     Raises:
       ClusterError: called before ``wh.init``.

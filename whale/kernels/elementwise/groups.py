@@ -81,14 +81,14 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
             level = max(level, levels[name] + left)
         if kind is not None:
             places[node.name] = _Place(kind, recomputed, level, after)
-        if _may_synchronize(node):
+        if may_synchronize(node):
             after |= 1 << bits
             bits += 1
         levels[node.name], met[node.name] = level, after
     return places
 
 
-def _may_synchronize(node: Node) -> bool:
+def may_synchronize(node: Node) -> bool:
     """Tells whether other ranks or threads may have to act before the node ends."""
     return (
         node.op in EXCHANGES

@@ -74,7 +74,7 @@ def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
     if op == "BiasAdd":
         return (
             kind
-            if node.attrs.get("data_format", "NHWC") == "NHWC" and not _is_contraction_result(program, node)
+            if node.attrs.get("data_format", "NHWC") == "NHWC" and not is_contraction_result(program, node)
             else None
         )
     if op in BINARY or op == "SquaredDifference":
@@ -82,18 +82,18 @@ def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
     if any(t.shape != kind.shape for t in operands) or len(operands) > ADDED_FROM_LEFT:
         return None
     if op in _RECTIFIERS:
-        return None if _is_contraction_result(program, node) else kind
+        return None if is_contraction_result(program, node) else kind
     known = op in UNARY or op in IDENTITIES or op == "AddN" or op in _RECTIFIERS_GRADIENTS
     return kind if known or (op in UNARY_OF_DOUBLES and kind.dtype == "float64") else None
 
 
-def _is_contraction_result(program: Program, node: Node) -> bool:
+def is_contraction_result(program: Program, node: Node) -> bool:
     """Tells whether ``node`` reads a contraction's result, directly or behind its bias.
 
     TensorFlow's own kernels fuse the bias, and the activation, into the contraction.
     """
     made = program.by_name[node.inputs[0].node]
-    return made.op in _BIASED or (made.op == "BiasAdd" and _is_contraction_result(program, made))
+    return made.op in _BIASED or (made.op == "BiasAdd" and is_contraction_result(program, made))
 
 
 def find_sum_type(program: Program, node: Node) -> TensorType | None:

@@ -1,11 +1,12 @@
-"""Inlines functions that ask for XLA, and marks the nodes for which TensorFlow may have no CPU kernel.
+"""Marks what came from functions that ask for XLA, which are inlined.
 
-Communication cannot be inside a compiled region, so such a function is inlined. For most nodes XLA is only an
-optimisation. Some ops need it: on the CPU there is no kernel for the gradients of grouped or dilated convolutions, for
-three dimensions with the channels first, for pooling with the channels first, and none for XLA's own ops. Each of these
-is compiled separately again in every rank's program, unless that runs where it has kernels (``whale.kernels.xla``).
+Layouts change inside of such a function, and exchanges cannot be inside of what XLA compiles. So it is inlined, and its
+nodes are marked; in each rank's program they are compiled again, in clusters between exchanges
+(``whale.kernels.clusters``). Some nodes have no kernel on the CPU: gradients of grouped or dilated convolutions, three
+dimensions with the channels first, pooling with the channels first, XLA's own ops. Those are compiled in any case
+(``whale.kernels.xla``).
 
-Decision: 0020.
+Decisions: 0020, 0169.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ def asks_for_xla(call: Node) -> bool:
 
 
 def mark_compiled(program: Program) -> Program:
-    """Marks nodes in the body of a compiled function; functions called from it are not changed."""
-    if not any(map(_needs_xla, program.nodes)):
-        return program
-    return program.replace_nodes(
-        tuple(replace(n, attrs={**n.attrs, COMPILED: True}) if _needs_xla(n) else n for n in program.nodes)
-    )
+    """Marks the nodes in the body of a compiled function; functions called from it are not changed."""
+
+    def mark(node: Node) -> Node:
+        attrs = {**node.attrs, COMPILED: True} if _needs_xla(node) else node.attrs
+        return replace(node, attrs=attrs, marks=node.marks.replace_marks(compiled=True))
+
+    return program.replace_nodes(tuple(map(mark, program.nodes)))
 
 
 def list_called(program: Program, functions: Mapping[str, Program]) -> set[str]:

@@ -13,7 +13,7 @@ from whale.ir.values import Dims, DType, Tensor, TensorType, find_numpy_dtype, r
 
 class NodeEmitter:
     """Adds the nodes that replace a composite one: they are called ``<composite>/...``, and have its scope and control
-    inputs.
+    inputs; XLA compiles them where it was to compile that one.
 
     Attributes:
       dtype: the element type of added nodes, unless a call names another.
@@ -46,6 +46,8 @@ class NodeEmitter:
         while name in self.taken:
             name, n = f"{self.node.name}/{suffix}_{n}", n + 1
         self.taken.add(name)
+        if self.node.marks.compiled:
+            marks = marks.replace_marks(compiled=True)
         # What precedes the composite op precedes all that it does.
         self.nodes[name] = Node(name, op, inputs, self.node.controls, attrs, (kind,), self.node.scope, False, marks)
         return Ref(name)

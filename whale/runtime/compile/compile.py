@@ -46,6 +46,7 @@ from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
+from whale.runtime.compile.xla_kernels import find_xla
 from whale.runtime.context import Context
 from whale.runtime.scopes import find_micro_batches
 
@@ -157,12 +158,16 @@ def compile_program(
     settings = settings.but(fuse__declined=plan.declined)  # as the first rank measured, on all of them
     if context.planning.kernels is not None:
         context.planning.kernels.note_program(lowered[0], settings)
+    xla = find_xla(lowered, settings.fuse, context)
     with suspend_garbage_collection():
-        lowered = substitute_kernels(lowered, settings, context.elastic is not None)
+        elastic = context.elastic is not None
+        running = substitute_kernels(lowered, settings, elastic, xla)
+        predicted = settings.but(observer=PassObserver())  # what runs is watched
+        lowered = running if xla is None else substitute_kernels(lowered, predicted, elastic)
     if settings.fuse != FuseSettings():
         clock.lap("fuse")
     comm = context.comm_name if context.size > 1 else ""
-    ranks = prepare_for_run(lowered, settings, context.ranks, comm, number, has_gpu())
+    ranks = prepare_for_run(running, settings, context.ranks, comm, number, has_gpu())
     lowered = [drop_files(one, in_files) for one in lowered]
     most_bytes = 0.0
     if context.planning.dry is None:
@@ -286,7 +291,7 @@ def _show(
     spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
     plan = make_plan(program, context, settings, spread.plan)
-    ranks = lower_shown_ranks(program, plan, settings)
+    ranks = lower_shown_ranks(program, plan, settings, lambda programs: find_xla(programs, settings.fuse, context))
     plan = add_memory(plan, ranks, settings)
     found = context.planning.auto.strategy if context.planning.auto is not None else strategy_of(plan)
     plan = replace(plan, strategy=complete(found, settings), searched=context.planning.auto is not None)

@@ -77,8 +77,8 @@ def settings_of(context: Context) -> PlanSettings:
 def choose_fused(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:
     """Returns which of the requested fused operations replace the program's, on a described cluster or in this process.
 
-    Their kernels run on CPUs only; which matrix library a described CPU uses is unknown.
+    Their kernels run on CPUs only, but for XLA's; which matrix library a described CPU uses is unknown.
     """
     if has_compute_device() if cluster is None else cluster.kinds != {"cpu"}:
-        return FuseSettings()
+        return FuseSettings(xla=asked.xla)
     return replace(asked, padding=asked.padding and cluster is None and can_multiply_by_avx2())
