@@ -1,6 +1,6 @@
 """Compares variables between ranks, from each rank's description of its variables.
 
-Decision: 0183.
+Decision: 0178.
 """
 
 from __future__ import annotations

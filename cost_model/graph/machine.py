@@ -5,7 +5,7 @@ cluster_machine    the devices of a cluster file, by the catalogue's formulas
 cluster_rates      the same in a few figures each
 rated_machine      ranks that were measured briefly (`Rates`), on hosts with links that were (`Topology`)
 
-Decisions: 0177, 0178.
+Decisions: 0174, 0175.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds the hosts of a run's ranks, and measures the links between them.
 
-Decision: 0177.
+Decision: 0174.
 """
 
 from __future__ import annotations

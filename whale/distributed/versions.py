@@ -1,6 +1,6 @@
 """Compares what ranks run, and on what: other code computes other things, another processor other last bits.
 
-Decision: 0183.
+Decision: 0178.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Defines the topology of a run: which host each rank is on, and the links between the hosts, as measured or described.
 
-Decision: 0177.
+Decision: 0174.
 """
 
 from __future__ import annotations

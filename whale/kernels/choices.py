@@ -4,7 +4,7 @@ A substitution is known by what it replaces: the signature of the operation (for
 made), which is equal wherever the same kernels run on tensors of the same types. What was measured, and where, is the
 caller's; a pass is told which substitutions to leave out.
 
-Decision: 0180.
+Decision: 0176.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ send least, are what is left between the groups. Each time groups are joined ove
 matching of least weight, larger groups within the parts that are left of the graph of hosts when all slower links are
 cut, in the order of a spanning tree. The stages follow each other along the shortest path.
 
-Decision: 0177.
+Decision: 0174.
 """
 
 from __future__ import annotations

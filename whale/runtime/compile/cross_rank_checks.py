@@ -1,6 +1,6 @@
 """Checks, before a program runs, that all ranks have the same one, and sends them rank 0's plan.
 
-Decisions: 0021, 0183.
+Decisions: 0021, 0178.
 """
 
 from __future__ import annotations

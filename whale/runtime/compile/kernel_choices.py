@@ -6,7 +6,7 @@ second at most. What there is no time for waits for later runs; `whale profile S
 Figures are kept in the folder of plans (`mesh.plan_cache`), for the processor, its cap, the threads and the versions
 that they were measured with.
 
-Decision: 0180.
+Decision: 0176.
 """
 
 from __future__ import annotations

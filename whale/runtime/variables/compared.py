@@ -1,6 +1,6 @@
 """Compares copies of variables between processes: by checksums, and where ranks round otherwise, by sketches.
 
-Decision: 0183.
+Decision: 0178.
 """
 
 from __future__ import annotations

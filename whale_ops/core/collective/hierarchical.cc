@@ -1,5 +1,5 @@
 // Collectives in two levels: within hosts through memory, between hosts through the network.
-// Decisions: 0005, 0178 (docs/decisions).
+// Decisions: 0005, 0175 (docs/decisions).
 #include <algorithm>
 #include <cmath>
 #include <limits>
