@@ -40,13 +40,13 @@ by hooks in Keras and TensorFlow and compared.
 
 A number is the largest difference over all of these, relative to the largest element of each: at most {LIMIT:g} in
 float64 and {ROUNDED_LIMIT:g} in float32, or ten times as much as the program is off alone when its first weights
-are moved by a unit in the last place. `replica`, `auto`, `zero` (ZeRO 2) are two ranks, `three` is three, which no
-batch divides evenly, all threads of a process; `processes` are two ranks of `whale run`. What is empty was not run,
-what is bold differs.
-The last columns are seconds of a processor for the first calls of all steps: alone, as three ranks of a process (as
-replica, where that is known), and their ratio.
+are moved by a unit in the last place. `replica` is two processes of `whale run`, `auto` and `zero` (ZeRO 2) two ranks
+that are threads of a process, `three` three, which no batch divides evenly. What is empty was not run, what is bold
+differs.
+The last columns are seconds of a processor until every step has been called once: of the program alone, of one of the
+two processes, and their ratio.
 
-| program | of | what is unusual | bits | {_COLUMNS} | alone s | ranks s | ratio |
+| program | of | what is unusual | bits | {_COLUMNS} | alone s | rank s | ratio |
 |---|---|---|---|{"---|" * len(PLANS)}---|---|---|
 """
 

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Plan -> processes, configuration. Where there is one process, its ranks are threads of it.
+# Plan -> processes of `whale run`, configuration. Where there is one process, its ranks are threads of it.
 _TWO = {"communication.in_process_ranks": 2}
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
-    "replica": (1, _TWO),
+    "replica": (2, {}),
     "auto_parallel": (1, {**_TWO, "mesh.auto_parallel": True}),
     "zero": (1, {**_TWO, "memory.zero": 2, "memory.zero_min_bytes": 0}),
     "three": (1, {"communication.in_process_ranks": 3}),
-    "processes": (2, {}),
 }
 _AS_ONE_DEVICE = {"batch.norm_statistics": "batch", "batch.random": "global"}
 # Functions of TensorFlow that make float32 of what has no type: by default, or of numbers of Python. By module.

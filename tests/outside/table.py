@@ -170,7 +170,7 @@ def format_row(program: Program, results: Sequence[Result]) -> str:
     """Returns the program's line of the table."""
     by_plan = {one.plan: one for one in results}
     cells = [_format_cell(by_plan.get(plan)) for plan in PLANS]
-    times, timed = "| | |", by_plan.get("replica") or by_plan.get("three")
+    times, timed = "| | |", by_plan.get("replica")
     if timed is not None and not timed.problem:
         ratio = timed.first_s / max(timed.plain_first_s, 1e-9)
         times = f"| {timed.plain_first_s:.1f} | {timed.first_s:.1f} | {ratio:.1f} |"

@@ -52,7 +52,7 @@ def test_a_row_says_what_differs_and_what_failed(tmp_path: Path) -> None:
         Result("replica", 1e-15, first_s=2.0, plain_first_s=1.0),
         Result("zero", 0.5),
         Result("three", problem="whale.errors.PlanError: it cannot be"),
-        Result("processes", problem="Segmentation fault"),
+        Result("auto_parallel", problem="Segmentation fault"),
     ]
     row = format_row(read_program(path), found)
     assert row.count("1e-15") == row.count("**5e-01**") == row.count("refused") == row.count("**failed**") == 1
