@@ -103,7 +103,7 @@ def test_each_pass_is_dumped_and_verified(
     ("changes", "more"),
     [
         ({}, set()),
-        ({"size": 1}, {"-update_on_owners"}),
+        ({"size": 1}, {"-update_on_owners", "-share_hidden_updates"}),
         ({"precision__matmul_dtype": "bfloat16"}, {"mixed_precision"}),
         ({"precision__matmul_dtype": "float16"}, {"skip_overflow", "mixed_precision"}),
         ({"memory__recompute": "auto"}, {"recompute"}),

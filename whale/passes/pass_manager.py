@@ -35,6 +35,7 @@ from whale.passes.normalize.inline import inline
 from whale.passes.normalize.loss_scaling import skip_overflow
 from whale.passes.normalize.mixed_precision import lower_precision
 from whale.passes.normalize.random_streams import mark_streams
+from whale.passes.normalize.share_hidden_updates import share_hidden_updates
 from whale.passes.normalize.specialise import specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
 from whale.passes.plan_builder import FirstLayouts, PlanDraft, build_plan_draft, expand, layouts_of
@@ -165,6 +166,12 @@ NORMALIZE = Table(
             "update_on_owners",
             "lets the owner of a table's rows sum and apply their gradients",
             lambda p, s: update_on_owners(p),
+            When("more than one rank", lambda s: s.size > 1),
+        ),
+        Pass(
+            "share_hidden_updates",
+            "gives all ranks what functions of datasets assign on the first one",
+            lambda p, s: share_hidden_updates(p),
             When("more than one rank", lambda s: s.size > 1),
         ),
         Pass(

@@ -1,7 +1,8 @@
 """Refuses programs that update variables inside functions of ops that only the first rank runs, or that no pass
 inlines.
 
-The copies of such a variable on the ranks would diverge.
+The copies of such a variable on the ranks would diverge, unless all are assigned the first rank's value behind the op
+(``whale.passes.normalize.share_hidden_updates``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from whale.errors import PlanError
 from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, UPDATES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, iterate_function_refs
+from whale.passes.normalize.share_hidden_updates import find_hidden_updates
 from whale.sharding_rules import find_rule
 
 _LOOP = "take the loop over the dataset out of the step, and call the step once per batch"
@@ -31,14 +33,15 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
         return
     for graph, strategies in plan.strategies.items():
         body = program if graph == "" else program.functions[graph]
+        shared = _list_shared(body)
         for node in body.nodes:
             control_flow = node.op in HAS_BODIES
             if control_flow and not strategies[node.name].once:
                 continue  # its bodies are graphs of the plan
-            if not control_flow and (find_rule(node.op) is not None or not _takes_handles(body, node)):
+            if not control_flow and not (_runs_functions(node) and _takes_handles(body, node)):
                 continue
             update = _update_inside(program, node, set())
-            if update is not None:
+            if update is not None and not _are_shared(program, body, node, shared):
                 raise PlanError(
                     "a variable is changed by an op that only the first rank runs",
                     op=f"{node.name} ({node.op})",
@@ -46,6 +49,23 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
                     expected="updates in the step itself, or in loops and branches over tensors",
                     action=_LOOP if node.op in DATASET_LOOPS or control_flow else _TRANSFORMATION,
                 )
+
+
+def _list_shared(body: Program) -> set[str]:
+    """Returns the handle nodes of which all ranks are assigned the first one's value."""
+    reads = [body.by_name[node.inputs[0].node] for node in body.nodes if node.marks.of_first_rank]
+    return {read.inputs[0].node for read in reads}
+
+
+def _are_shared(program: Program, body: Program, node: Node, shared: set[str]) -> bool:
+    """Tells whether all variables that the functions of a dataset change are shared; those of bodies are not."""
+    changed = find_hidden_updates(program, node).keys() if body is program else set()
+    return bool(changed) and changed <= shared
+
+
+def _runs_functions(node: Node) -> bool:
+    """Tells whether an op may run functions that are no graphs of the plan: of those with a rule, few do."""
+    return node.op in DATASET_LOOPS or find_rule(node.op) is None
 
 
 def _takes_handles(program: Program, node: Node) -> bool:
