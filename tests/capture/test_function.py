@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.pyct.transpiler import PyToPy
 
 from tests.capture.roundtrip import NORMALISED, rebuilt
 from whale.capture import function as function_module
@@ -130,6 +131,28 @@ def test_autograph_rewrites_what_a_lambda_calls() -> None:
 
     captured = capture_function(lambda x: doubled(x), [np.ones(2, np.float32)])
     assert _call(captured, np.ones(2, np.float32)).numpy().tolist() == [8.0, 8.0]
+
+
+def test_autograph_rewrites_what_a_user_wrote_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten = []
+    original = PyToPy.transform_function
+
+    def note(transpiler, function, context):
+        rewritten.append(function.__name__)
+        return original(transpiler, function, context)
+
+    monkeypatch.setattr(PyToPy, "transform_function", note)
+
+    def inner(x):
+        return x * 2 if tf.reduce_sum(x) > 0 else x
+
+    def step(x):
+        return inner(x)
+
+    capture_function(step, [np.ones(2, np.float32)])
+    assert rewritten == ["step", "inner"]
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        capture_function(tf.function(step, autograph=False), [np.ones(2, np.float32)])
 
 
 def test_variables_made_by_the_first_call() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.autograph.impl.api import StagingError
+from tensorflow.python.autograph.impl.api import StagingError, autograph_artifact
 from tensorflow.python.eager import lift_to_graph
+from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
 from whale.capture.attrs import SCOPE_ATTR
@@ -94,7 +95,7 @@ def trace_function(
     ]
     # A function that asks for XLA stays a call that asks for it, as where it is called from another function.
     asks_for_xla = options.pop("jit_compile", None)
-    called = tf.function(python_fn, jit_compile=True, **options) if asks_for_xla else python_fn
+    called = tf.function(python_fn, jit_compile=True, **options) if asks_for_xla else _rewrite(python_fn, **options)
     created = CreatedVariables(creator)
 
     def call(*tensors: tf.Tensor) -> Any:
@@ -109,8 +110,8 @@ def trace_function(
             loss_scale.update()
         return results
 
-    # Of what is called "<lambda>" AutoGraph looks for a lambda's source.
     call.__name__ = program_name if program_name.isidentifier() else "step"
+    autograph_artifact(call)
     scaled = nullcontext() if loss_scale is None else scale_losses(loss_scale)
     drawn = nullcontext() if drawing is None else drawing.install()
     with _raise_own_errors(), scope_gradients(mark_gradients), scaled, drawn, around():
@@ -124,6 +125,16 @@ def trace_function(
         if created.latest and not created.assigned:
             concrete = tf.function(call, **options).get_concrete_function(*specs)
     return Trace(concrete, program_name, drawing.inputs if drawing is not None else (), bool(created.assigned))
+
+
+def _rewrite(
+    fn: Callable[..., Any], autograph: bool = True, experimental_autograph_options: Any = None
+) -> Callable[..., Any]:
+    """Returns a function as tf.function calls it: rewritten by AutoGraph, unless it asks not to be.
+
+    What is called around it here is not rewritten, which would take longer than to trace a small step.
+    """
+    return py_func_from_autograph(fn, experimental_autograph_options) if autograph else fn
 
 
 @contextmanager

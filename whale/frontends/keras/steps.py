@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.impl.api import autograph_artifact
 from tensorflow.python.data.ops.iterator_ops import IteratorSpec as _IteratorSpec
 from tensorflow.python.framework import random_seed
 
@@ -37,7 +38,8 @@ class BatchStep:
       name: used in plans and messages.
       step: takes a batch, returns a structure of tensors.
       jit_compile: whether the step asks for XLA.
-      autograph: whether Python's control flow over tensors is rewritten, as in this Keras.
+      autograph: whether layers' Python control flow over tensors is rewritten, as in this Keras; that of its own
+        steps, and of steps that override these, never is.
     """
 
     def __init__(self, name: str, step: Callable[[Any], Any], jit_compile: bool, autograph: bool) -> None:
@@ -105,7 +107,8 @@ class BatchStep:
                     self._seeds[trace] = _SEEDS_OF_GRAPHS.get(graph, 0)
 
         run_on_tensors.__name__ = self._name
-        named = run_on_tensors if self._autograph else tf.autograph.experimental.do_not_convert(run_on_tensors)
+        leave = autograph_artifact if self._autograph else tf.autograph.experimental.do_not_convert
+        named = leave(run_on_tensors)
         kind = inspect.Parameter.POSITIONAL_ONLY
         names = make_distinct_names([name for name, present in list_named_parts(structure) if present])
         signed: Any = named
