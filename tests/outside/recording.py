@@ -74,7 +74,10 @@ class Recording:
 
     def _list_variables(self, owner: Any) -> list[Any]:
         for name in ("weights", "variables"):
-            listed = getattr(owner, name, None)
+            try:
+                listed = getattr(owner, name, None)
+            except ValueError:  # a model of Keras 2 that was never called
+                return []
             if listed is not None:
                 return list(listed() if callable(listed) else listed)
         return []

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from cost_model.graph.machine import Link
 from tests.programs import Builder
@@ -38,3 +39,16 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch, said: list[Any], asked: int, fo
     program = b.build([b.input("x", (2,))])
     assert [one.flops_per_s for one in microbenchmark.measure_rates(context, False, program)] == pytest.approx(found)
     assert heard == ["first", *(f"again/{n}" for n in range(asked - 1))]
+
+
+def test_the_scripts_random_numbers_are_left_alone() -> None:
+    b = Builder()
+    for measure in (
+        lambda: microbenchmark._measured_calls(b.build([b.input("x", (2,))])),
+        lambda: microbenchmark._measured_chains("float32")(0.0),
+    ):
+        tf.random.set_seed(3)
+        expected = tf.random.uniform([2]).numpy().tolist()
+        tf.random.set_seed(3)
+        measure()
+        assert tf.random.uniform([2]).numpy().tolist() == expected

@@ -36,6 +36,7 @@ START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5
 SMALL_IN_A_CALL = 8  # small exchanges in one measured call
+_SEED = (0, 0)  # of what is computed with: no draw of the script's is taken away
 # On GPUs a call of TensorFlow takes longer on the host than a product does on the GPU: so many in a call, as large as
 # it takes until a call takes GPU_CALL_S, or they have the largest size. Arrays are larger than any cache then.
 IN_A_CALL, GPU_CALL_S = 16, 5e-3
@@ -105,11 +106,11 @@ def _measured_calls(program: Program) -> _Measured:
     """Returns what measures a processor, with a product and a stream in each call."""
     import tensorflow as tf
 
-    x = tf.random.normal([1024, 1024])
+    x = tf.random.stateless_normal([1024, 1024], _SEED)
     # The stream has as many bytes as the variables, which may lie in caches.
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     count = min(16 << 20, max(1 << 18, held // 12))
-    y = tf.random.normal([count])
+    y = tf.random.stateless_normal([count], _SEED)
     product = tf.function(lambda: tf.linalg.matmul(x, x), autograph=False)
     stream = tf.function(lambda: y + y * 0.5, autograph=False)
     product(), product(), stream(), stream()
@@ -130,7 +131,7 @@ def _measured_chains(dtype: str) -> _Measured:
     import tensorflow as tf
 
     def products(rows: int) -> Callable[[], Any]:
-        x = tf.cast(tf.random.normal([rows, rows]) / rows**0.5, dtype)  # values stay of one size in the chain
+        x = tf.cast(tf.random.stateless_normal([rows, rows], _SEED) / rows**0.5, dtype)  # values stay of one size in the chain
 
         def chain() -> Any:
             y = x
@@ -141,7 +142,7 @@ def _measured_chains(dtype: str) -> _Measured:
         return awaited(tf.function(chain, autograph=False))
 
     def streams(count: int) -> Callable[[], Any]:
-        x = tf.random.normal([count])
+        x = tf.random.stateless_normal([count], _SEED)
 
         def chain() -> Any:
             y = x
