@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensorflow.python.eager import context as tf_context
 
 import whale as wh
 from whale.errors import CaptureError
+from whale.runtime.function import Function
 
 pytestmark = pytest.mark.core
 
@@ -179,3 +181,20 @@ def test_what_was_compiled_of_a_step_goes_with_it() -> None:
         assert not known()
     finally:
         wh.shutdown()
+
+
+def test_sizes_of_one_trace_are_traced_with_the_same_draws_of_python(ranks: Callable[..., None]) -> None:
+    """Keras 2's random operations without a seed take one of NumPy's global generator while they are traced."""
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(x) * 0.0 + np.random.randint(1000) + 1000 * random.randrange(1000)
+
+    def run(function: Callable[..., Any]) -> list[float]:
+        random.seed(3)
+        np.random.seed(3)
+        found = [float(function(tf.ones([rows]))) for rows in (4, 4, 3, 2)]
+        return [*found, np.random.uniform(), random.random()]
+
+    expected = run(tf.function(step, input_signature=[tf.TensorSpec([None])]))
+    ranks(2)
+    assert run(Function(step, one_trace=True)) == expected

@@ -33,6 +33,7 @@ class Marks:
         knows: they may lie with the owners of the table's rows (``whale.sharding_rules.embedding``).
       stream: of a random operation, the name of its stream (``whale.passes.normalize.random_streams``).
       of_first_rank: an Identity whose value on the first rank is that of all, whatever others hold.
+      on_every_rank: it runs on every rank although it is stateful: it changes what each of them has.
       initial: what an assignment of a first value would have assigned, by its digest.
       axis: of an exchange, the mesh axes along which it is; (): not said, or ranks are named already.
       micro_batch_rows: of a send or receive between stages, how micro-batches cut its tensor, as text; "": not at all.
@@ -62,6 +63,7 @@ class Marks:
     owned_rows: bool = False
     stream: str = ""
     of_first_rank: bool = False
+    on_every_rank: bool = False
     initial: str = ""
     axis: tuple[str, ...] = ()
     micro_batch_rows: str = ""

@@ -49,6 +49,8 @@ HAS_BODIES = LOOPS | BRANCHES
 CALLS = _split_names("PartitionedCall StatefulPartitionedCall WhaleCall")
 # They run a function for every element of a dataset: what a loop over a dataset becomes in a traced function.
 DATASET_LOOPS = _split_names("ReduceDataset ScanDataset")
+# They call Python, which may have a state.
+PYTHON_FUNCTIONS = _split_names("PyFunc EagerPyFunc")
 # The ops that make up loops and branches in TensorFlow 1.
 FRAMES = _split_names(
     "Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration"

@@ -34,6 +34,7 @@ from whale.passes.normalize.folding.powers import powers
 from whale.passes.normalize.inline import inline
 from whale.passes.normalize.loss_scaling import skip_overflow
 from whale.passes.normalize.mixed_precision import lower_precision
+from whale.passes.normalize.python_functions import run_python_everywhere
 from whale.passes.normalize.random_streams import mark_streams
 from whale.passes.normalize.share_hidden_updates import share_hidden_updates
 from whale.passes.normalize.specialise import specialise
@@ -173,6 +174,12 @@ NORMALIZE = Table(
             "gives all ranks what functions of datasets assign on the first one",
             lambda p, s: share_hidden_updates(p),
             When("more than one rank", lambda s: s.size > 1),
+        ),
+        Pass(
+            "run_python_everywhere",
+            "calls Python functions on every rank, and takes the first one's results",
+            lambda p, s: run_python_everywhere(p),
+            When("ranks that are processes", lambda s: s.size > 1 and s.own_processes),
         ),
         Pass(
             "mark_streams",

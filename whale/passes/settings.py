@@ -181,6 +181,7 @@ class PlanSettings:
       devices: their names, as plans print them; (): "rank 0" and so on.
       observer: observes the passes: dumps and times them.
       fuse: the operations that are replaced by others in the ranks' programs.
+      own_processes: each rank is a process, which runs the script's Python.
       mesh: axes whose sizes the user has fixed, outermost first; (): none.
       hosts: of each rank, the number of its host; (): all are on one.
       rank_order: the rank at each position of the mesh (see ``whale.passes.analysis.rank_order``); (): position and
@@ -199,6 +200,7 @@ class PlanSettings:
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     observer: PassObserver = field(default_factory=PassObserver)
     fuse: FuseSettings = field(default_factory=FuseSettings)
+    own_processes: bool = False
     mesh: tuple[Axis, ...] = ()
     hosts: tuple[int, ...] = ()
     rank_order: tuple[int, ...] = ()

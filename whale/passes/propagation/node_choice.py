@@ -115,7 +115,8 @@ class NodeChoice:
             self.state.layout.unruled.append(node.name)
             # Run once, an op that changes a variable would change the first rank's only; its operands are whole, so
             # run everywhere it does the same on all ranks.
-            options = [replicate_all(op)] if not node.stateful or has_variable_handle(self.state.program, node) else []
+            anywhere = not node.stateful or node.marks.on_every_rank or has_variable_handle(self.state.program, node)
+            options = [replicate_all(op)] if anywhere else []
         else:
             options = self.state.per_rank.options(rule, op, current)
             if getattr(rule, "produces_any", False):

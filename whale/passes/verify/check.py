@@ -291,7 +291,8 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         return
     rule = find_rule(node.op)
     if whole and (not node.stateful or rule is None):
-        if node.stateful and not has_variable_handle(program, node) and not plan.microbatched:  # in time, whole is once
+        everywhere = node.marks.on_every_rank or plan.microbatched  # in time, whole is once
+        if node.stateful and not everywhere and not has_variable_handle(program, node):
             raise _fail(node, strategy, "a stateful op without a rule on the first rank only")
         return
     if rule is None:

@@ -54,7 +54,7 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
 def _list_shared(body: Program) -> set[str]:
     """Returns the handle nodes of which all ranks are assigned the first one's value."""
     reads = [body.by_name[node.inputs[0].node] for node in body.nodes if node.marks.of_first_rank]
-    return {read.inputs[0].node for read in reads}
+    return {read.inputs[0].node for read in reads if read.op == "ReadVariableOp"}
 
 
 def _are_shared(program: Program, body: Program, node: Node, shared: set[str]) -> bool:

@@ -68,6 +68,7 @@ def settings_of(context: Context) -> PlanSettings:
             context.planning.dry.passes if context.planning.dry is not None else None,
         ),
         fuse=choose_fused(context.planning.dry.cluster if context.planning.dry is not None else None, fuse),
+        own_processes=not config["communication.in_process_ranks"],
         mesh=tuple(Axis(name, size) for name, size in context.mesh.items()),
         hosts=topology.hosts if (topology := context.planned_topology) and context.is_laid_by_links else (),
         rank_order=context.rank_order,

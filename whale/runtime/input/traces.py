@@ -8,11 +8,13 @@ Decision: 0137.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
@@ -51,6 +53,15 @@ class Relaxed:
         return self._known[key]
 
 
+def _read_python_states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state()
+
+
+def _write_python_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
 class SharedTrace:
     """What one process traces once, and Whale once for each program of it: the programs draw from the same streams.
 
@@ -63,6 +74,7 @@ class SharedTrace:
         self.streams, self.sizes = new_streams(), SizesOfTrace()
         self._seed = tf_context.global_seed()
         self._drawn: list[Any] = []
+        self._python = _read_python_states()
         self._is_known = False
 
     def note_traced(self) -> None:
@@ -71,17 +83,24 @@ class SharedTrace:
 
     @contextmanager
     def trace_with_seed(self) -> Iterator[None]:
-        """Around a trace, and each run of the step's Python: the global seed is what it was for the first program."""
+        """Around a trace, and each run of the step's Python: the global seed, and what Python and NumPy draw, are what
+        they were for the first program. What is drawn behind a later one does not know of it.
+        """
         tf_ctx = tf_context.context()
         now, tf_ctx._seed = tf_ctx._seed, self._seed
-        if not self._is_known:
-            self._drawn = []  # a step that creates variables runs twice in one process, too
+        before, again = _read_python_states(), self._is_known
+        if again:
+            _write_python_states(self._python)
+        else:
+            self._drawn, self._python = [], before  # a step that creates variables runs twice in one process, too
         token = _drawing.set((self._drawn, iter(self._drawn)) if self._is_known else (self._drawn, None))
         try:
             yield
         finally:
             _drawing.reset(token)
             tf_ctx._seed = now
+            if again:
+                _write_python_states(before)
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:

@@ -1,0 +1,48 @@
+"""Python that a step calls: the objects that it changes are there on every rank, and results are the first rank's."""
+
+from __future__ import annotations
+
+from tests.launcher.helpers import Launcher
+
+ENVIRONMENT = """
+import numpy as np, tensorflow as tf, whale as wh
+wh.init()
+draw, seen, own = np.random.default_rng(3), [], np.random.default_rng(wh.rank())
+w = tf.Variable(np.eye(2))
+
+def move(state):
+    seen.append(state.tolist())
+    return state * 0.5 + draw.normal(size=2), np.float64(draw.uniform())
+
+@wh.function
+def episode(state):
+    rewards = tf.TensorArray(tf.float64, 3)
+    for t in tf.range(3):  # an environment inside of a loop, whose state goes on from step to step
+        state, reward = tf.numpy_function(move, [tf.linalg.matvec(w, state)], [tf.float64, tf.float64])
+        state = tf.ensure_shape(state, [2])
+        rewards = rewards.write(t, reward)
+    w.assign_sub(0.1 * tf.tensordot(state, state, 0))
+    return tf.reduce_sum(rewards.stack()), tf.py_function(lambda: own.uniform(), [], tf.float64)
+
+found = [[float(x) for x in episode(tf.constant(draw.normal(size=2)))] for _ in range(3)]
+alone = np.random.default_rng(3), np.eye(2)
+expected = []
+for _ in range(3):
+    state, total = alone[0].normal(size=2), 0.0
+    for _ in range(3):
+        state = alone[1] @ state * 0.5 + alone[0].normal(size=2)
+        total += alone[0].uniform()
+    alone[1][...] -= 0.1 * np.outer(state, state)
+    expected.append(total)
+first = np.random.default_rng(0)
+np.testing.assert_allclose(found, [[e, first.uniform()] for e in expected], atol=1e-12)
+np.testing.assert_allclose(w.numpy(), alone[1], atol=1e-12)
+wh.check_replicas()
+print("equal", len(seen))
+"""
+
+
+def test_an_environment_inside_of_a_step_goes_on_on_every_rank(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(ENVIRONMENT), timeout_s=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] equal 9", "[1] equal 9"]

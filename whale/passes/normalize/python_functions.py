@@ -1,0 +1,64 @@
+"""Runs Python functions of a step on every rank, where ranks are processes, with the results of the first one.
+
+A Python function (``tf.numpy_function``, ``tf.py_function``) may change the script's objects: an environment, a list of
+what was seen, a counter. Each rank runs the script and has such objects of its own, so each runs the function, on the
+same whole operands; what one device would compute is what the first rank's gave, whatever others draw.
+
+Decision: 0176.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from whale.ir.ops import HAS_BODIES, PYTHON_FUNCTIONS
+from whale.ir.program import Node, Program, Ref
+from whale.ir.values import UNMOVABLE, DType
+from whale.sharding_rules.graph import list_called_functions
+
+
+def run_python_everywhere(program: Program) -> Program:
+    """Marks the Python functions of the program, and of its loops and branches, and takes the first rank's results."""
+    bodies = {name: _take_first_results(program.functions[name]) for name in _list_bodies(program)}
+    changed = _take_first_results(program)
+    if changed is program and all(bodies[name] is program.functions[name] for name in bodies):
+        return program
+    return replace(changed, functions={**program.functions, **bodies})
+
+
+def _list_bodies(program: Program) -> Iterator[str]:
+    """Yields the functions of loops and branches, each once; datasets' functions are theirs."""
+    seen: set[str] = set()
+    waiting = [program]
+    while waiting:
+        for node in waiting.pop().nodes:
+            if node.op in HAS_BODIES:
+                for func in list_called_functions(node):
+                    if func.name in program.functions and func.name not in seen:
+                        seen.add(func.name)
+                        waiting.append(program.functions[func.name])
+                        yield func.name
+
+
+def _take_first_results(graph: Program) -> Program:
+    called = [node for node in graph.nodes if _may_run_everywhere(node)]
+    if not called:
+        return graph
+    taken = {ref: Ref(f"{ref.node}/whale_of_first_{ref.index}") for node in called for ref in node.list_refs()}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple([taken.get(ref, ref) for ref in node.inputs]))
+        if not _may_run_everywhere(node):
+            nodes.append(node)
+            continue
+        nodes.append(node.with_marks(on_every_rank=True))
+        for ref, kind in zip(node.list_refs(), node.outputs):
+            first = Node(taken[ref].node, "Identity", (ref,), (), {"T": DType(kind.dtype)}, (kind,), node.scope)
+            nodes.append(first.with_marks(of_first_rank=True))
+    return graph.replace_nodes(tuple(nodes), outputs=tuple(taken.get(ref, ref) for ref in graph.outputs))
+
+
+def _may_run_everywhere(node: Node) -> bool:
+    """Tells whether an op calls Python that may have a state, and its results can be sent."""
+    return node.op in PYTHON_FUNCTIONS and node.stateful and not any(t.dtype in UNMOVABLE for t in node.outputs)
