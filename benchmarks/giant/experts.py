@@ -119,8 +119,9 @@ class OverAll(Experts):
     """Top-2 experts whose capacity is one of the whole batch, or that choose their tokens among all of it.
 
     Args:
-      form: "tokens choose", first choices before second ones, "experts choose", or "none dropped": tokens choose, and
-        there are as many slots as the fullest expert needs.
+      form: "tokens choose", first choices before second ones; "slots gather", the same with the number of each slot's
+        token, by which it is gathered; "experts choose", or "none dropped": tokens choose, and there are as many slots
+        as the fullest expert needs.
     """
 
     def layer(self, x: tf.Tensor) -> tf.Tensor:
@@ -137,6 +138,8 @@ class OverAll(Experts):
                 place = tf.reduce_sum((tf.cumsum(one, 0) - 1) * one, -1)
                 if self.form == "none dropped":
                     capacity = tf.cast(tf.reduce_max(tf.reduce_sum(one, 0)), tf.int32)
+                if self.form == "slots gather":
+                    return self.by_slots(x, gate, chosen, tf.cast(place, tf.int32), capacity)
                 kept = tf.cast(place < tf.cast(capacity, place.dtype), self.dtype)
                 index = tf.stack([chosen, tf.minimum(tf.cast(place, tf.int32), capacity - 1)], -1)
                 into = tf.tile(x, [2, 1]) * kept[:, None]
@@ -148,6 +151,23 @@ class OverAll(Experts):
                 back = tf.reshape(applied * gate[..., None], [-1, WIDTH])
                 return tf.scatter_nd(tf.reshape(token, [-1, 1]), back, [TOKENS, WIDTH])
             back = tf.gather_nd(applied, index) * (gate * kept)[:, None]
+            return tf.reduce_sum(tf.reshape(back, [2, TOKENS, WIDTH]), 0)
+
+    def by_slots(self, x: tf.Tensor, gate: tf.Tensor, chosen: tf.Tensor, place: tf.Tensor, capacity: int) -> tf.Tensor:
+        slots = self.experts * capacity
+        with self.scopes.replica():
+            kept = place < capacity
+            slot = chosen * capacity + tf.minimum(place, capacity - 1)
+            at = tf.where(kept, slot, slots)[:, None]  # those that are dropped share one behind all
+            token = tf.tensor_scatter_nd_update(tf.zeros([slots + 1], tf.int32), at, tf.range(2 * TOKENS) % TOKENS)
+            used = tf.tensor_scatter_nd_update(tf.zeros([slots + 1], self.dtype), at, tf.ones_like(gate))
+            into = tf.gather(x, token[:-1]) * used[:-1, None]
+            into = tf.reshape(into, [self.experts, capacity, WIDTH])
+        with self.scopes.split():
+            applied = tf.matmul(tf.nn.relu(tf.matmul(into, self.into)), self.out)
+        with self.scopes.replica():
+            back = tf.gather(tf.reshape(applied, [slots, WIDTH]), slot)
+            back *= (gate * tf.cast(kept, self.dtype))[:, None]
             return tf.reduce_sum(tf.reshape(back, [2, TOKENS, WIDTH]), 0)
 
 
@@ -254,7 +274,9 @@ def lines() -> list[Line]:
     found.append(Line("wh.layers.MoE, 3 experts choose among all tokens", few, moved, small=small))
     for experts in (EXPERTS, 3):
         of, slots = f"{experts} experts, over the whole batch", experts * capacity_of_all(experts)
-        for form, rows in (("tokens choose", 2 * TOKENS), ("none dropped", 2 * TOKENS), ("experts choose", slots)):
+        tokens = 2 * TOKENS
+        forms = {"tokens choose": tokens, "slots gather": tokens, "none dropped": tokens, "experts choose": slots}
+        for form, rows in forms.items():
             over_all = partial(OverAll, form=form, experts=experts)
             found.append(Line(f"{of}, {form}", over_all, wanted_of_all(rows, experts)))
     return [*found, Line("3 experts on 4 ranks", partial(Experts, form="einsum", experts=3), wanted(3))]

@@ -1,4 +1,4 @@
-"""Variables that functions of a dataset change, which one rank reads: all ranks go on with what they are on one device."""
+"""Variables that functions of a dataset change, which one rank reads: on all ranks they are as on one device."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ SPARED = [
     "experts, gather, routed under replica",
     "3 experts on 4 ranks",
     "8 experts, over the whole batch, tokens choose",
+    "3 experts, over the whole batch, slots gather",
     "3 experts, over the whole batch, experts choose",
     "wh.layers.MoE, top-2 and a shared expert",
     "wh.layers.MoE, experts choose",

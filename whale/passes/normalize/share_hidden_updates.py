@@ -1,4 +1,4 @@
-"""Gives all ranks the values that a dataset's functions assign to variables, on the first rank, where datasets are read.
+"""Gives all ranks what the functions of a dataset assign to variables on the first rank, which reads the dataset.
 
 A dataset that a step reads is read by one rank, whose copies of the variables that its functions change then differ
 from the other ranks': a layer that numbers the elements of a dataset of candidates in a variable, a reduction that
@@ -122,4 +122,3 @@ def _share(program: Program, reader: Node, held: TensorType, handle: str) -> tup
         True,
     )
     return read, one.with_marks(of_first_rank=True), assign
-

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Shard, Strategy, divide_evenly, shard
-from whale.ir.ops import CONTRACTIONS
+from whale.ir.ops import CONTRACTIONS, VIEWS
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, require_static_shape
 from whale.passes.analysis.resharding_cost import compute_cost, count_matmul_flops, exchange_cost, move_cost
@@ -18,11 +18,12 @@ from whale.passes.propagation.reference_plan import same_kind
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.base import OpView, replicate_all
 from whale.sharding_rules.embedding import Rows
-from whale.sharding_rules.graph import has_variable_handle, is_list_op, make_op_view
+from whale.sharding_rules.graph import can_take, has_variable_handle, is_list_op, make_op_view
 from whale.sharding_rules.registry import LineRule, is_decided_by_types
 
 _WHOLE = frozenset({Replicate})
 _MOST_IN_KEY = 4  # operands of nodes of which several are alike
+_MOST_STEPS = 4  # between a node and those for which its result is divided
 
 
 class NodeChoice:
@@ -216,17 +217,34 @@ class NodeChoice:
         return found
 
     def _find_wanted(self, op: OpView) -> dict[Placement, None]:
-        """Returns the placements in which nodes with fixed strategies want a result, and the batch's if it has as many
-        rows.
+        """Returns the placements in which nodes with fixed strategies want a result, also where views of it and
+        arithmetic on its elements are between them, and the batch's if it has as many rows.
         """
-        found: dict[Placement, None] = {}
-        for reader, i in self.state.program.consumers.get(Ref(op.node.name), ()):
-            if reader.name in self.fixed:
-                found[self.fixed[reader.name].inputs[i]] = None
+        found = self._find_wanted_by_readers(Ref(op.node.name))
         shape = op.outputs[0].shape or ()
         at = next((i for i, n in enumerate(shape) if n != 1), 0)  # one group of all rows
         rows = self.state.axis.rows.get(shape[at] or 0) if shape else None
         return found if rows is None else {**found, shard(at, rows.sizes, rows.blocks): None}
+
+    def _find_wanted_by_readers(self, ref: Ref, steps: int = _MOST_STEPS) -> dict[Placement, None]:
+        found: dict[Placement, None] = {}
+        t = self.state.program.find_type(ref)
+        for reader, i in self.state.program.consumers.get(ref, ()):
+            if reader.name in self.fixed:
+                found[self.fixed[reader.name].inputs[i]] = None
+                continue
+            view, alike = reader.op in VIEWS and i == 0, len(reader.outputs) == 1 and reader.outputs[0] == t
+            if not steps or not t.shape or not (view or (alike and not reader.stateful)):
+                continue
+            for p in self._find_wanted_by_readers(Ref(reader.name), steps - 1):
+                if type(p) is not Shard or p.dim != 0 or not p.extent or (t.shape[0] or 0) % p.extent:
+                    continue
+                if view:  # groups of rows are as many rows
+                    found[shard(0, tuple(n * (t.shape[0] or 0) // p.extent for n in p.sizes), p.blocks)] = None
+                elif can_take(self.state.program, reader, i, [p if k == i else B for k in range(len(reader.inputs))],
+                              self.state.parts):  # fmt: skip
+                    found[p] = None
+        return found
 
     def _rows_cut(self, rows: int) -> Shard:
         """Splits ``rows`` rows in proportion to the batch's split if one number is a multiple of the other; else

@@ -131,7 +131,8 @@ def _measured_chains(dtype: str) -> _Measured:
     import tensorflow as tf
 
     def products(rows: int) -> Callable[[], Any]:
-        x = tf.cast(tf.random.stateless_normal([rows, rows], _SEED) / rows**0.5, dtype)  # values stay of one size in the chain
+        # Values stay of one size in the chain.
+        x = tf.cast(tf.random.stateless_normal([rows, rows], _SEED) / rows**0.5, dtype)
 
         def chain() -> Any:
             y = x
