@@ -1,6 +1,6 @@
 """``python -m tests.outside FOLDER [NAMES] [--plans replica ...] [--seconds 280] [--out docs/outside.md]``.
 
-Results are kept in the folder's ``results``; ``--out`` writes the table of all that are there. Programs that have
+Results are kept in the folder's ``results``, with what each program computes alone; ``--out`` writes the table of all that are there. Programs that have
 results for every plan are not run again, unless with ``--again``; ``--seconds 0`` runs none, and writes the table.
 """
 
@@ -20,11 +20,11 @@ from tests.outside.table import (
     ROUNDED_LIMIT,
     Result,
     compare,
+    find_alone,
     format_reasons,
     format_row,
     list_programs,
     read_results,
-    run_alone,
     save_results,
 )
 
@@ -71,7 +71,7 @@ def main() -> int:
             if time.monotonic() > end_s or (asked.plans and not plans):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                if problem := run_alone(program, Path(folder)):
+                if problem := find_alone(program, Path(folder), kept):
                     save_results(program, [Result(ALONE, problem=problem)], kept)
                     print(f"--  {program.name}: does not run alone: {problem[-1500:]}", flush=True)
                     continue

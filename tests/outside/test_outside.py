@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.outside.run import with_steps_of_whale
-from tests.outside.table import Result, compare, format_row, read_program, run_alone
+from tests.outside.table import Result, compare, find_alone, format_row, read_program
 
 PROGRAM = '''"""A step of its own; its weights differ by {difference} under Whale"""
 # source: nowhere
@@ -64,7 +64,8 @@ def test_a_program_that_differs_is_seen(tmp_path: Path, difference: float) -> No
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.format(difference=difference))
     program = read_program(path)
-    assert run_alone(program, tmp_path) == ""
+    assert find_alone(program, tmp_path, tmp_path / "kept") == ""
+    assert len(list((tmp_path / "kept" / "alone").iterdir())) == 2
     noted = np.load(tmp_path / "plain-rank0.npz").files
     assert [f"train {i} [0]" for i in (1, 2, 3)] == [name for name in noted if name.startswith("train")]
     assert any("Adam" in name for name in noted)
