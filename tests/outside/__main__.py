@@ -1,7 +1,8 @@
 """``python -m tests.outside FOLDER [NAMES] [--plans replica ...] [--seconds 280] [--out docs/outside.md]``.
 
-Results are kept in the folder's ``results``, with what each program computes alone; ``--out`` writes the table of all that are there. Programs that have
-results for every plan are not run again, unless with ``--again``; ``--seconds 0`` runs none, and writes the table.
+Results are kept in the folder's ``results``, with what each program computes alone; ``--out`` writes the table of all
+that are there. Programs that have results for every plan are not run again, unless with ``--again``; ``--seconds 0``
+runs none, and writes the table.
 """
 
 from __future__ import annotations
