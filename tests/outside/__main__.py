@@ -94,7 +94,9 @@ def main() -> int:
         shown = {program: found for program, found in results.items() if any(one.plan != ALONE for one in found)}
         rows = "".join(format_row(program, found) for program, found in shown.items())
         reasons = "".join(format_reasons(program, found) for program, found in shown.items())
-        asked.out.write_text(_HEAD + rows + (f"\n## What was refused\n\n{reasons}" if reasons else ""))
+        asked.out.write_text(
+            _HEAD + rows + (f"\n## What was refused, and what cannot be compared\n\n{reasons}" if reasons else "")
+        )
     everything = [one for found in results.values() for one in found]
     print(f"{sum(one.is_equal for one in everything)} of {len(everything)} equal themselves alone")
     return int(not all(one.is_equal for one in everything))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.outside.run import with_steps_of_whale
-from tests.outside.table import Result, compare, find_alone, format_row, read_program
+from tests.outside.table import UNSTABLE, Result, compare, find_alone, format_row, read_program
 
 PROGRAM = '''"""A step of its own; its weights differ by {difference} under Whale"""
 # source: nowhere
@@ -54,6 +54,7 @@ def test_a_row_says_what_differs_and_what_failed(tmp_path: Path) -> None:
         Result("three", problem="whale.errors.PlanError: it cannot be"),
         Result("auto_parallel", problem="Segmentation fault"),
     ]
+    assert "| unstable |" in format_row(read_program(path), [Result("three", problem=f"{UNSTABLE}, by 5e-01: fit 1")])
     row = format_row(read_program(path), found)
     assert row.count("1e-15") == row.count("**5e-01**") == row.count("refused") == row.count("**failed**") == 1
     assert row.endswith("| 1.0 | 2.0 | 2.0 |\n")
