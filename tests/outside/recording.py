@@ -6,6 +6,7 @@ Installed before the program is imported, plain or under Whale: what is noted ha
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -167,4 +168,6 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
         return around(original, self, *args, **kwargs)
 
     found = own if own is not None else getattr(owner, name)
-    setattr(owner, name, functools.wraps(found)(wrapped))
+    replaced: Any = functools.wraps(found)(wrapped)
+    replaced.__signature__ = inspect.signature(found)  # Keras 3 asks what a layer is made of
+    setattr(owner, name, replaced)
