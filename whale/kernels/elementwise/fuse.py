@@ -94,6 +94,9 @@ def _make_operation(program: Program, group: Group) -> tuple[Node, list[Ref]] | 
         value = values[Ref(node.name)] = emit_instructions(node, code, find_operand)
         if value.kind == "=" and code.steps[value.number][0] in SUMS:
             sums.append(Ref(node.name))
+    # The kernel sums what has the group's shape: not a tensor that is repeated in it, as that of one row.
+    if any(op in SUMS and one.kind not in ("v", "=") for op, read in code.steps for one in read):
+        return None
     results = [
         ref
         for ref in (Ref(node.name) for node in nodes if Ref(node.name) not in sums)
