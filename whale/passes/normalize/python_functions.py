@@ -4,7 +4,7 @@ A Python function (``tf.numpy_function``, ``tf.py_function``) may change the scr
 what was seen, a counter. Each rank runs the script and has such objects of its own, so each runs the function, on the
 same whole operands; what one device would compute is what the first rank's gave, whatever others draw.
 
-Decision: 0176.
+Decision: 0180.
 """
 
 from __future__ import annotations

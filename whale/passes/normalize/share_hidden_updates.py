@@ -5,7 +5,7 @@ from the other ranks': a layer that numbers the elements of a dataset of candida
 counts in one. Behind the reader of such a dataset these variables are read, and every rank is assigned what the first
 one has.
 
-Decision: 0175.
+Decision: 0179.
 """
 
 from __future__ import annotations
