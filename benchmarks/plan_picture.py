@@ -45,6 +45,7 @@ def take(page: Path, out: Path, browser: str) -> None:
         "--disable-gpu",
         "--hide-scrollbars",
         "--virtual-time-budget=3000",
+        "--run-all-compositor-stages-before-draw",  # or a busy machine leaves tiles out
     ]
     line.append(f"--user-data-dir={page.parent / 'profile'}")
     measured = page.with_name("measured.html")

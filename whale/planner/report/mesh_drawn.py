@@ -79,8 +79,18 @@ def _grid(name: str, axes: Sequence[Axis], ranks: Sequence[int], full: Mapping[i
     return {
         "name": name,
         "axes": f"{axes[across].name} {sizes[across]} across"
-        + "".join(f", {axes[axis].name} {sizes[axis]} down" for axis in down if sizes[axis] > 1),
+        + "".join(f", {axes[axis].name} {sizes[axis]} down" for axis in down if sizes[axis] > 1)
+        + _format_use([full.get(rank) for rank in ranks]),
         "columns": wide,
         "rows": rows,
         "more": len(ranks) - high * wide,
     }
+
+
+def _format_use(full: Sequence[float | None]) -> str:
+    """Describes how much of their memory the ranks of a grid use: narrow cells have no room for it."""
+    known = [part for part in full if part is not None]
+    if not known:
+        return ""
+    least, most = f"{min(known):.0%}", f"{max(known):.0%}"
+    return f"; {least if least == most else f'{least} to {most}'} of memory in use"
