@@ -25,7 +25,7 @@ from whale.errors import WhaleError
 from whale.runtime.annotate import read_annotations
 from whale.runtime.checkpoint.folder import CheckpointFolder
 
-LIMIT_S = 2.0
+LIMIT_S = 2.0  # of the processor: beside other tests, an answer takes as long as they let it
 CLUSTER = """\
 name: small
 networks: {fabric: {type: infiniband-hdr-200}}
@@ -144,7 +144,7 @@ class Inputs:
         return found
 
     def _try(self, name: str, generator: random.Random, found: Found, data: bytes) -> None:
-        start_s, what = time.monotonic(), name
+        start_s, what = time.process_time(), name
         try:
             if name in self.readers:
                 code = 0
@@ -163,7 +163,7 @@ class Inputs:
             if isinstance(error, KeyboardInterrupt):
                 raise
             found.problems.append(f"{what}: {type(error).__name__}: {str(error)[:200]} ({_kept(data)})")
-        took_s = time.monotonic() - start_s
+        took_s = time.process_time() - start_s
         found.slowest_s = max(found.slowest_s, took_s)
         if took_s > LIMIT_S:
             found.problems.append(f"{what}: took {took_s:.1f} s ({_kept(data)})")
