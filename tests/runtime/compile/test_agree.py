@@ -57,7 +57,12 @@ def test_ranks_with_different_programs_hear_a_likely_cause(
     def of_rank(rank: int) -> dict[str, Any]:
         config = {"debug.check_timeout_s": _TIMEOUT_S}
         context: Any = SimpleNamespace(
-            has_other_processes=True, comms=[comms[rank]], config=config, reports=Reports(), other_hashes=hashes
+            has_other_processes=True,
+            comms=[comms[rank]],
+            config=config,
+            reports=Reports(),
+            other_hashes=hashes,
+            rounds_otherwise=False,
         )
         with pytest.raises(ProgramError, match="about to run different programs") as refused:
             cross_rank_checks.compare_programs(programs[rank], {}, 0, context)

@@ -43,6 +43,7 @@ class Rank:
     elements: int = 0
     mesh: Mesh = field(default_factory=Mesh)
     rank_order: tuple[int, ...] = ()
+    rounds_otherwise: bool = False
     has_other_processes: bool = True
     has_local_batch: bool = False
     trace: None = None
