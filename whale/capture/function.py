@@ -146,10 +146,13 @@ def _raise_own_errors() -> Iterator[None]:
     try:
         yield
     except StagingError as error:
-        own = error.__context__
+        own: BaseException | None = error
+        while isinstance(own, StagingError):  # each function that AutoGraph has rewritten may make one of another's
+            own = own.__context__
         if not isinstance(own, WhaleError):
             raise
-        frames = [frame for frame in error.ag_error_metadata.translated_stack if frame.is_converted]
+        metadata = getattr(own, "ag_error_metadata", None)
+        frames = [frame for frame in metadata.translated_stack if frame.is_converted] if metadata is not None else []
         script = [frame for frame in frames if not frame.filename.startswith(_OURS)]
         if script:
             own.facts = {"at": f"{os.path.basename(script[0].filename)}:{script[0].lineno}", **own.facts}
