@@ -65,7 +65,7 @@ def test_a_plan_is_dumped_up_to_what_ranks_compute(tmp_path: Path, monkeypatch: 
     dry_run.main(script(tmp_path), (), 2)
     names = dumped(tmp_path / "dump")
     assert {"captured", "inline", "build_plan_draft", "fuse_all_reduces", "plan", "partition", "elementwise"} <= names
-    assert {one.name for one in KERNELS} - names == {"updates_last", "padding"} - names
+    assert {one.name for one in KERNELS} - names == {"updates_last", "padding", "clusters"} - names
     assert not names & {one.name for one in FOR_RUN}
 
 
