@@ -1,4 +1,4 @@
-"""What auto_parallel chooses and what every way takes, for one script of several sizes.
+"""Measures every way of spreading one script of several sizes, beside the way that auto_parallel chooses.
 
     python benchmarks/auto_parallel.py --alone           one process with all cores, TensorFlow alone
     whale run -np 2 benchmarks/auto_parallel.py

@@ -1,4 +1,4 @@
-"""What substitutions of kernels (the key `kernels`) gain on this processor, each alone: before and after.
+"""Measures what each substitution of kernels (the key `kernels`) gains on this processor: before and after.
 
     python -m benchmarks.kernel_choices [--models gpt mobilenet resnet50] [--seconds 60] [--threads 1]
 

@@ -1,4 +1,4 @@
-"""What the first rank draws while it writes a model, all ranks have drawn."""
+"""Checks that all ranks have drawn what the first rank draws while it writes a model."""
 
 from __future__ import annotations
 

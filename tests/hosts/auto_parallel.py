@@ -1,4 +1,4 @@
-"""What auto_parallel chooses between two hosts at some rates of their link, and what every way takes there.
+"""Measures every way between two hosts at some rates of their link, beside the one that auto_parallel chooses.
 
     python -m tests.hosts.auto_parallel [--mbit 10 100 1000] [--models mlp gpt dlrm] [--ranks 1] [--seconds 2]
 

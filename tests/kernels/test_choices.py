@@ -1,4 +1,4 @@
-"""Which substitutions can be measured, that both sides compute the same, and that one that loses is not taken."""
+"""Measures substitutions: both sides compute the same, and one that loses is not taken."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_loses_is_left_as_it_is(noted: list[Program], tmp_path: Path, kind:
 
 
 def test_a_later_run_has_what_the_first_one_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ten seconds nothing is measured in less; then within a budget, the rest by the next run that ends."""
+    """Measures nothing in runs under ten seconds, later within a budget, and the rest in the next run that ends."""
     calls: list[str] = []
 
     def measure(one: Substitution) -> tuple[float, float]:

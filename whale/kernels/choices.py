@@ -20,7 +20,7 @@ from whale.ir.values import UNMOVABLE, DType
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Which substitutions are not taken.
+    """Holds the substitutions that are not taken.
 
     Attributes:
       declined: their names (``name_substitution``).

@@ -1,4 +1,4 @@
-"""What functions of a dataset assign on the first rank, all ranks are assigned behind the dataset's reader."""
+"""Checks that all ranks are assigned what functions of a dataset assign on the first rank."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def order_ranks(
 
 
 class _Links:
-    """What exchanges between ranks cost, by the classes of the links that they take."""
+    """Prices exchanges between ranks by the classes of the links that they take."""
 
     def __init__(self, topology: Topology) -> None:
         count = len(topology.names)

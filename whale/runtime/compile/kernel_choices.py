@@ -42,7 +42,7 @@ _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "TF_ENABLE_ONEDNN_OPTS")
 
 
 class KernelFile(msgspec.Struct):
-    """What is kept of a machine's kernels.
+    """Keeps what was measured of a machine's kernels.
 
     Attributes:
       measured: name of a substitution -> seconds before and after; both 0: it cannot be measured.
