@@ -1,12 +1,30 @@
-"""Finds out by what TensorFlow multiplies matrices on this host's processor."""
+"""Describes this host's processor, and finds out by what TensorFlow multiplies matrices on it."""
 
 from __future__ import annotations
 
 import os
+import platform
 from functools import cache
 from pathlib import Path
 
 from tensorflow.python.util import _pywrap_util_port as built
+
+# Variables that have libraries of this process compute as another processor would.
+_CAPS = (
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "TF_ENABLE_ONEDNN_OPTS", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES",
+    "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS",
+)  # fmt: skip
+_NAMES = ("model name", "model", "flags", "CPU part", "Features")  # of the kernel's lines: of x86, then of ARM
+
+
+def describe_processor(root: Path = Path("/")) -> tuple[str, ...]:
+    """Returns the processor's model and instructions, and the variables that cap them for this process."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = {line for line in lines if line.partition(":")[0].strip() in _NAMES} or {platform.processor()}
+    return (*sorted(found), *(os.environ.get(name, "") for name in _CAPS))
 
 
 @cache

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tensorflow as tf
 
 from whale.distributed.gpus import has_gpu
 from whale.errors import ClusterError
-
-# What has libraries of this process compute as another processor would.
-_CAPS = (
-    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "TF_ENABLE_ONEDNN_OPTS", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES",
-    "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS",
-)  # fmt: skip
+from whale_ops.processor import describe_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +45,8 @@ def describe_rounding() -> str:
     """
     if has_gpu():
         return ""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    lines = [
-        re.search(rf"^{key}\s*:.*$", text, re.MULTILINE) for key in ("model name", "CPU part", "flags", "Features")
-    ]
-    processor = [line[0] for line in lines if line] or [platform.processor()]
     threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
-    return repr((*processor, threads, *(os.environ.get(name, "") for name in _CAPS)))
+    return repr((*describe_processor(), threads))
 
 
 def refuse_other_versions(said: Sequence[RankVersions]) -> None:

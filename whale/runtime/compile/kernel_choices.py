@@ -15,7 +15,6 @@ import contextlib
 import os
 import time
 from hashlib import blake2b
-from pathlib import Path
 
 import msgspec
 
@@ -30,6 +29,7 @@ from whale.passes.settings import PlanSettings
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.plan_cache import code_digest
 from whale.runtime.context import Context, KernelTimes
+from whale_ops.processor import describe_processor
 
 MOST_S, LEAST_RUN_S = 0.5, 10.0  # of measurements at the end of a run, and of such a run
 # A substitution loses if it takes so many times as long, and so much longer: less is noise, or the next run's luck.
@@ -38,7 +38,6 @@ LOSES, LOSES_S = 1.05, 2e-6
 ROUNDS, MOST_ROUNDS, ROUND_S = 5, 25, 4e-4
 MOST_WAITING, MOST_TEXT = 500, 1 << 16  # a longer program holds data
 MOST_PROGRAMS = 16  # of a run, which are held until it ends
-_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "TF_ENABLE_ONEDNN_OPTS")
 
 
 class KernelFile(msgspec.Struct):
@@ -193,14 +192,5 @@ def name_file(threads: int | None = None) -> str:
     import tensorflow as tf
 
     threads = threads or tf.config.threading.get_intra_op_parallelism_threads()
-    where = _processor(), [os.environ.get(name, "") for name in _CAPS], threads, code_digest()
+    where = describe_processor(), len(os.sched_getaffinity(0)), threads, code_digest()
     return f"{blake2b(repr(where).encode(), digest_size=16).hexdigest()}.kernels"
-
-
-def _processor() -> tuple[str, ...]:
-    """Returns the processor's model and instructions, and the number of cores of this process."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    about = {line for line in lines if line.partition(":")[0].strip() in ("model name", "model", "flags")}
-    return (*sorted(about), str(len(os.sched_getaffinity(0))))
