@@ -1,5 +1,5 @@
 # make demo            train an example on two processes, beside the one-process run
-# make test            all tests that decide: about thirteen minutes on two idle cores; make test TF=2.15.1 with another TensorFlow
+# make test            all tests that decide: about fourteen minutes on two idle cores; make test TF=2.15.1 with another TensorFlow
 # make check           lint, types, the tests without TensorFlow, and those of what was changed: before every commit
 # make test-all        make test, and the long draws: hours; each says its seed
 # make coverage        make test, and which lines and branches of the product it runs
