@@ -55,7 +55,19 @@ MEMORY_GB = {
     "lstm-layers": 0.8,
     "fc": 3.8,
 }
-PRIORITY = ("horovod", "whale", "whale-xla", "whale-split", "plain", "xla", "mirrored", "torch", "jax", "whale-horovod")
+PRIORITY = (
+    "horovod",
+    "whale",
+    "whale-xla",
+    "whale-split",
+    "plain",
+    "xla",
+    "mirrored",
+    "torch",
+    "torch-compiled",
+    "jax",
+    "whale-horovod",
+)
 NOT_INSTALLED = "not installed"
 WARM_UP = 2  # rounds that are not counted
 STEP_TIMEOUT_S = 300.0
@@ -98,6 +110,7 @@ CONFIGURATIONS = (
     ),
     Configuration("PyTorch DDP, 2 ranks", "torch", 2, workloads=_ALL),
     Configuration("PyTorch, 2 threads", "torch", threads=2, workloads=_ALL),
+    Configuration("PyTorch compiled, 2 threads", "torch-compiled", threads=2, workloads=_ALL),
     Configuration(
         "Keras on JAX, 2 devices",
         "jax",

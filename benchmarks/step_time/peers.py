@@ -13,8 +13,11 @@ import numpy as np
 from benchmarks.step_time.models import LEARNING_RATE, Workload
 
 
-def torch_step(name: str, workload: Workload, rank: int, ranks: int) -> Callable[[], float]:
-    """On several ranks gradients are averaged by gloo, in buckets behind the backward pass."""
+def torch_step(name: str, workload: Workload, rank: int, ranks: int, compiled: bool) -> Callable[[], float]:
+    """On several ranks gradients are averaged by gloo, in buckets behind the backward pass.
+
+    Compiled: forward and backward by `torch.compile`, which needs a C++ compiler on the machine.
+    """
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +26,8 @@ def torch_step(name: str, workload: Workload, rank: int, ranks: int) -> Callable
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(1)
     model = MODELS[name]()
+    if compiled:
+        model = torch.compile(model)
     if ranks > 1:
         meeting = f"file://{os.environ['BENCH_MEETING']}"
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)

@@ -140,8 +140,8 @@ NOTES = "## Notes"
 PAGE = """# Step times
 
 Written by `make bench`. One training step of each model with the same global batch under plain TensorFlow, with and
-without XLA; Horovod over MPI; `tf.distribute`'s MultiWorkerMirroredStrategy (Keras 2); PyTorch, alone and with
-DistributedDataParallel over gloo; Keras 3 on JAX, data parallel over two devices of one process; and Whale: data
+without XLA; Horovod over MPI; `tf.distribute`'s MultiWorkerMirroredStrategy (Keras 2); PyTorch, alone, compiled, and
+with DistributedDataParallel over gloo; Keras 3 on JAX, data parallel over two devices of one process; and Whale: data
 parallel, with its tensors divided (`wh.split`, FC only), with the optimizer's state divided (`memory.zero=1`), over
 MPI alone, without shared memory, and with Horovod as its backend. Models have the same layers everywhere. Every
 configuration is a process group that stays alive; in each round all groups run {steps} steps in turn while the others

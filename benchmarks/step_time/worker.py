@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.groups import Answer, serve
 
-PEERS = ("torch", "jax")  # without TensorFlow and Whale: another Python runs them
+PEERS = ("torch", "torch-compiled", "jax")  # without TensorFlow and Whale: another Python runs them
 CONFIGURATIONS = ("plain", "xla", "mirrored", "horovod", "whale", "whale-xla", "whale-split", "whale-horovod", *PEERS)
 
 
@@ -56,7 +56,9 @@ def _start(
         from benchmarks.step_time.peers import jax_step, torch_step
 
         ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
-        step = torch_step(name, workload, rank, ranks) if configuration == "torch" else jax_step(workload)
+        compiled = configuration == "torch-compiled"
+        is_jax = configuration == "jax"
+        step = jax_step(workload) if is_jax else torch_step(name, workload, rank, ranks, compiled)
         return step, lambda: None, dict
     ports = os.environ.get("BENCH_PORTS", "").split()
     if configuration == "mirrored":  # read when TensorFlow starts
