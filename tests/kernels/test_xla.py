@@ -79,3 +79,34 @@ def test_gpus_have_kernels_for_all_but_xlas_own_operations() -> None:
         return [node.op for node in nodes if node.attrs.get(COMPILED)]
 
     assert "PartitionedCall" in calls(False) and not calls(True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", one_of(2, ["float32", "bfloat16"]))
+def test_convolutions_that_have_a_kernel_are_not_compiled(dtype: str) -> None:
+    """XLA's on processors take several times as long as oneDNN's."""
+    kernels = {"plain": tf.Variable(tf.ones((3, 3, 4, 4), dtype)), "grouped": tf.Variable(tf.ones((3, 3, 2, 4), dtype))}
+
+    @tf.function(jit_compile=True)
+    def gradients(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            for kernel in kernels.values():
+                x = tf.tanh(tf.nn.conv2d(x, kernel, 1, "SAME"))
+        return tape.gradient(x, list(kernels.values()))
+
+    captured = capture_function(lambda: gradients(tf.ones((8, 4, 4, 4), dtype)))
+    normal = normalise(captured.program, PlanSettings(size=1))
+    found = [(node.op, bool(node.attrs.get(COMPILED))) for node in normal.nodes if node.op.startswith("Conv2D")]
+    assert sorted(found) == [
+        ("Conv2D", False),
+        ("Conv2D", True),
+        ("Conv2DBackpropFilter", False),
+        ("Conv2DBackpropFilter", True),
+        ("Conv2DBackpropInput", True),
+    ]
+    wh.init(wh.Config({"communication.in_process_ranks": 2}))
+    for one, other in zip(
+        wh.function(gradients)(tf.ones((8, 4, 4, 4), dtype)), gradients(tf.ones((8, 4, 4, 4), dtype))
+    ):
+        np.testing.assert_allclose(tf.cast(one, "float32"), tf.cast(other, "float32"), rtol=2e-2)
+    wh.shutdown()

@@ -108,8 +108,8 @@ def test_groups_of_channels_are_no_product() -> None:
 def test_what_xla_compiles_is_left_alone() -> None:
     wh.init({"communication.in_process_ranks": 1})
     compiled = tf.function(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), jit_compile=True)
-    x, w = tf.ones((2, 4, 4, 8)), tf.ones((1, 1, 8, 8))
-    step = wh.function(lambda x, w: compiled(x, w) + tf.nn.conv2d(x, w, 1, "SAME"))
-    np.testing.assert_array_equal(step(x, w), tf.fill((2, 4, 4, 8), 16.0))
-    counts = ops(step._step((x, w), {}).compiled.ranks[0])
+    x, w, grouped = tf.ones((2, 4, 4, 8)), tf.ones((1, 1, 8, 8)), tf.ones((1, 1, 4, 8))
+    step = wh.function(lambda x, w, grouped: compiled(x, grouped) + tf.nn.conv2d(x, w, 1, "SAME"))
+    np.testing.assert_array_equal(step(x, w, grouped), tf.fill((2, 4, 4, 8), 12.0))
+    counts = ops(step._step((x, w, grouped), {}).compiled.ranks[0])
     assert (counts["MatMul"], counts["Conv2D"]) == (1, 1)

@@ -121,7 +121,7 @@ def test_what_needs_xla_in_compiled_functions_is_marked(compiled: bool) -> None:
         return tf.nn.max_pool2d(tf.transpose(x, [0, 3, 1, 2]), 2, 2, "VALID", data_format="NCHW")
 
     compiled_inner = tf.function(inner, jit_compile=compiled)
-    image, kernel = np.zeros((1, 4, 4, 2), np.float32), np.zeros((3, 3, 2, 2), np.float32)
+    image, kernel = np.zeros((1, 4, 4, 2), np.float32), np.zeros((3, 3, 1, 2), np.float32)  # of two groups
     flat = inline(capture_function(lambda x, k: compiled_inner(x, k) + 1.0, [image, kernel]).program)
     graphs = [flat, *flat.functions.values()]
     assert not {n.op for g in graphs for n in g.nodes} & CALLS

@@ -2,9 +2,8 @@
 
 Layouts change inside of such a function, and exchanges cannot be inside of what XLA compiles. So it is inlined, and its
 nodes are marked; in each rank's program they are compiled again, in clusters between exchanges
-(``whale.kernels.clusters``). Some nodes have no kernel on the CPU: gradients of grouped or dilated convolutions, three
-dimensions with the channels first, pooling with the channels first, XLA's own ops. Those are compiled in any case
-(``whale.kernels.xla``).
+(``whale.kernels.clusters``). Some nodes have no kernel on the CPU: gradients of grouped or dilated convolutions,
+convolutions and pooling with the channels first, XLA's own ops. Those are compiled in any case (``whale.kernels.xla``).
 
 Decisions: 0020, 0169.
 """
@@ -17,6 +16,18 @@ from dataclasses import replace
 from whale.ir.ops import CONVOLUTIONS
 from whale.ir.program import COMPILED, Node, Program, iterate_function_refs
 
+# Of these every kernel for the CPU has gradients' kernels beside it.
+_CONVOLVED = frozenset({"float16", "bfloat16", "float32", "float64"})
+# Where a convolution's images and filter are: the number of an operand, or None for the result.
+_PLACES: Mapping[str, tuple[int | None, int | None]] = {
+    "Conv2D": (0, 1),
+    "Conv3D": (0, 1),
+    "Conv2DBackpropFilter": (0, None),
+    "Conv3DBackpropFilterV2": (0, None),
+    "Conv2DBackpropInput": (None, 1),
+    "Conv3DBackpropInputV2": (None, 1),
+}
+
 
 def asks_for_xla(call: Node) -> bool:
     """Tells whether a call is of a function with ``jit_compile=True``."""
@@ -27,7 +38,7 @@ def mark_compiled(program: Program) -> Program:
     """Marks the nodes in the body of a compiled function; functions called from it are not changed."""
 
     def mark(node: Node) -> Node:
-        attrs = {**node.attrs, COMPILED: True} if _needs_xla(node) else node.attrs
+        attrs = {**node.attrs, COMPILED: True} if _needs_xla(program, node) else node.attrs
         return replace(node, attrs=attrs, marks=node.marks.replace_marks(compiled=True))
 
     return program.replace_nodes(tuple(map(mark, program.nodes)))
@@ -46,7 +57,21 @@ def list_called(program: Program, functions: Mapping[str, Program]) -> set[str]:
     return found
 
 
-def _needs_xla(node: Node) -> bool:
-    if node.op in CONVOLUTIONS or node.op.startswith("Xla"):
-        return True
-    return "Pool" in node.op and str(node.attrs.get("data_format", "")).startswith("NC")
+def _needs_xla(program: Program, node: Node) -> bool:
+    """Tells whether a node has, or may have, no kernel on the CPU."""
+    channels_first = str(node.attrs.get("data_format", "")).startswith("NC")
+    if node.op not in CONVOLUTIONS:
+        return node.op.startswith("Xla") or ("Pool" in node.op and channels_first)
+    dilated = any(rate > 1 for rate in node.attrs.get("dilations", ()))
+    known = node.op.startswith("Depthwise") or _has_one_group(program, node)
+    return channels_first or dilated or not known or node.outputs[0].dtype not in _CONVOLVED
+
+
+def _has_one_group(program: Program, node: Node) -> bool:
+    """Tells whether all of a convolution's filters see all channels, with the channels last."""
+    if node.op not in _PLACES:
+        return False
+    images, kernel = (node.outputs[0] if at is None else program.find_type(node.inputs[at]) for at in _PLACES[node.op])
+    if images.shape is None or kernel.shape is None:
+        return False
+    return images.shape[-1] is not None and images.shape[-1] == kernel.shape[-2]
