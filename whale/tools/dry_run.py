@@ -49,6 +49,7 @@ from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.strategies import trains
 from whale.planner.report import planfile
 from whale.planner.report.draw_captured import Drawn
+from whale.planner.report.plan_graph import StepPlan, add_step
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.show import show, terminal_width
 from whale.planner.report.sliders import make_captured_sliders
@@ -58,7 +59,6 @@ from whale.runtime.context import DryRun, find_running, process
 from whale.runtime.loss_scale import find_loss_scale
 from whale.runtime.start import plan_only
 from whale.runtime.variables.external_updates import ExternalUpdates
-from whale.tools.plan_graph import StepPlan, add_step
 from whale.tools.plan_model import plan_again
 from whale.tools.run_as_main import as_main, failures_told, locate, make_relative
 from whale.tools.what_if import compare, read_what_if

@@ -21,8 +21,10 @@ from whale.planner.graph_search.pipelines import levels
 from whale.planner.report.analysis import layer_of
 from whale.planner.report.draw import COMPUTE_COLOUR, LOST_COLOUR
 from whale.planner.report.lanes import short, side_by_side
+from whale.planner.report.layer_graph import describe_layer_graph
 from whale.planner.report.limit import describe_likely, describe_limit
 from whale.planner.report.mesh_drawn import mesh_of_plan
+from whale.planner.report.plan_graph import add_step
 
 KINDS = ("forward", "backward", "bytes move", "update and other", "an exchange waits for other ranks")
 _COLOURS = ("--f", "--b", "--c", "--u", "--wait")
@@ -65,6 +67,7 @@ def describe_page(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> di
     plan, found = drawn.plan, drawn.prediction
     ranks = _names(plan, len(found.ranks))
     layers = _layers(drawn)
+    explained = [_explain(plan, drawn.program, layer) for layer in layers]
     full = [
         r.peak_bytes / limit if math.isfinite(limit) and limit else None
         for r, limit in zip(found.ranks, drawn.limits_bytes)
@@ -97,7 +100,14 @@ def describe_page(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> di
         "heat_label": "by name scope, in the order of the program",
         "heat": _heat(drawn, layers),
         "columns": layers,
-        "layers": [_explain(plan, drawn.program, layer) for layer in layers],
+        "layers": explained,
+        "graph": describe_layer_graph(
+            add_step(plan, drawn.program).graph(),
+            layers,
+            _join_axes([_describe_divided(one, drawn.program) for one in (plan, plan.inner) if one is not None]),
+            _time_s(drawn),
+            dict(zip(layers, explained)),
+        ),
         "table": {
             "title": "Ranks",
             "head": ["rank", *["stage"] * stages, "memory", "kernels", "waits", "bytes move"],
@@ -328,6 +338,13 @@ def _describe_divided(plan: Plan, program: Program) -> dict[str, tuple[float, fl
         if s.outputs and not name.startswith("whale/"):
             counts[layer_of(name)][_way(s)] += 1
     return {layer: (a / (a + b + c), b / (a + b + c)) for layer, (a, b, c) in counts.items()}
+
+
+def _join_axes(axes: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Returns, by layer, the larger shares of the mesh's axes."""
+    names = {name for axis in axes for name in axis}
+    found = {name: [axis.get(name, (0.0, 0.0)) for axis in axes] for name in names}
+    return {name: (max(rows for rows, _ in parts), max(other for _, other in parts)) for name, parts in found.items()}
 
 
 def _way(s: Strategy) -> int:
