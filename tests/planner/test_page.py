@@ -43,6 +43,16 @@ RUN = [
         {"name": f"step {call}", "ph": "E", "ts": 1000 * call + 100 + 10 * call},
     )
 ]  # fmt: skip
+# Seven layers in a line, all read by one below it, as pages of scripts have them.
+GRAPH = {
+    "lines": 2,
+    "boxes": [
+        {"name": f"dense_{x}", "x": x - 3, "y": 0, "ways": [1, 0.5], "longest": x == 3, "moved": "", "text": "layers"}
+        for x in range(7)
+    ]
+    + [{"name": "the last of the layers", "x": 0, "y": 1, "ways": [0, 0], "longest": True, "moved": "8 B", "text": ""}],
+    "arrows": [[x, 7, "4 KiB", {"P(sum) -> B": 2} if x else {}, x == 3] for x in range(7)],
+}
 LOOK = """<script>
 addEventListener("error", e => document.body.dataset.failed = e.message);
 addEventListener("load", () => {
@@ -55,8 +65,11 @@ addEventListener("load", () => {
   const slow = document.querySelector("#sliders input"); slow.value = 0; slow.oninput({target: slow});
   const then = document.getElementById("then").textContent;
   const ran = document.getElementById("ran").clientHeight, mesh = document.querySelectorAll(".mesh b").length;
+  const boxes = document.querySelectorAll("#graph text").length;
+  const arrows = document.querySelectorAll("#graph path").length;
   const page = document.documentElement.scrollWidth;
-  document.body.dataset.seen = JSON.stringify({ran, mesh, page, wide, clear, ticks, then, axis, plans, kinds, text});
+  document.body.dataset.seen = JSON.stringify(
+    {ran, mesh, boxes, arrows, page, wide, clear, ticks, then, axis, plans, kinds, text});
 });
 </script>"""
 
@@ -71,7 +84,7 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     plan = ask.plan(cluster_file.parse(LAB), batch, transformer, None, "megatron-2022", limits, "whale")
     page, frame = tmp_path / "page.html", tmp_path / "frame.html"
     described = [
-        {**draw.describe_page(plan, step_drawn(RUN, "out.json", 1e-3)), "name": "one.json"},
+        {**draw.describe_page(plan, step_drawn(RUN, "out.json", 1e-3)), "name": "one.json", "graph": GRAPH},
         {**draw.describe_page(plan), "name": "other.json"},
     ]
     page.write_text(draw.page(described).replace("<head>", f"<head>{LOOK}"))
@@ -90,6 +103,7 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     seen = json.loads(html.unescape(found[1]))
     assert seen["page"] <= width and seen["wide"] == 0
     assert seen["ran"] > 40 and seen["mesh"] == 8 and seen["plans"] == 2 and seen["kinds"] == 5
+    assert (seen["boxes"], seen["arrows"]) == (8, 2 * 7)  # an arrow has a wider one around it, for the mouse
     assert 0 < seen["clear"] < 8 * 6 and seen["ticks"]
     assert re.fullmatch(r"\S+ m?s a step, \d+\.\d% longer", seen["then"]), seen["then"]
     assert len(seen["axis"]) > 3 and len({text.split()[-1] for text in seen["axis"][1:]}) == 1

@@ -205,12 +205,17 @@ def nearest(name: str, alike: float = 0.6) -> str:
     """Returns the known key that an unknown name most likely means; "" where none is like it.
 
     Keys are alike by their letters, and where words of the name stand in the other's name, values or explanation: what
-    is called otherwise elsewhere is found by what it does. A word that few keys have says most.
+    is called otherwise elsewhere is found by what it does. A word that few keys have says most. A part of what is a key
+    as a whole is that key: "mesh" for "mesh.shape".
 
     Args:
         alike: from where on two are, between 0 and 2, the same name.
     """
     name = name.lower()
+    stem, dot, _ = name.partition(".")
+    owner = next((key.name for key in KEYS if stem in (key.name, key.name.rpartition(".")[2])), "")
+    if dot and owner and not difflib.get_close_matches(name, [key.name for key in KEYS], 1, 0.85):
+        return owner
     words = [word for word in re.findall("[a-z0-9]+", name) if len(word) > 2]
     said = {word: {key.name: _says(key, word) for key in KEYS} for word in words}
     weights = {word: 1.0 / (1 + sum(much > 0 for much in said[word].values())) for word in words}

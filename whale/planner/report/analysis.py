@@ -10,6 +10,7 @@ from whale.ir.plan_text import format_bytes, format_seconds
 
 OFF = 0.2  # a figure further off than this is marked
 ROWS = 24  # layers printed at most
+NO_SCOPE = "(no scope)"
 SMALL = 0.01  # layers below this part of all kernels are one row
 
 
@@ -77,7 +78,7 @@ def layer_of(name: str) -> str:
     if "gradient_tape" in parts:  # then follow the forward operation's name and the gradient's own
         parts = parts[parts.index("gradient_tape") + 1 :]
         parts = parts[:-1] if len(parts) > 2 else parts
-    return "/".join(parts[: min(2, len(parts) - 1)]) or "(no scope)"
+    return "/".join(parts[: min(2, len(parts) - 1)]) or NO_SCOPE
 
 
 def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -104,7 +104,6 @@ def describe_page(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> di
         "graph": describe_layer_graph(
             add_step(plan, drawn.program).graph(),
             layers,
-            _join_axes([_describe_divided(one, drawn.program) for one in (plan, plan.inner) if one is not None]),
             _time_s(drawn),
             dict(zip(layers, explained)),
         ),
@@ -338,13 +337,6 @@ def _describe_divided(plan: Plan, program: Program) -> dict[str, tuple[float, fl
         if s.outputs and not name.startswith("whale/"):
             counts[layer_of(name)][_way(s)] += 1
     return {layer: (a / (a + b + c), b / (a + b + c)) for layer, (a, b, c) in counts.items()}
-
-
-def _join_axes(axes: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Returns, by layer, the larger shares of the mesh's axes."""
-    names = {name for axis in axes for name in axis}
-    found = {name: [axis.get(name, (0.0, 0.0)) for axis in axes] for name in names}
-    return {name: (max(rows for rows, _ in parts), max(other for _, other in parts)) for name, parts in found.items()}
 
 
 def _way(s: Strategy) -> int:

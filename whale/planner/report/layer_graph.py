@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whale.ir.plan_text import format_bytes
-from whale.planner.report.analysis import layer_of
+from whale.planner.report.analysis import NO_SCOPE, layer_of
 
 if TYPE_CHECKING:
     import networkx
@@ -20,26 +21,27 @@ _BACKWARD = ("gradient_tape", "gradients")  # scopes of tf.GradientTape and of t
 def describe_layer_graph(
     step: networkx.DiGraph,
     kept: Collection[str],
-    divided: Mapping[str, tuple[float, float]],
     seconds: Mapping[str, float],
     texts: Mapping[str, str],
 ) -> dict[str, Any] | None:
     """Returns the boxes and arrows of the page's graph of layers; None: there are not two layers that read each other.
 
-    Layers are name scopes of the forward pass. Scopes of which each reads the other's results share a box. A layer
-    stands a line below the last of those that it reads; in a line, near what it reads.
+    Layers are name scopes of the forward pass, and operations that are in no scope, or in one that has layers in it.
+    Those of which each reads the other's results share a box. A layer stands a line below the last of those that it
+    reads; in a line, near what it reads.
 
     Args:
       step: operations and tensors (see `whale.planner.report.plan_graph`).
-      kept: the layers that are drawn; arrows lead past the others.
-      divided: of each layer's operations, the parts with divided rows and with tensors divided otherwise.
+      kept: the scopes that are drawn; arrows lead past the others.
       seconds: of kernels, by layer; the chain of layers that takes longest is marked.
       texts: what is said of a layer under the mouse.
     """
     import networkx
 
-    layers = _join_layers(step, _find_forward(step))
-    _pass_by(layers, set(layers) - set(kept))
+    layer = _find_layers(_find_forward(step))
+    layers = _join_layers(step, layer)
+    alone = {name for name, of in layer.items() if name == of and step.nodes[name]["flops"] and layer_of(name) in kept}
+    _pass_by(layers, set(layers) - set(kept) - alone)
     graph = networkx.condensation(layers)
     if not graph.number_of_edges():
         return None
@@ -50,6 +52,11 @@ def describe_layer_graph(
     weights = ((a, b, time_s[b] + (0.0 if graph.pred[a] else time_s[a])) for a, b in graph.edges)
     graph.add_weighted_edges_from(weights, weight="seconds")
     longest = networkx.dag_longest_path(graph, weight="seconds")
+    operations: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for name, of in layer.items():
+        operations[of].append(step.nodes[name])
+    moved = {box: sum(one["moved_bytes"] for of in members[box] for one in operations[of]) for box in graph}
+    divided = {box: _measure_divided([one for of in members[box] for one in operations[of]]) for box in graph}
     places, lines = _place(graph, {box: order[members[box][0]] for box in graph})
     number = {box: at for at, box in enumerate(places)}
     chain = set(itertools.pairwise(longest))
@@ -60,9 +67,10 @@ def describe_layer_graph(
                 "name": " + ".join(name.rpartition("/")[2] for name in members[box]),
                 "x": x,
                 "y": y,
-                "ways": [round(part, 3) for part in _weigh([divided.get(name, (0.0, 0.0)) for name in members[box]])],
+                "ways": [round(part, 3) for part in divided[box]],
                 "longest": box in longest,
-                "text": "\n".join(f"{name}\n{texts.get(name, '')}" for name in members[box]),
+                "moved": format_bytes(moved[box]) if moved[box] else "",
+                "text": "\n".join(f"{name}\n{texts.get(name) or step.nodes[name]['op']}" for name in members[box]),
             }
             for box, (x, y) in places.items()
         ],
@@ -74,27 +82,41 @@ def describe_layer_graph(
 
 
 def _find_forward(step: networkx.DiGraph) -> set[str]:
-    """Finds the operations that no gradient leads to."""
+    """Finds the operations that no gradient leads to, and that lead to gradients, if there are any."""
     import networkx
 
-    behind: set[str] = set()
-    for name in networkx.topological_sort(step):
-        if any(part in _BACKWARD for part in name.split("/")) or not behind.isdisjoint(step.pred[name]):
+    order = list(networkx.topological_sort(step))
+    gradients = {name for name in order if any(part in _BACKWARD for part in name.split("/"))}
+    behind, before = set(gradients), set(gradients)
+    for name in order:
+        if not behind.isdisjoint(step.pred[name]):
             behind.add(name)
-    return set(step) - behind
+    for name in reversed(order):
+        if not before.isdisjoint(step.succ[name]):
+            before.add(name)
+    return (before if gradients else set(order)) - behind
 
 
-def _join_layers(step: networkx.DiGraph, forward: Collection[str]) -> networkx.DiGraph:
+def _find_layers(forward: Collection[str]) -> dict[str, str]:
+    """Finds the layer of each operation.
+
+    Operations of no scope, or of a scope with layers in it, are layers of their own: half of a program's layers would
+    read them together, and be read by them.
+    """
+    scopes = {name: layer_of(name) for name in forward}
+    outer = {scope[:at] for scope in scopes.values() for at, sign in enumerate(scope) if sign == "/"} | {NO_SCOPE}
+    return {name: name if scope in outer else scope for name, scope in scopes.items()}
+
+
+def _join_layers(step: networkx.DiGraph, layer: Mapping[str, str]) -> networkx.DiGraph:
     """Makes a graph of layers: its arrows have the bytes of the tensors, and the changes of layout on the way."""
     import networkx
 
     layers = networkx.DiGraph()
-    layers.add_nodes_from(layer_of(name) for name in step if name in forward)
+    layers.add_nodes_from(layer[name] for name in step if name in layer)
     for before, after, tensors in step.edges(data=True):
-        if before in forward and after in forward and tensors["bytes"]:
-            a, b = layer_of(before), layer_of(after)
-            if a != b:
-                _add_tensors(layers, a, b, tensors["bytes"], tensors["resharded"])
+        if before in layer and after in layer and tensors["bytes"] and layer[before] != layer[after]:
+            _add_tensors(layers, layer[before], layer[after], tensors["bytes"], tensors["resharded"])
     return layers
 
 
@@ -134,9 +156,23 @@ def _place(graph: networkx.DiGraph, order: Mapping[int, int]) -> tuple[dict[int,
     return places, line
 
 
-def _weigh(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    rows, tensors = zip(*parts)
-    return sum(rows) / len(parts), sum(tensors) / len(parts)
+def _measure_divided(operations: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Returns the parts of a layer's work, or of its elements where it has none, that ranks divide by rows, and those
+    that they divide by other dimensions or sum.
+    """
+    works = any(one["flops"] for one in operations)
+    rows = others = total = 0.0
+    for one in operations:
+        weight = one["flops"] if works else sum(_count_elements(shape) for shape in one["shapes"])
+        kinds = {placement[:4] for placements in one["layouts"].values() for placement in placements}
+        total += weight
+        rows += weight * ("S(0)" in kinds)
+        others += weight * any(kind.startswith(("S(", "P(")) and kind != "S(0)" for kind in kinds)
+    return (rows / total, others / total) if total else (0.0, 0.0)
+
+
+def _count_elements(shape: Sequence[int | None] | None) -> int:
+    return math.prod(size or 1 for size in shape or ())
 
 
 def _describe_tensors(
