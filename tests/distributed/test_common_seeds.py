@@ -15,6 +15,7 @@ from tensorflow.python.framework import random_seed as operation_seeds
 from tensorflow.python.ops import stateful_random_ops
 
 from whale.distributed.common_seeds import CommonSeeds, compute_state_number, read_random_state, take_random_state
+from whale.runtime.input.shuffle_orders import read_graph
 
 # Keras 2 beside Keras 3, which TensorFlow has from 2.16 on.
 tf_keras = pytest.importorskip("tf_keras")
@@ -136,3 +137,42 @@ def test_what_has_a_seed_keeps_it_and_all_is_put_back() -> None:
         operation_seeds.get_seed,
     ]
     assert compute_state_number(read_random_state()) != compute_state_number(read_random_state())
+
+
+def _sloppy(source: tf.data.Dataset) -> tf.data.Dataset:
+    return source.apply(tf.data.experimental.parallel_interleave(lambda x: tf.data.Dataset.range(2), 2, sloppy=True))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: source.map(lambda x: x + 1, num_parallel_calls=2, deterministic=False),
+        lambda source: source.batch(2, num_parallel_calls=2, deterministic=False),
+        lambda source: source.interleave(lambda x: tf.data.Dataset.range(2), num_parallel_calls=2, deterministic=False),
+        _sloppy,
+    ],
+    ids=["map", "batch", "interleave", "sloppy"],
+)
+def test_datasets_that_leave_their_order_open_get_one(make: Callable[[tf.data.Dataset], tf.data.Dataset]) -> None:
+    source = tf.data.Dataset.range(8)
+
+    def made() -> tuple[bytes, list[Any]]:
+        dataset = make(source)
+        return read_graph(dataset)[0].attr["deterministic"].s, sorted(map(str, dataset.as_numpy_iterator()))
+
+    order, samples = made()
+    seeds = CommonSeeds(5)
+    in_order, the_same = made()
+    seeds.take_back()
+    assert (order, in_order) == (b"false", b"true") and samples == the_same and made()[0] == order
+
+
+@pytest.mark.core
+def test_options_that_leave_the_order_open_give_one() -> None:
+    options = tf.data.Options()
+    options.deterministic, options.autotune.cpu_budget = False, 1
+    seeds = CommonSeeds(5)
+    found = tf.data.Dataset.range(2).with_options(options).options()
+    seeds.take_back()
+    assert found.deterministic and found.autotune.cpu_budget == 1 and not options.deterministic

@@ -1,11 +1,15 @@
-"""Seeds for what has none: equal on all ranks of a run, so that every rank draws the same whole batches.
+"""Seeds for what has none, and an order for what leaves it open: equal on all ranks of a run, so that every rank draws
+the same whole batches.
 
-Decision: 0133.
+Decisions: 0133, 0194.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
+import inspect
 import random
 import sys
 from collections import Counter
@@ -15,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.ops import batch_op, dataset_ops, interleave_op, map_op, readers
 from tensorflow.python.data.util import random_seed as dataset_seeds
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import random_seed as operation_seeds
@@ -110,11 +115,22 @@ def _iterate_keras2_seeds() -> Iterator[tuple[str, Any]]:
             yield f"{name}.src", seeds
 
 
+IN_ORDER = "_whale_in_order"  # of a dataset that was made with an order
+# They take `deterministic`, or `sloppy`, and then give samples as they are ready.
+_LEAVE_OPEN = (
+    map_op._ParallelMapDataset,
+    batch_op._ParallelBatchDataset,
+    interleave_op._ParallelInterleaveDataset,
+    readers.ParallelInterleaveDataset,
+)
+
+
 class CommonSeeds:
     """Draws seeds for what a script gives none, from its making to ``take_back``.
 
     That are tf.data's shuffles, random operations that run eagerly, generators of NumPy (``np.random.default_rng()``)
-    and those of TensorFlow.
+    and those of TensorFlow. Datasets with ``deterministic=False``, which may have any order, get the one that they have
+    without it.
 
     A seed follows from the number that all ranks were given, and from the line of the script that asks, so that a
     dataset which one rank alone makes changes nothing for the others.
@@ -132,6 +148,10 @@ class CommonSeeds:
         self._seed_of_operation = self._replace(operation_seeds, "get_seed", self._get_operation_seed)
         self._replace(np.random.bit_generator, "randbits", self._draw_entropy)
         self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._draw_generator_state)
+        for kind in _LEAVE_OPEN:
+            self._replace(kind, "__init__", _make_in_order(kind.__init__))
+        with_options = dataset_ops.DatasetV2.with_options
+        self._replace(dataset_ops.DatasetV2, "with_options", _give_order(with_options))
 
     def take_back(self) -> None:
         """Leaves what has no seed from now on to TensorFlow and NumPy."""
@@ -244,3 +264,32 @@ def restart_streams() -> Callable[[], None]:
         tf_context.Context._set_global_seed = original
 
     return put_back
+
+
+def _make_in_order(make: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of a dataset that keeps the order of its samples, whatever it is asked."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def init(dataset: Any, *args: Any, **kwargs: Any) -> None:
+        asked = signature.bind(dataset, *args, **kwargs)
+        for name, kept in (("deterministic", True), ("sloppy", False)):
+            if asked.arguments.get(name) is not None:
+                asked.arguments[name] = kept
+        make(*asked.args, **asked.kwargs)
+        setattr(dataset, IN_ORDER, True)
+
+    return init
+
+
+def _give_order(with_options: Callable[..., tf.data.Dataset]) -> Callable[..., tf.data.Dataset]:
+    """Returns ``tf.data.Dataset.with_options`` without the option that leaves the order open."""
+
+    @functools.wraps(with_options)
+    def give(dataset: tf.data.Dataset, options: tf.data.Options, *args: Any, **kwargs: Any) -> tf.data.Dataset:
+        if getattr(options, "deterministic", None) is False:
+            options = copy.deepcopy(options)
+            options.deterministic = True
+        return with_options(dataset, options, *args, **kwargs)
+
+    return give

@@ -95,6 +95,10 @@ def double(sample: Any) -> Any:
     return {"x": 2 * sample["x"], "y": sample["y"]}
 
 
+def doubles(sample: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(sample).repeat(2)
+
+
 def jitter(sample: Any) -> Any:
     return {"x": sample["x"] + tf.random.uniform([3], seed=4, dtype=tf.float64), "y": sample["y"]}
 
@@ -364,6 +368,14 @@ def test_the_queue_is_bounded(prefetch: int) -> None:
     [
         (lambda: samples(9).shuffle(9).filter(odd).batch(4), "ShuffleDataset without a seed"),
         (lambda: samples(9).map(double, num_parallel_calls=2, deterministic=False).batch(4), "deterministic=False"),
+        (
+            lambda: samples(9).interleave(doubles, num_parallel_calls=2, deterministic=False).batch(4),
+            "ParallelInterleaveDataset with deterministic=False",
+        ),
+        (
+            lambda: samples(9).flat_map(lambda s: doubles(s).map(double, 2, deterministic=False)).batch(4),
+            "FlatMapDataset of ParallelMapDatasetV2 with deterministic=False",
+        ),
         (
             lambda: samples(9).interleave(lambda s: tf.data.Dataset.range(4).shuffle(4)).batch(4),
             "InterleaveDataset of ShuffleDatasetV3",

@@ -25,6 +25,7 @@ from tensorflow.python.data.ops.directed_interleave_op import _DirectedInterleav
 from tensorflow.python.data.util import nest
 from tensorflow.python.framework import op_def_registry
 
+from whale.distributed.common_seeds import IN_ORDER
 from whale.errors import ProgramError
 from whale.ir.ops import CALLS, DRAWS, HAS_BODIES
 from whale.ir.values import UNMOVABLE
@@ -34,6 +35,7 @@ from whale.runtime.input.shuffle_orders import (
     common_order,
     generator_of,
     is_reshuffled,
+    read_graph,
     reshuffles,
     restarts,
     shuffle_as,
@@ -51,6 +53,7 @@ _BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
 # Stateful by TensorFlow's word, but equal inputs give equal outputs.
 _REPEATS = HAS_BODIES | CALLS | {"Assert", "LookupTableFindV2", "LookupTableSizeV2"}
 _NO_SUMMARY = -1
+_NOT_SO_EARLY = "make the dataset after wh.init(), which gives it an order, or leave that out"
 _BATCH_LAST = "put batch(n) last: behind it, every transformation is one of whole batches"
 # What a script calls a transformation that divides no rows, and what it can do.
 _NEXT_STEPS = {
@@ -613,7 +616,7 @@ def refuse_other_orders(dataset: tf.data.Dataset, reseeded: Collection[Any] = ()
       reseeded: shuffles that got the same seed on every rank.
     """
     if dataset.options().deterministic is False:
-        raise _no_order("options with deterministic=False", "leave it out")
+        raise _no_order("options with deterministic=False, made before wh.init()", _NOT_SO_EARLY)
     _refuse_other_orders(dataset, reseeded, True)
 
 
@@ -621,18 +624,30 @@ def _refuse_other_orders(dataset: Any, reseeded: Collection[Any], values_only: b
     """``values_only``: what an element holds does not decide which ones there are later on."""
     kind = type(dataset).__name__
     name = kind.strip("_")
-    if getattr(dataset, "_deterministic", "default") == "false":
-        raise _no_order(f"{name} with deterministic=False", "leave it out")
+    if _leaves_order_open(dataset):
+        raise _no_order(f"{name} with deterministic=False, made before wh.init()", _NOT_SO_EARLY)
     if _is_unseeded(dataset) and not any(dataset is r for r in reseeded):
         raise _no_order(f"{name} without a seed", "give it a seed, or call tf.random.set_seed before")
     values_only = values_only and kind in (*_MAPS, *_MOVES, *_BATCHES, *UNCHANGED)
     for graph in _graphs(dataset):
         for node in graph.values():
+            if node.attr["deterministic"].s == b"false":
+                raise _no_order(f"{name} of {node.op} with deterministic=False, made before wh.init()", _NOT_SO_EARLY)
             random = node.op in DRAWS and not values_only and _draws_freely(node)
             if random or (node.op.startswith(("ShuffleDataset", "RandomDataset")) and _has_zero_seeds(node, graph)):
                 raise _no_order(f"{name} of {node.op} without a seed", "give it a seed")
     for source in dataset._inputs():
         _refuse_other_orders(source, reseeded, values_only)
+
+
+def _leaves_order_open(dataset: Any) -> bool:
+    """Tells whether samples come as they are ready.
+
+    An interleave that is asked for that keeps nothing of it but what its operation has, which its graph shows.
+    """
+    if type(dataset).__name__ != "_ParallelInterleaveDataset" or hasattr(dataset, IN_ORDER):
+        return bool(getattr(dataset, "_deterministic", "default") == "false")
+    return any(node.attr["deterministic"].s == b"false" for node in read_graph(dataset)[:1])
 
 
 def shuffles_freely(dataset: Any, of_this_run: Callable[[int, int], bool]) -> bool:

@@ -275,15 +275,24 @@ def _find_generator(shuffle: Any) -> tf.Tensor | None:
 
 def _read(shuffle: Any) -> tf.Tensor | None:
     """The handle of the generator, which is a constant in the dataset's graph."""
-    try:
-        variant = tf.data.experimental.to_variant(shuffle)
-        text = gen_dataset_ops.dataset_to_graph_v2(variant, external_state_policy=_IGNORED).numpy()
-    except tf.errors.OpError:  # it has what no graph can hold
+    nodes = read_graph(shuffle)
+    if not nodes or nodes[0].op != "ShuffleDatasetV3":
         return None
+    handle = next(node for node in nodes if node.name == nodes[0].input[4].partition(":")[0])
+    return tf.io.parse_tensor(handle.attr["value"].tensor.SerializeToString(), tf.resource)
+
+
+def read_graph(dataset: Any) -> list[Any]:
+    """The nodes (NodeDef) of a dataset's graph, first the one that makes it; none where it has what no graph can hold.
+
+    Arrays that it gives samples of are copied.
+    """
+    try:
+        variant = tf.data.experimental.to_variant(dataset)
+        text = gen_dataset_ops.dataset_to_graph_v2(variant, external_state_policy=_IGNORED).numpy()
+    except tf.errors.OpError:
+        return []
     nodes = {node.name: node for node in graph_pb2.GraphDef.FromString(text).node}
     end = next(node for node in nodes.values() if node.op == "_Retval")
-    made = nodes[end.input[0].partition(":")[0]]
-    if made.op != "ShuffleDatasetV3":
-        return None
-    handle = nodes[made.input[4].partition(":")[0]]
-    return tf.io.parse_tensor(handle.attr["value"].tensor.SerializeToString(), tf.resource)
+    made = nodes.pop(end.input[0].partition(":")[0])
+    return [made, *nodes.values()]
