@@ -13,20 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from whale.ir.ops import CONVOLUTIONS
+from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS
 from whale.ir.program import COMPILED, Node, Program, iterate_function_refs
 
 # Of these every kernel for the CPU has gradients' kernels beside it.
 _CONVOLVED = frozenset({"float16", "bfloat16", "float32", "float64"})
-# Where a convolution's images and filter are: the number of an operand, or None for the result.
-_PLACES: Mapping[str, tuple[int | None, int | None]] = {
-    "Conv2D": (0, 1),
-    "Conv3D": (0, 1),
-    "Conv2DBackpropFilter": (0, None),
-    "Conv3DBackpropFilterV2": (0, None),
-    "Conv2DBackpropInput": (None, 1),
-    "Conv3DBackpropInputV2": (None, 1),
-}
 
 
 def asks_for_xla(call: Node) -> bool:
@@ -69,9 +60,13 @@ def _needs_xla(program: Program, node: Node) -> bool:
 
 def _has_one_group(program: Program, node: Node) -> bool:
     """Tells whether all of a convolution's filters see all channels, with the channels last."""
-    if node.op not in _PLACES:
-        return False
-    images, kernel = (node.outputs[0] if at is None else program.find_type(node.inputs[at]) for at in _PLACES[node.op])
+    if node.op == "Conv" or (node.op.startswith("Conv2D") and node.op.endswith("V2")):
+        return False  # TensorFlow's gradients make none of these
+    images, kernel = node.outputs[0], node.outputs[0]
+    if "BackpropInput" not in node.op:
+        images = program.find_type(node.inputs[0])
+    if node.op not in FILTER_GRADIENTS:
+        kernel = program.find_type(node.inputs[1])
     if images.shape is None or kernel.shape is None:
         return False
     return images.shape[-1] is not None and images.shape[-1] == kernel.shape[-2]
