@@ -29,7 +29,14 @@ import numpy as np
 import tensorflow as tf
 
 # (width, depth, classes, rows)
-SIZES = ((64, 2, 10, 32), (512, 2, 100, 1024), (2048, 2, 100, 32), (512, 1, 20_000, 32), (512, 1, 100_000, 32))
+SIZES = (
+    (64, 2, 10, 32),
+    (512, 2, 100, 1024),
+    (2048, 2, 100, 32),
+    (512, 1, 20_000, 32),
+    (512, 1, 100_000, 32),
+    (2048, 3, 10, 2),
+)
 INPUTS = 32
 
 
@@ -160,6 +167,7 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
     from whale.ir.strategy import ChosenStrategy
     from whale.planner.graph_search.strategies import divide_over_all
     from whale.runtime import context
+    from whale_ops.processor import count_threads
 
     wh.init(wh.Config({"mesh.auto_parallel": True}))
     run = context.require_current()
@@ -174,6 +182,8 @@ def _on_ranks(sizes: Any, seconds: float) -> None:
             divide_over_all("every rank alone", wh.size(), replicated=True),
         ]
         ways.append(divide_over_all("split of the classifier", wh.size(), wh.size(), split=("classifier/kernel",)))
+        threads = wh.size() * count_threads()
+        ways.append(divide_over_all(f"rank 0 alone, {threads} threads", wh.size(), lent_threads=threads))
         for way in ways:
             run.planning.auto = ChosenStrategy(way)
             steps[way.name] = _program(size, wh.function)

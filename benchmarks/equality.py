@@ -64,7 +64,7 @@ def streams(steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
     x = tf.random.stateless_normal([ROWS, FEATURES], [1, 1])
     with_it, without = made_step(True), made_step(True)
     with_it(x)
-    with mock.patch(f"{STEP}.lower_to_function", lambda ranks, tag, streams: lower_to_function(ranks, tag)):
+    with mock.patch(f"{STEP}.lower_to_function", lambda ranks, tag, *_: lower_to_function(ranks, tag)):
         without(x)
     return (lambda: _taken(with_it, [x] * steps)), (lambda: _taken(without, [x] * steps))
 

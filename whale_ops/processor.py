@@ -27,6 +27,16 @@ def describe_processor(root: Path = Path("/")) -> tuple[str, ...]:
     return (*sorted(found), *(os.environ.get(name, "") for name in _CAPS))
 
 
+def count_threads() -> int:
+    """Returns how many threads TensorFlow divides an operation among in this process: those that the script asks for,
+    else the variable's, else one for each core.
+    """
+    import tensorflow as tf
+
+    asked = tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    return (int(asked) if str(asked).isdecimal() else 0) or len(os.sched_getaffinity(0))
+
+
 @cache
 def can_multiply_by_avx2(root: Path = Path("/")) -> bool:
     """Tells whether oneDNN multiplies float32 here, by its kernels for AVX2.

@@ -5,7 +5,6 @@ Decision: 0178.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from whale.distributed.gpus import has_gpu
 from whale.errors import ClusterError
-from whale_ops.processor import describe_processor
+from whale_ops.processor import count_threads, describe_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ def describe_rounding() -> str:
     """
     if has_gpu():
         return ""
-    threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
-    return repr((*describe_processor(), threads))
+    return repr((*describe_processor(), count_threads()))
 
 
 def refuse_other_versions(said: Sequence[RankVersions]) -> None:

@@ -17,7 +17,7 @@ Between the script and the worker of `whale run` beside it goes a socket with li
 
 Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
 
-Decisions: 0052, 0163.
+Decision: 0163.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ class Plan:
         its scopes and settings say how it is divided.
       predicted: seconds and bytes of a step, if `whale plan` knew the machine.
       declined: kernels that ranks do not take, since they measured slower (see ``whale.kernels.choices``).
+      lent_threads: of rank 0, which alone computes, on the cores of all ranks of its host; 0: ranks lend nothing.
     """
 
     program: str
@@ -161,6 +162,7 @@ class Plan:
     updates: tuple[int, int] = (0, 0)
     declined: tuple[str, ...] = ()
     rank_order: tuple[int, ...] = ()
+    lent_threads: int = 0
 
     @property
     def ranks(self) -> int:
@@ -294,6 +296,7 @@ def _encode(plan: Plan) -> ProgramLayouts:
         searched=plan.searched,
         predicted=plan.predicted,
         declined=list(plan.declined),
+        lent_threads=plan.lent_threads,
     )
 
 
@@ -341,6 +344,7 @@ class ProgramLayouts(msgspec.Struct, omit_defaults=True):
     searched: bool = False
     predicted: Prediction | None = None
     declined: list[str] = []
+    lent_threads: int = 0
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -456,6 +460,7 @@ def strategy_of(plan: Plan) -> ParallelStrategy:
         replicated=plan.ranks > 1 and not plan.batch_inputs,
         shares=tuple(uneven) if len(set(uneven)) > 1 and plan.inner is None else (),
         name="as scopes say",
+        lent_threads=plan.lent_threads,
     )
 
 
@@ -499,6 +504,7 @@ def _decode_plan(f: ProgramLayouts) -> Plan:
         offloaded=tuple(f.offloaded),
         updates=f.updates,
         declined=tuple(f.declined),
+        lent_threads=f.lent_threads,
         rank_order=f.rank_order,
         unruled=f.unruled,
         exceptions=tuple(f.exceptions),

@@ -91,7 +91,9 @@ def _find_verb(r: Reshard) -> str:
 def format_plan(plan: Plan, rows: int = 12) -> str:
     """Formats a plan: devices, task graphs, batch inputs, layouts, communication with bytes, ops without a rule."""
     out = [f"Plan for {plan.program}: {plan.ranks} rank{'s' * (plan.ranks != 1)}{_format_parallelism(plan)}"]
-    if plan.inner is None and not plan.stage_groups:
+    if plan.lent_threads:
+        out += _format_lending(plan)
+    elif plan.inner is None and not plan.stage_groups:
         out[0] += f" ({', '.join(plan.devices)})"
     else:
         out += _format_mesh(plan)
@@ -100,9 +102,10 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         f"  {t.scope:<28} {t.kind} over {_format_task_graph_ranks(plan, t)}, {format_count(t.nodes, 'node')}"
         for t in plan.task_graphs
     ]
-    if plan.stage_groups:
+    if plan.stage_groups and not plan.lent_threads:
         out += _format_stages(plan)
-    out.append("Batch inputs" if plan.batch_inputs else "Batch inputs: none, every rank computes the whole program")
+    whole = "rank 0 computes" if plan.lent_threads else "every rank computes"
+    out.append("Batch inputs" if plan.batch_inputs else f"Batch inputs: none, {whole} the whole program")
     out += [f"  {b.name:<28} {b.placement}   {b.origin}" for b in plan.batch_inputs]
     nodes = [s for g in plan.strategies.values() for s in g.values()]
     kinds: Counter[str] = Counter()
@@ -134,7 +137,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
         count, written = plan.updates
         others = f"; every other rank updates {'those of its own stage' if plan.stage_groups else 'likewise'}"
         updated = f"{format_count(written, 'variable')} written by {format_count(count, 'operation')}"
-        out.append(f"Updates  {updated} on rank 0{others if plan.ranks > 1 else ''}")
+        out.append(f"Updates  {updated} on rank 0{others if plan.ranks > 1 and not plan.lent_threads else ''}")
     if plan.declined:
         counts = Counter(name.partition(" ")[0] for name in plan.declined)
         kinds_left = ", ".join(f"{n} of {kind}" for kind, n in sorted(counts.items()))
@@ -143,7 +146,7 @@ def format_plan(plan: Plan, rows: int = 12) -> str:
     along = f", of which {format_bytes(count_moved_along(plan)[0])} along {plan.axis}" if plan.inner is not None else ""
     backends = Counter(r.backend for r in moving)
     collectives = len([r for r in moving if r.group < 0]) + len({r.group for r in moving if r.group >= 0})
-    sent = [f"{format_count(len(plan.edges), 'tensor')} sent between stages"] if plan.edges else []
+    sent = [f"{format_count(len(plan.edges), 'tensor')} sent {_name_edges(plan)}"] if plan.edges else []
     if moving or not sent:
         sent.insert(0, f"{format_count(len(moving), 'tensor')} in {format_count(collectives, 'collective')}")
     out.append(
@@ -196,6 +199,8 @@ Plan._repr_html_ = _format_unfolding  # type: ignore[attr-defined]
 
 def _format_parallelism(plan: Plan) -> str:
     """Formats the degree of each kind of parallelism: ``: 2 stages x 2 replicas``; empty for one rank."""
+    if plan.lent_threads:
+        return ": 1 computes"
     groups = plan.stage_groups
     sizes = sorted({len(group.ranks) for group in groups}) or [plan.mesh_size]
     found = [f"{len(groups)} stages"] if groups else []
@@ -297,8 +302,8 @@ def format_prediction(plan: Plan, found: Prediction) -> list[str]:
 
 def _format_moves(plan: Plan, divided: int, moving: int) -> str:
     """Counts the stages of a plan, its tensors that are split, and those that move."""
-    stages = [format_count(len(plan.stage_groups), "stage")] if plan.stage_groups else []
-    sent = [f"{format_count(len(plan.edges), 'tensor')} sent between stages"] if plan.edges else []
+    stages = [format_count(len(plan.stage_groups), "stage")] if plan.stage_groups and not plan.lent_threads else []
+    sent = [f"{format_count(len(plan.edges), 'tensor')} sent {_name_edges(plan)}"] if plan.edges else []
     return ", ".join([*stages, f"{format_count(divided, 'tensor')} split", format_count(moving, "reshard"), *sent])
 
 
@@ -332,6 +337,21 @@ def _format_memory(plan: Plan) -> list[str]:
     if max(totals) > 1.01 * min(totals):
         out += [f"  rank {r}: {format_bytes(n)}: {format_parts(r)}" for r, n in enumerate(totals) if r != rank]
     return out
+
+
+def _name_edges(plan: Plan) -> str:
+    return "to ranks that lend their cores" if plan.lent_threads else "between stages"
+
+
+def _format_lending(plan: Plan) -> list[str]:
+    """Formats which rank computes, on whose cores, and what the others receive of it in a step."""
+    lenders = plan.ranks - 1
+    received = f"{format_count(len(plan.edges), 'tensor')}, {format_bytes(sum(e.bytes for e in plan.edges))} a step"
+    return [
+        f"Rank 0 computes with {plan.lent_threads} threads, on the cores of all ranks",
+        f"  {lenders} {'rank lends its' if lenders == 1 else 'ranks lend their'} cores, and "
+        f"{'receives' if lenders == 1 else 'receive'} what the step returns ({received})",
+    ]
 
 
 def _format_stages(plan: Plan) -> list[str]:

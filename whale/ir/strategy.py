@@ -119,6 +119,8 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
             rows of their own, since all hold the same parameters.
         shard_ranks: replicas over which ZeRO divides what it divides, each such group having a copy (0: all of them).
         expert_ranks: replicas that divide a layer's experts (0: as many as divide them evenly).
+        lent_threads: rank 0 alone computes a program, with so many threads on the cores of all ranks of its host; 0:
+            each rank computes on its own.
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
@@ -135,6 +137,7 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
     context: int = 1
     shard_ranks: int = 0
     expert_ranks: int = 0
+    lent_threads: int = 0
 
     def find_recompute(self, stage: Stage) -> Recompute:
         """Returns a stage's kind of recompute."""
@@ -205,6 +208,8 @@ class ParallelStrategy(msgspec.Struct, frozen=True):
 
     def format_summary(self) -> str:
         """Returns one line: 8 stages x 12 data x 8 tensor, 2 chunks, 96 micro-batches of 2 rows, ..."""
+        if self.lent_threads:
+            return f"1 of {format_count(self.ranks, 'device')} computes, with {self.lent_threads} threads"
         if self.replicated:
             return f"{format_count(self.ranks, 'device')} that all compute everything"
         stages = self.stages

@@ -187,6 +187,8 @@ class PlanSettings:
       rank_order: the rank at each position of the mesh (see ``whale.passes.analysis.rank_order``); (): position and
         rank are the same number.
       stage_meshes: the axes of stages whose mesh differs from ``mesh``, by their ranks.
+      lent_threads: of the rank that runs the only stage, on the cores of the others, which have none; 0: every rank has
+        a stage.
     """
 
     size: int
@@ -205,6 +207,7 @@ class PlanSettings:
     hosts: tuple[int, ...] = ()
     rank_order: tuple[int, ...] = ()
     stage_meshes: Mapping[tuple[int, ...], tuple[Axis, ...]] = field(default_factory=dict)
+    lent_threads: int = 0
 
     def but(self, **changes: Any) -> PlanSettings:
         """Returns these settings with some fields changed: ``settings.but(size=2, zero__level=1)``.

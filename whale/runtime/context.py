@@ -83,11 +83,13 @@ class RunMachines:
       machines: a digest of each rank's machine, and the name of its host.
       exchange_s: seconds of a small exchange between hosts; 0: all ranks are on one.
       comm: the communicator of those ranks; None: there is one process.
+      cores: the numbers of the cores that each rank may run on.
     """
 
     machines: tuple[str, ...]
     exchange_s: float
     comm: Any
+    cores: tuple[tuple[int, ...], ...] = ()
 
 
 class Meter(Protocol):

@@ -17,6 +17,7 @@
 #include "tensorflow/core/framework/function.h"
 #include "tensorflow/core/grappler/optimizers/meta_optimizer.h"
 #include "tensorflow/core/platform/env.h"
+#include "whale_ops/tf_kernels/borrowed_threads.h"
 #include "whale_ops/tf_kernels/kernel.h"
 
 namespace whale_ops {
@@ -60,7 +61,7 @@ void await_cause(CancellationManager* caller, const std::function<void()>& done)
 class CallOp : public tensorflow::AsyncOpKernel {
  public:
   explicit CallOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
-    read(ctx, "f", &function_, "cancelled_alone", &cancelled_alone_);
+    read(ctx, "f", &function_, "cancelled_alone", &cancelled_alone_, "threads", &threads_);
   }
 
   ~CallOp() override {
@@ -101,6 +102,11 @@ class CallOp : public tensorflow::AsyncOpKernel {
     run->options.stats_collector = ctx->stats_collector();
     run->options.collective_executor = ctx->collective_executor();
     run->options.runner = ctx->runner();
+    if (threads_ > 0) {
+      BorrowedThreads& borrowed = BorrowedThreads::of(threads_);
+      run->options.runner = &borrowed.run_operation;
+      run->options.user_intra_op_threadpool = borrowed.within_operations;
+    }
     run->options.run_all_kernels_inline = ctx->run_all_kernels_inline();
     run->options.source_device = library->device()->name();
     run->options.allow_dead_tensors = true;
@@ -168,6 +174,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
 
   std::string function_;
   bool cancelled_alone_ = false;
+  int threads_ = 0;
   std::mutex mutex_;
   std::unordered_map<FunctionLibraryRuntime*, FunctionLibraryRuntime::Handle> handles_;
 };
@@ -194,6 +201,7 @@ REGISTER_OP("WhaleCall")
     .Attr("bodies: list(func) = []")
     .Attr("shapes: list(shape)")
     .Attr("cancelled_alone: bool = false")
+    .Attr("threads: int >= 0 = 0")
     .SetIsStateful()
     .SetIsDistributedCommunication()
     .SetShapeFn([](InferenceContext* c) {
@@ -204,7 +212,8 @@ REGISTER_OP("WhaleCall")
         "never copied into its caller. bodies: functions that the graph is to hold; one of its "
         "nodes names f there, and TensorFlow's graph passes read it once. cancelled_alone: an "
         "error in the function ends what runs in it, and the caller's other nodes after it has "
-        "been reported: it is the first that the caller hears of.");
+        "been reported: it is the first that the caller hears of. threads: how many compute the "
+        "function, on the cores that other ranks lend; 0: the caller's, as for any function.");
 
 WHALE_CPU_KERNEL("WhaleCall", CallOp);
 REGISTER_KERNEL_BUILDER(Name("WhaleCall").Device(tensorflow::DEVICE_GPU), CallOp);

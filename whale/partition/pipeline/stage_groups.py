@@ -54,7 +54,7 @@ def plan_stage_groups(program: Program, settings: PlanSettings, groups: tuple[St
     )
     stages = Stages(expanded, plan, settings, {})
     plan = _keep_own_variables(plan, groups, stages.cuts)
-    return replace(plan, edges=stages.list_edges())
+    return replace(plan, edges=stages.list_edges(), lent_threads=settings.lent_threads)
 
 
 @dataclass(frozen=True, slots=True)

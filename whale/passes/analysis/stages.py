@@ -28,6 +28,7 @@ from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.settings import PlanSettings
 
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
+LENDS = "lends its cores"  # name of a group without stages
 # Ops on a variable that every rank may run on a copy of its own, if their operands are free.
 _COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
 
@@ -84,7 +85,8 @@ def stage_groups_of(program: Program, settings: PlanSettings) -> tuple[StageGrou
     """Returns the ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
 
     Stages without ``devices`` share the ranks (see ``share_ranks``). Where the mesh has an axis ``stage``, stage s is
-    on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a row.
+    on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a row. Ranks that lend
+    their cores are groups without stages.
 
     Raises:
       PlanError: the ranks cannot be shared among the stages.
@@ -119,7 +121,11 @@ def stage_groups_of(program: Program, settings: PlanSettings) -> tuple[StageGrou
     for stage, mine in zip(stages, ranks):
         together.setdefault(mine, []).append(stage)
     _refuse_overlap(tuple(together))
-    return tuple(StageGroup(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
+    groups = tuple(StageGroup(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
+    if not settings.lent_threads:
+        return groups
+    # Each is a group like the one that computes, so that all keep to one plan.
+    return (*groups, *(StageGroup(LENDS, (rank,), ()) for rank in range(size) if (rank,) not in together))
 
 
 def share_ranks(count: int, size: int, hosts: tuple[int, ...] = ()) -> list[tuple[int, ...]]:

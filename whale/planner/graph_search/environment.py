@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -34,6 +35,28 @@ UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 PASSES_OF_AN_EXCHANGE = 3
 
 
+class Lending(Protocol):
+    """The cores of a host that one rank may compute on while the others wait, as far as they can be measured."""
+
+    @property
+    def own_threads(self) -> int:
+        """Returns the threads of each rank."""
+
+    @property
+    def threads(self) -> int:
+        """Returns the threads of one rank on the cores of all."""
+
+    def measure_rates(self, own: Rates, threads: int) -> Rates:
+        """Returns a rank's figures with so many threads while others wait; ``own``: with its own while they work."""
+
+    def measure_step(self, program: Program) -> tuple[float, float]:
+        """Returns the seconds of a step of one rank's program, on random values, with its own threads and with all.
+
+        Raises:
+          WhaleError: it cannot be run without effects on the script.
+        """
+
+
 @dataclass(frozen=True)
 class SearchEnvironment:
     """The inputs by which a search evaluates plans, which it partitions itself (`whale.partition`).
@@ -48,6 +71,7 @@ class SearchEnvironment:
         its gradients are not marked.
       hosts_bytes: memory of its host that each rank may use for tables that are offloaded; (): none may be.
       topology: the hosts, and the links between them; None: exchanges between any ranks take as long.
+      lending: the cores of the host, if ranks may lend theirs; None: each rank computes with its own.
     """
 
     rates: Sequence[Rates]
@@ -56,6 +80,7 @@ class SearchEnvironment:
     captured: Program | None = None
     hosts_bytes: Sequence[float] = ()
     topology: Topology | None = None
+    lending: Lending | None = None
 
     @classmethod
     def read_cluster(
@@ -95,6 +120,10 @@ class SearchEnvironment:
             if self.prices is None
             else cluster_machine(self.prices)
         )
+
+    def lend(self, rates: Rates) -> SearchEnvironment:
+        """Returns the environment in which rank 0 computes at other rates, with cores of ranks that wait."""
+        return replace(self, rates=(rates, *self.rates[1:]))
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
         """Returns the largest memory deficit of a rank if ranks need ``held`` bytes; below 0: all fit."""

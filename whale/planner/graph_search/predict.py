@@ -32,7 +32,7 @@ from whale.passes.resharding.on_devices import mark_device_exchanges
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import SearchEnvironment, unequal
 from whale.planner.graph_search.pipelines import chain, make_staged
-from whale.planner.graph_search.strategies import add_scopes, divide_over_all, trains
+from whale.planner.graph_search.strategies import add_scopes, divide_over_all, put_on_first_rank, trains
 
 AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
 
@@ -122,7 +122,8 @@ class Plans:
         inside = self.scope(strategy) if strategy.split else None
         program, settings = apply(self.program, self.settings, strategy, inside)
         if plan is None:
-            same = bool(strategy.split) or not (strategy.is_pipelined or strategy.tensor > 1)  # but for its scopes
+            staged = strategy.is_pipelined or strategy.tensor > 1 or bool(strategy.lent_threads)
+            same = bool(strategy.split) or not staged  # but for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)
         return Made(program, settings, plan)
 
@@ -172,6 +173,10 @@ def apply(
     """
     if strategy.replicated and not settings.batch.local:
         return program, settings.but(batch__inputs=())
+    if strategy.lent_threads:
+        # What does not train is divided, and sent the weights that it reads, as with stages.
+        alone = settings.but(lent_threads=strategy.lent_threads, rank_order=())
+        return (put_on_first_rank(program), alone) if trains(program) else (program, settings)
     if strategy.split:
         in_groups = strategy.tensor < settings.size and not settings.mesh
         mesh = (Axis(TENSOR, strategy.tensor),) if in_groups else settings.mesh
@@ -270,6 +275,7 @@ def _simulate(settings: PlanSettings, strategy: ParallelStrategy, environment: S
     # The ranks of a profile share one host's cores.
     if (
         isinstance(environment.prices, MachineProfile)
+        or strategy.lent_threads
         or (strategy.tensor > 1 and not strategy.split)
         or len({stage.ranks for stage in strategy.stages}) > 1
     ):

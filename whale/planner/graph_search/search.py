@@ -18,12 +18,15 @@ import msgspec
 
 from cost_model.graph.machine import make_rated_machine
 from cost_model.graph.machine_profile import MachineProfile
-from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError
+from cost_model.graph.predict import rank_seconds
+from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError, WhaleError
 from whale.ir.layout import Shard, divide_proportionally
+from whale.ir.ops import PYTHON_FUNCTIONS
 from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node, Program
 from whale.ir.strategy import ChosenStrategy, ParallelStrategy
 from whale.kernels.substitute import substitute_kernels
+from whale.partition.lower import lower_planned_ranks
 from whale.passes.analysis.axes import batch_of, select_known_along
 from whale.passes.memory.offload import TABLES, find_offloaded
 from whale.passes.memory.zero import state_at_rest
@@ -43,6 +46,8 @@ BUDGET_S = 30.0
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
 STATE_DIVIDED = ", optimizer's state divided"
+# Ops with effects that a script sees, or that wait for it: a step that has some is not tried for the sake of its time.
+_SEEN_BY_SCRIPTS = PYTHON_FUNCTIONS | frozenset("PyFuncStateless PrintV2 Print WriteFile SaveV2".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Search:
       end_s: clock time after which only the first strategy is evaluated.
       team: processes that evaluate strategies in parallel; None: none.
       is_whole: whether there was time for every strategy.
+      tried: lines of what was run to be measured.
     """
 
     end_s: float
@@ -88,6 +94,7 @@ class Search:
     found: list[Candidate] = field(default_factory=list)
     lost: list[Other] = field(default_factory=list)
     is_whole: bool = True
+    tried: list[str] = field(default_factory=list)
     # A way that needs something of all micro-batches: others do too, however many these are and where stages begin.
     _needs_all: str = ""
     _across: Answer | None = None
@@ -129,12 +136,12 @@ class Search:
         if not self._under_way:
             self.begin([one.strategy for one in asked[1:]])
         if asked:
-            self._note(asked[0].strategy, *try_candidate(plans, asked[0]))
+            self.note(asked[0].strategy, *try_candidate(plans, asked[0]))
         others, self._under_way = self._under_way, []
         answers = self.team.answers() if self.team is not None and others else []
         for member, (one, answer) in enumerate(zip(others, answers), 1):
             way = Candidate(one.strategy, answer.seconds, answer.lacking_bytes, held=answer.held, by=member)
-            self._note(one.strategy, answer, way)
+            self.note(one.strategy, answer, way)
 
     def _may_run(self, plans: Plans, strategy: ParallelStrategy) -> bool:
         if self.found and time.monotonic() > self.end_s:
@@ -142,7 +149,7 @@ class Search:
             self.is_whole = False
             return False
         if strategy.is_pipelined and not self._needs_all and (across := self._refuse_across(plans)).lost:
-            self._note(strategy, across, None)
+            self.note(strategy, across, None)
             return False
         if self._needs_all and strategy.is_pipelined:
             self.lost.append(Other(strategy, refused=f"cannot run: as {self._needs_all}"))
@@ -159,7 +166,8 @@ class Search:
                 self._across = Answer(lost=error.message, across=True)
         return self._across
 
-    def _note(self, strategy: ParallelStrategy, answer: Answer, way: Candidate | None) -> None:
+    def note(self, strategy: ParallelStrategy, answer: Answer, way: Candidate | None) -> None:
+        """Notes the result of a strategy; ``way``: its prediction, None: it cannot run."""
         if answer.across:
             self._needs_all = self._needs_all or strategy.name
         if answer.lost:
@@ -230,6 +238,8 @@ def best_way(
             ready = search.begin_before_stages(plans, ready)
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
+    if not stages:
+        _look_at_lending(search, plans)
     best = _best(search, environment)
     if team is not None and best.by:
         plan, held_bytes = team.plan(best.by, best.strategy)
@@ -241,6 +251,61 @@ def best_way(
     others = [Other(way.strategy, way.seconds, way.lacking_bytes) for way in beaten]
     chosen = ChosenStrategy(best.strategy, best.seconds, held_bytes)
     return Found(chosen, made, told, search.is_whole, (*others, *search.lost))
+
+
+def _look_at_lending(search: Search, plans: Plans) -> None:
+    """Evaluates rank 0 alone with the cores of all ranks: by a bound, then priced, then as a step that was run.
+
+    Each is done only if the one before it is faster than all else. What a step gains by threads is measured with its
+    own program; what the others take is predicted, as is what one rank takes with its own threads, so that the error of
+    predictions for this program is in both.
+    """
+    environment, settings = plans.environment, plans.settings
+    lending, own = environment.lending, environment.rates[0]
+    if lending is None or not _may_lend(settings, environment):
+        return
+    name = f"rank 0 alone, with {lending.threads} threads on the cores that the others lend"
+    strategy = divide_over_all(name, settings.size, lent_threads=lending.threads)
+
+    def lose(why: str) -> None:
+        search.lost.append(Other(strategy, refused=why))
+
+    alone = settings.but(size=1, mesh=(), hosts=(), rank_order=(), batch__shares=())
+    try:
+        program = inline(substitute_kernels(lower_planned_ranks(plans.program, alone, (0,)), alone)[0])
+    except PlanError as error:
+        return lose(f"cannot run: {error.message}")
+    more = lending.threads / lending.own_threads
+    ideal = replace(own, flops_per_s=more * own.flops_per_s, bytes_per_s=more * own.bytes_per_s)
+    (bound_s,) = rank_seconds(program, 0, 1, [make_rated_machine([ideal])])
+    needed_s = (1 - LEAST_GAIN) * search.to_beat_s()
+    if bound_s >= needed_s:
+        return lose(f"{1e3 * bound_s:.2f} ms at least")
+    with_all = replace(plans, environment=environment.lend(lending.measure_rates(own, lending.threads)))
+    asked = Asked(strategy, needed_s)
+    answer, way = try_candidate(with_all, asked)
+    if way is None or not way.fits or way.seconds >= asked.needed_s:
+        return search.note(strategy, answer, way)
+    ops = {n.op for graph in (program, *program.functions.values()) for n in graph.nodes}
+    if seen := sorted(ops & _SEEN_BY_SCRIPTS):
+        return lose(f"not tried, since the step has effects that the script sees: {', '.join(seen)}")
+    try:
+        alone_s, all_s = lending.measure_step(program)
+    except WhaleError as error:
+        return lose(f"not tried: {error.message}")
+    waiting = lending.measure_rates(own, lending.own_threads)  # as the step was measured
+    (predicted_s,) = rank_seconds(program, 0, 1, [make_rated_machine([waiting])])
+    gained = f"{1e3 * alone_s:.2f} ms with {lending.own_threads}, and {1e3 * all_s:.2f} with {lending.threads}"
+    search.tried.append(f"  a step alone on rank 0, measured: {gained} thread{'s' * (lending.threads > 1)}")
+    return search.note(strategy, answer, replace(way, seconds=predicted_s * all_s / alone_s))
+
+
+def _may_lend(settings: PlanSettings, environment: SearchEnvironment) -> bool:
+    """Tells whether nothing that the user has set, or that earlier programs have fixed, divides the program."""
+    asked = settings.mesh or settings.batch.shares or settings.batch.local or settings.split.tiles
+    divided = settings.zero.level or settings.memory.offload or settings.time.micro_batches > 1
+    unlike = environment.prices is not None or unequal(environment.rates)
+    return not (asked or divided or unlike or settings.exchange.backend != "whale")
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
@@ -336,6 +401,7 @@ def _describe_choice(best: Candidate, search: Search, environment: SearchEnviron
             yield f"  {way.strategy.name}: {1e3 * way.seconds:.2f} ms{fits}"
     for one in search.lost:
         yield f"  {one.strategy.name}: {one.refused}"
+    yield from search.tried
 
 
 def _list_looked_at(

@@ -4,6 +4,7 @@
     over_all                  a strategy of one stage on all ranks
     scoped                    the program as if the user had put `wh.split` around the part that a strategy divides
     without_scopes            the program without the user's scopes
+    put_on_first_rank         the program as if the user had put all of it in one `wh.stage`, of rank 0
     trains, updates, products find what a program does with its variables
 
 Pipelines are in `pipelines.py`. The program's own layouts are then found as for any other program.
@@ -26,6 +27,7 @@ from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.normalize.annotate import annotate
 
 SCOPE = "auto_parallel/split_0"
+FIRST_RANK = "auto_parallel/stage_0(ranks=0)"
 MOST_WEIGHTS = 3  # that a split is tried from
 LEAST_BYTES = 1 << 20  # smaller weights are not worth it
 
@@ -94,6 +96,13 @@ def drop_scopes(program: Program) -> Program:
         variables=tuple(replace(v, scope="") for v in program.variables),
         functions={name: drop_scopes(body) for name, body in program.functions.items()},
     )
+
+
+def put_on_first_rank(program: Program) -> Program:
+    """Puts all nodes and variables in one stage, of rank 0."""
+    nodes = tuple(replace(n, scope=FIRST_RANK) for n in program.nodes)
+    variables = tuple(replace(v, scope=FIRST_RANK) for v in program.variables)
+    return annotate(replace(program, nodes=nodes, variables=variables))
 
 
 def trains(program: Program) -> bool:

@@ -29,7 +29,7 @@ def mesh_of_plan(plan: Plan, full: Sequence[float | None] = ()) -> dict[str, Any
     grids = []
     for index, group in enumerate(groups):
         axes = make_mesh(plan.find_group_plan(group), group.ranks).axes
-        name = f"stage {index}: {group.name}" if plan.stage_groups else "all ranks"
+        name = f"stage {index}: {group.name}" if group.stages else group.name or "all ranks"
         found = {rank: full[rank] for rank in group.ranks} if full else {}
         grids.append(_grid(name, [a for a in axes if a.size > 1] or axes[-1:], group.ranks, found))
     return _card(grids, any(f is not None for f in full))

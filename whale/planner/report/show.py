@@ -507,7 +507,7 @@ def _facts(plan: PlanFile) -> list[tuple[str, object]]:
         ("recompute", ", ".join(dict.fromkeys(s.recomputes))),
         ("ZeRO", s.zero),
         ("offload", s.offload),
-        ("every rank", "everything" if s.replicated else "its part"),
+        ("every rank", "lends rank 0 its cores" if s.lent_threads else "everything" if s.replicated else "its part"),
         ("rows", "+".join(map(str, s.shares)) or "as stages say"),
     ]
 

@@ -28,6 +28,7 @@ from whale.planner.graph_search.search import best_way
 from whale.planner.graph_search.strategies import drop_scopes, has_scopes, trains
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import bound
+from whale.runtime.compile.lending import find_lending
 from whale.runtime.compile.memory_plan import Options, limits_bytes
 from whale.runtime.compile.microbenchmark import measure_rates
 from whale.runtime.compile.offload import has_compute_device
@@ -53,6 +54,7 @@ def spread_program(
     number: int,
     captured: Program | None,
     options: Options,
+    lends: bool = False,
 ) -> Applied:
     """Returns the program and the settings with which to plan it; collective between processes.
 
@@ -61,6 +63,7 @@ def spread_program(
       number: of the program in this run.
       captured: the program as it was captured; None: its gradients are not marked, which recomputation needs.
       options: describes settings with which the step would fit into a number of bytes per rank.
+      lends: ranks may lend their cores to the first one.
 
     Raises:
       PlanError: no strategy can run, or none fits into the ranks' memory.
@@ -75,7 +78,7 @@ def spread_program(
         if context.planning.described is not None:
             chosen = context.planning.auto = _as_described(program, settings, context, context.planning.described)
         else:
-            chosen, made = _agree(program, settings, context, number, captured, options)
+            chosen, made = _agree(program, settings, context, number, captured, options, lends)
             context.planning.auto = chosen
     if made is not None and not settings.observer.is_on:  # passes run where they are watched
         return Applied(made.program, made.settings, made.plan)
@@ -116,6 +119,7 @@ def _agree(
     number: int,
     captured: Program | None,
     options: Options,
+    lends: bool,
 ) -> tuple[ChosenStrategy, Made | None]:
     """Returns rank 0's strategy on every rank; and its plan, on the rank that has predicted it."""
     dry = context.planning.dry is not None
@@ -125,6 +129,8 @@ def _agree(
     if kept is not None:
         return kept, None
     environment = _environment(program, context, number, captured)
+    if lends and environment.prices is None:
+        environment = replace(environment, lending=find_lending(program, context))
 
     def look(team: RankTeam | None = None) -> tuple[ChosenStrategy, Made]:
         with log_while_running(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
@@ -133,7 +139,7 @@ def _agree(
             except DoesNotFitError as error:
                 error.action = options(environment.limits_bytes)
                 raise
-        _say(found.chosen, found.lines)
+        _say(found.chosen, found.lines, environment.lending is None)
         context.planning.searched_all = found.is_whole
         if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
             keep_strategy(program, context, settings, found.chosen)
@@ -199,9 +205,9 @@ def say_kept(chosen: ChosenStrategy) -> None:
     _say(chosen, [f"{chosen.strategy.name}, predicted {1e3 * chosen.step_s:.2f} ms a step (as in an earlier run)"])
 
 
-def _say(chosen: ChosenStrategy, lines: list[str]) -> None:
+def _say(chosen: ChosenStrategy, lines: list[str], advises: bool = False) -> None:
     lines = [f"auto_parallel: {lines[0]}", *lines[1:]]
-    if chosen.strategy.replicated:
+    if chosen.strategy.replicated and advises:
         lines.append(
             "one process with all of the host's cores may be faster: a rank cannot take the others' cores, as "
             "TensorFlow counts its threads when a process starts; try `whale run -np 1`"

@@ -136,7 +136,8 @@ def compile_program(
     if context.planning.dry is None:
         if movable and context.planning.auto is None:  # the search covers programs without stages, too
             settings = settings.but(split__tiles=tiles_that_fit(program, settings))
-        spread = _spread(program, settings, context, number, recomputable, options)
+        # A session runs parts of a graph, which no call of ours holds.
+        spread = _spread(program, settings, context, number, recomputable, options, lends=not movable)
         program, settings, made = spread.program, spread.settings, spread.plan
         if movable:
             made, settings = None, settings.but(split__tiles=tiles_that_fit(program, settings.but(split__tiles=lying)))
@@ -271,7 +272,13 @@ def micro_batches_of(program: Program, context: Context) -> int:
 
 
 def _spread(
-    program: Program, settings: PlanSettings, context: Context, number: int, captured: Program | None, options: Options
+    program: Program,
+    settings: PlanSettings,
+    context: Context,
+    number: int,
+    captured: Program | None,
+    options: Options,
+    lends: bool = False,
 ) -> Applied:
     """Returns the program and its settings after `auto_parallel`, or the plan of a described model, was applied."""
     if (
@@ -280,7 +287,7 @@ def _spread(
         and context.planning.described is None
     ):
         return Applied(program, settings)
-    return spread_program(program, settings, context, number, captured, options)
+    return spread_program(program, settings, context, number, captured, options, lends)
 
 
 def _show(
@@ -331,6 +338,7 @@ def ready_step(
         crossing_bytes=context.reports.offloaded.get(program.name),
         whole=compiled.whole,
         on_device=compiled.on_device,
+        lends=bool(plan.lent_threads),
         matched=tuple(sorted(context.scoping.annotated)),
         chosen=msgspec.json.encode(chosen) if chosen is not None else b"",
     )

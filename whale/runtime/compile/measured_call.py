@@ -37,10 +37,16 @@ def draw_value(t: TensorType, generator: np.random.Generator) -> tf.Tensor:
     return tf.constant((scale * generator.random(shape)).astype(find_numpy_dtype(t.dtype)))
 
 
-def compile_program_alone(program: Program, values: Sequence[Any], outputs: int = 0) -> Callable[[], Any]:
-    """Returns a callable that runs a program on ``values``, which are its arguments and handles of variables."""
+def compile_program_alone(
+    program: Program, values: Sequence[Any], outputs: int = 0, threads: int = 0
+) -> Callable[[], Any]:
+    """Returns a callable that runs a program on ``values``, which are its arguments and handles of variables.
+
+    Args:
+      threads: that compute it, on cores that other ranks lend; 0: this process's own.
+    """
     load_ops([program])
-    lowered = lower_to_function([program], f"whale_measured_{next(_tags)}")
+    lowered = lower_to_function([program], f"whale_measured_{next(_tags)}", threads=(threads,))
     context = tf_context.context()
     context.ensure_initialized()
     for definition in lowered.definitions:
@@ -70,10 +76,25 @@ def compile_whole_step(program: Program) -> Callable[[], Any]:
     """Returns a callable that runs a program of one device on random values, with new variables.
 
     Raises:
+      ProgramError: see ``draw_operands``.
+    """
+    values, variables = draw_operands(program)
+    run = compile_program_alone(program, [*values, *(v.handle for v in variables)], len(program.outputs))
+
+    def call(variables: Sequence[tf.Variable] = variables) -> Any:  # which keeps them alive
+        return run()
+
+    return call
+
+
+def draw_operands(program: Program) -> tuple[list[tf.Tensor], list[tf.Variable]]:
+    """Returns random arguments of a program of one device, and new variables with random values.
+
+    Raises:
       ProgramError: it takes an argument that is not a numeric tensor with a static shape.
     """
     generator = np.random.default_rng(0)
-    values: list[Any] = []
+    values: list[tf.Tensor] = []
     for name in program.inputs:
         (t,) = program.by_name[name].outputs
         if t.dtype in ("variant", "string", "resource") or not t.is_static:
@@ -90,13 +111,7 @@ def compile_whole_step(program: Program) -> Callable[[], Any]:
             )
         else:
             values.append(draw_value(t, generator))
-    variables = [tf.Variable(draw_value(v.type, generator)) for v in program.variables]
-    run = compile_program_alone(program, [*values, *(v.handle for v in variables)], len(program.outputs))
-
-    def call(variables: Sequence[tf.Variable] = variables) -> Any:  # which keeps them alive
-        return run()
-
-    return call
+    return values, [tf.Variable(draw_value(v.type, generator)) for v in program.variables]
 
 
 def _find_bound(program: Program, ref: Ref) -> int:

@@ -54,7 +54,7 @@ def measure_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
     longer.
     """
     on_gpu = has_gpu()
-    measure = _measured_chains(_product_dtype(context, program)) if on_gpu else _measured_calls(program)
+    measure = _measured_chains(_product_dtype(context, program)) if on_gpu else measured_calls(program)
     between = context.has_other_processes and not dry
     exchange_s, exchanged, how = ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S, "assumed link of 1 GB/s"
     devices: Link | None = None
@@ -102,8 +102,12 @@ def _product_dtype(context: Context, program: Program) -> str:
 _Measured = Callable[[float], tuple[float, float]]
 
 
-def _measured_calls(program: Program) -> _Measured:
-    """Returns what measures a processor, with a product and a stream in each call."""
+def measured_calls(program: Program, run: Callable[[Any], Callable[[], Any]] = lambda call: call) -> _Measured:
+    """Returns what measures a processor, with a product and a stream in each call.
+
+    Args:
+      run: returns what runs a `tf.function`.
+    """
     import tensorflow as tf
 
     x = tf.random.stateless_normal([1024, 1024], _SEED)
@@ -111,8 +115,8 @@ def _measured_calls(program: Program) -> _Measured:
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     count = min(16 << 20, max(1 << 18, held // 12))
     y = tf.random.stateless_normal([count], _SEED)
-    product = tf.function(lambda: tf.linalg.matmul(x, x), autograph=False)
-    stream = tf.function(lambda: y + y * 0.5, autograph=False)
+    product = run(tf.function(lambda: tf.linalg.matmul(x, x), autograph=False))
+    stream = run(tf.function(lambda: y + y * 0.5, autograph=False))
     product(), product(), stream(), stream()
 
     def measured(seconds: float) -> tuple[float, float]:

@@ -35,6 +35,7 @@ from whale.partition.verify_saved_plan import CONTRADICTIONS, list_illegal
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.memory_plan import limit_bytes
 from whale.runtime.context import Context, RunMachines
+from whale_ops.processor import count_threads
 
 # An exchange between hosts is measured by so many bytes in all, as the fastest of some tries: of more where they are
 # quick, since a busy machine is no other link. Links are alike unless it takes more than so many times as long, and at
@@ -136,13 +137,17 @@ def know_machines(context: Context) -> RunMachines:
     if context.planning.machines is not None and context.planning.machines.comm is comm:
         return context.planning.machines
     mine = f"{blake2b(repr(_machine(context)).encode(), digest_size=16).hexdigest()} {socket.gethostname()}"
+    cores = tuple(sorted(os.sched_getaffinity(0)))
     if comm is None:
-        context.planning.machines = RunMachines((mine,), 0.0, comm)
+        context.planning.machines = RunMachines((mine,), 0.0, comm, (cores,))
         return context.planning.machines
     timeout_s = context.config["debug.check_timeout_s"]
-    said = comm.allgather_bytes("whale/auto/machines", mine.encode(), timeout_s, "comparing the ranks' hosts")
+    told = comm.allgather_bytes(
+        "whale/auto/machines", msgspec.json.encode((mine, cores)), timeout_s, "comparing the ranks' hosts"
+    )
+    machines, of_ranks = zip(*(msgspec.json.decode(one, type=tuple[str, tuple[int, ...]]) for one in told))
     tries_s: list[float] = []
-    if len({one.partition(b" ")[2] for one in said}) > 1:
+    if len({one.partition(" ")[2] for one in machines}) > 1:
         slowest_s = 0.0  # on any rank, in the try before the last one
         while len(tries_s) < (_MOST_PROBES if slowest_s < _QUICK_S else _LEAST_PROBES):
             part = f"{tries_s[-1] if tries_s else 0.0:.6f}".encode().ljust(_PROBE_BYTES // comm.size)
@@ -150,7 +155,7 @@ def know_machines(context: Context) -> RunMachines:
             found = comm.allgather_bytes("whale/auto/link", part, timeout_s, "measuring the link between the hosts")
             tries_s.append(time.perf_counter() - start_s)
             slowest_s = max(map(float, found))
-    context.planning.machines = RunMachines(tuple(one.decode() for one in said), min(tries_s, default=0.0), comm)
+    context.planning.machines = RunMachines(machines, min(tries_s, default=0.0), comm, of_ranks)
     return context.planning.machines
 
 
@@ -170,7 +175,7 @@ def _machine(context: Context) -> tuple[object, ...]:
     if config["mesh.profile"]:
         with contextlib.suppress(OSError):  # the search says what is wrong with it
             config["mesh.profile"] = Path(config["mesh.profile"]).read_bytes()
-    host = platform.machine(), len(os.sched_getaffinity(0)), context.local_ranks, limit, _devices()
+    host = platform.machine(), len(os.sched_getaffinity(0)), count_threads(), context.local_ranks, limit, _devices()
     return config, host, context.config.network.link
 
 

@@ -32,6 +32,7 @@ from whale.runtime.compile import step_cache
 from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
 from whale.runtime.compile.cross_rank_checks import check_all_take
 from whale.runtime.compile.forecast import StepForecast
+from whale.runtime.compile.lending import share_cores
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.plan_cache import forget_strategy
 from whale.runtime.compile.settings import settings_of
@@ -257,8 +258,11 @@ def _lower(
     start_s = time.perf_counter()
     with open_span(context.trace, "functions", "compile"):
         load_ops(compiled.ranks)
+        if compiled.plan.lent_threads:
+            share_cores(context)
         tag = step_cache.new_tag(f"whale_{compiled.number}_{_identifier(compiled.program.name)}")
-        function = lower_to_function(compiled.ranks, tag, streams)
+        threads = [0 if rank else compiled.plan.lent_threads for rank in context.ranks]
+        function = lower_to_function(compiled.ranks, tag, streams, threads)
         ready = ready_step(compiled, function, uses, context, trace.inputs_description)
         ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged, streams=streams)
         _foresee(ready, compiled.number, kept, context)
@@ -300,6 +304,8 @@ def _take_ready(
     with open_span(context.trace, "functions", "compile"):
         if ready.communicates:
             whale_ops.load_ops()
+        if ready.lends:
+            share_cores(context)
         _foresee(ready, number, kept, context)
         call = callable_step(tied, ready, ready.function(streams), plan, number, context)
     seconds = {"kept": time.perf_counter() - start_s}

@@ -62,6 +62,7 @@ class Ready(msgspec.Struct, frozen=True):
       matched: annotations that this program, or one before, had something for.
       chosen: the strategy that `auto_parallel` found for it, as JSON; empty: it did not.
       gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
+      lends: whether ranks lend their cores to the first one, which computes it.
       tag: what the names of its functions begin with; streams: those of its random streams.
       exchange_s: seconds of a small exchange between hosts when it was made; 0: all ranks were on one.
       strategy_name: under which the strategy is cached; "": it is not.
@@ -90,6 +91,7 @@ class Ready(msgspec.Struct, frozen=True):
     on_device: str = ""
     gathers: bool = False
     staged: bool = False
+    lends: bool = False
     tag: str = ""
     streams: str = ""
     exchange_s: float = 0.0

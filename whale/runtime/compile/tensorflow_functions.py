@@ -58,7 +58,9 @@ def load_ops(ranks: Sequence[Program]) -> None:
         whale_ops.load_ops()
 
 
-def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> LoweredFunction:
+def lower_to_function(
+    ranks: Sequence[Program], tag: str, streams: str = "", threads: Sequence[int] = ()
+) -> LoweredFunction:
     """Creates functions for the ranks of this process; several ranks (in-process transport) run concurrently in one
     call.
 
@@ -66,14 +68,17 @@ def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> 
       ranks: their programs (see whale.partition.spmd); same inputs and outputs.
       tag: unique in the process; prefix of all function names.
       streams: prefix of the names of their random streams; "": each random operation has a stream of its own.
+      threads: of each rank, if it computes on cores that others lend; 0, and (): with this process's own.
     """
+    threads = threads or (0,) * len(ranks)
+    called = len(ranks) > 1 or any(threads)
     if streams:
         ranks = [with_streams(program, f"{streams}/{i}") for i, program in enumerate(ranks)]
     definitions: list[Any] = []
     mains: list[Any] = []
     handles: list[tuple[str, ...]] = []
     for i, program in enumerate(ranks):
-        prefix = f"{tag}_rank{i}" if len(ranks) > 1 else tag
+        prefix = f"{tag}_rank{i}" if called else tag
         renamed = _rename_functions(program, prefix)
         definitions += function_definitions(renamed)
         variables = tuple(v.node for v in renamed.variables)
@@ -90,8 +95,8 @@ def lower_to_function(ranks: Sequence[Program], tag: str, streams: str = "") -> 
             main.attr["_noinline"].b = main.attr["_nospecialize"].b = True
         definitions.append(main)
         mains.append(main)
-    if len(ranks) > 1:
-        mains.append(_side_by_side(tag, mains, len(ranks[0].inputs)))
+    if called:
+        mains.append(_side_by_side(tag, mains, len(ranks[0].inputs), threads))
         definitions.append(mains[-1])
     name = mains[-1].signature.name
     return LoweredFunction(name, tuple(definitions), ranks[0].inputs, tuple(handles), len(ranks[0].outputs))
@@ -175,10 +180,10 @@ def _rename_functions(program: Program, tag: str) -> Program:
     return rewrite_graph(program, {names[old]: rewrite_graph(body, {}) for old, body in program.functions.items()})
 
 
-def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
+def _side_by_side(name: str, mains: Sequence[Any], shared: int, threads: Sequence[int]) -> Any:
     """Creates a function that calls one function per rank concurrently; its results are the first rank's.
 
-    Its arguments are the ``shared`` inputs, then each rank's own (variable handles).
+    Its arguments are the ``shared`` inputs, then each rank's own (variable handles). ``threads``: of each, or 0.
     """
     function = function_pb2.FunctionDef()
     function.signature.name = name
@@ -198,7 +203,8 @@ def _side_by_side(name: str, mains: Sequence[Any], shared: int) -> Any:
         node.input.extend(inputs + own)
         node.attr["f"].s = main.signature.name.encode()
         node.attr["bodies"].list.func.add(name=main.signature.name)
-        node.attr["cancelled_alone"].b = True
+        node.attr["cancelled_alone"].b = len(mains) > 1
+        node.attr["threads"].i = threads[i]
         node.attr["Tin"].list.type.extend(a.type for a in main.signature.input_arg)
         node.attr["Tout"].list.type.extend(a.type for a in main.signature.output_arg)
         node.attr["Tin"].list.SetInParent()
