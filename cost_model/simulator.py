@@ -146,6 +146,44 @@ def interleaved_ends_s(
     return _play_interleaved(forward_s, backward_s, micro_batches, count)[0]
 
 
+def least_end_s(
+    forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int
+) -> float:
+    """Returns a lower bound of when the first stage's last pass ends under 1F1B, in a time that does not grow with the
+    micro-batches.
+
+    A stage begins when those before it have done a pass of their first chunk, and these end after it with another. Its
+    first backward pass waits for all forward passes of a micro-batch and for the backward passes behind it; what the
+    stage has not done by then is still to come.
+
+    Args:
+        forward_s, backward_s: as for `interleaved_ends_s`.
+    """
+    stages, chunks = len(forward_s), len(forward_s[0])
+    groups = max(1, micro_batches // stages)
+    size, total = -(-micro_batches // groups), micro_batches * chunks
+    through_s = sum(map(sum, forward_s))  # all forward passes of a micro-batch
+    behind_s, before_s = sum(back[-1] for back in backward_s), 0.0
+    begin_s = least_s = 0.0
+    for stage, (ahead, back) in enumerate(zip(forward_s, backward_s)):
+        behind_s -= back[-1]
+        if chunks == 1:
+            first = min(micro_batches, stages - stage)  # forward passes before the first backward one
+        else:
+            first = total if groups == 1 else min(total, 2 * (stages - 1 - stage) + (chunks - 1) * size + 1)
+        if first <= size * chunks and first < total:
+            whole, left = divmod(first, size)
+            done_s = size * sum(ahead[:whole]) + (left * ahead[whole] if left else 0.0)
+        else:
+            done_s = min(first * max(ahead), micro_batches * sum(ahead))
+        passes_s = micro_batches * (sum(ahead) + sum(back))
+        waiting_s = through_s + behind_s + passes_s - done_s
+        least_s = max(least_s, before_s + max(begin_s + passes_s, waiting_s))
+        begin_s += ahead[0]
+        before_s += back[0]
+    return max(least_s, begin_s + before_s)
+
+
 def _play_interleaved(
     forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int, groups: int
 ) -> tuple[list[float], list[float]]:

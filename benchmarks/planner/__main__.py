@@ -1,4 +1,6 @@
-"""Measures the planner: `optimality`, `race`, `monotone`, `hands`, `jobs`, `scale`, `published`, `whale22`, by name."""
+"""Measures the planner: `optimality`, `race`, `monotone`, `load`, `hands`, `jobs`, `offers`, `scale`, `published`,
+`published-jobs`, `whale22`, by name.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ import msgspec
 import cost_model.validation.cases as published_cases
 from benchmarks.planner.hands import hands
 from benchmarks.planner.instances import enumerate_best, instance
-from benchmarks.planner.jobs import place_jobs
-from benchmarks.planner.monotone import monotone
+from benchmarks.planner.jobs import choose_offers, place_jobs
+from benchmarks.planner.monotone import monotone, under_load
+from benchmarks.planner.published_jobs import published_jobs
 from cost_model.analytic.evaluate import Evaluation, evaluate
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
@@ -27,10 +30,9 @@ from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
-from whale.errors import PlanError
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, divide_chunks
 from whale.planner.analytic_search.candidates import Constraints
-from whale.planner.analytic_search.search_sequence import search
+from whale.planner.analytic_search.search_sequence import find_best, search
 from whale.planner.analytic_search.whale22 import flops_of, formula_1
 
 GPT_175B = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
@@ -58,6 +60,11 @@ def main() -> None:
     verb.add_argument("--count", type=int, default=200, help="cases (default 200)")
     verb.add_argument("--budget", type=float, default=2.5, help="of each search, in seconds (default 2.5)")
     verb.set_defaults(call=monotone)
+    verb = verbs.add_parser("load", help="whether plans differ on a busy machine")
+    verb.add_argument("--first", type=int, default=0)
+    verb.add_argument("--count", type=int, default=10, help="cases (default 10)")
+    verb.add_argument("--budget", type=float, default=0.5, help="of each search, in seconds (default 0.5)")
+    verb.set_defaults(call=under_load)
     verb = verbs.add_parser("hands", help="whether random legal changes, or fixed choices, ever give a faster plan")
     verb.add_argument("--first", type=int, default=0)
     verb.add_argument("--count", type=int, default=300, help="cases in which something fits (default 300)")
@@ -72,9 +79,20 @@ def main() -> None:
     verb.add_argument("--budget", type=float, default=0.1, help="of each search, in seconds (default 0.1)")
     verb.add_argument("-v", action="store_true", dest="verbose")
     verb.set_defaults(call=place_jobs)
+    verb = verbs.add_parser("offers", help="offers that are taken beside all sets of them")
+    verb.add_argument("--first", type=int, default=0)
+    verb.add_argument("--count", type=int, default=100, help="cases (default 100)")
+    verb.add_argument("--budget", type=float, default=0.05, help="of each search, in seconds (default 0.05)")
+    verb.set_defaults(call=choose_offers)
     verb = verbs.add_parser("published", help="the planner's choice beside published configurations")
     verb.add_argument("--rows", type=Path, default=published_cases.DATA / "megatron_sc21_table1_visible.csv")
     verb.set_defaults(call=published)
+    verb = verbs.add_parser("published-jobs", help="ten published jobs as their authors divided them and as planned")
+    verb.add_argument("--jobs", type=int, nargs="*", help="numbers of some of them, from 0 (default: all)")
+    verb.add_argument("--budget", type=float, default=8.0, help="of each plan, in seconds (default 8)")
+    verb.add_argument("--each", type=float, default=2.0, help="of each price, in seconds (default 2)")
+    verb.add_argument("--out", type=Path, help="folder of the page `published_jobs.md`, whose tables are written")
+    verb.set_defaults(call=published_jobs)
     verbs.add_parser("whale22", help="shares on 8 V100 and 8 P100").set_defaults(call=whale22)
     options = parser.parse_args()
     options.call(options)
@@ -137,11 +155,9 @@ def _compared(levels: tuple[int, ...], seed: int) -> _Compared:
     one = instance(seed)
     model = one.model()
     start_s = time.monotonic()
-    try:
-        limits = Constraints(zero=0 if levels == (0,) else None, budget_s=float("inf"), runnable=False)
-        found_s = search(model, model.machines, one.batch, limits).evaluation.step_s
-    except PlanError:
-        found_s = float("inf")
+    limits = Constraints(zero=0 if levels == (0,) else None, budget_s=float("inf"), runnable=False)
+    found = find_best(model, model.machines, one.batch, limits)
+    found_s = float("inf") if found is None else found.evaluation.step_s
     took_s = time.monotonic() - start_s
     best_s, looked = found_s, 0
     for zero in levels:

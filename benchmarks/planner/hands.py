@@ -15,21 +15,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cost_model.analytic.evaluate import evaluate
+from cost_model.analytic.evaluate_many import evaluate_many
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_cache import StageCosts
-from cost_model.analytic.stage_costs import fully_sharded
+from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster, parse
 from cost_model.cluster.pools import Machines
+from cost_model.simulator import least_end_s
 from whale.errors import PlanError
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage, count_live_chunks, divide_chunks
 from whale.planner import ask
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.estimate import divisors
 from whale.planner.analytic_search.plan_check import check
-from whale.planner.analytic_search.search_sequence import search
+from whale.planner.analytic_search.search_sequence import find_best
 
 KINDS = (
     "v100-sxm2-32gb", "p100-pcie-16gb", "t4", "rtx-3090", "rtx-4090", "a100-sxm-40gb", "a100-sxm-80gb",
@@ -39,6 +40,7 @@ NETWORKS = ("ethernet-10g", "ethernet-25g", "ethernet-100g", "infiniband-hdr-200
 STACKS = ("megatron-2022", "megatron-core-bf16")
 BEATEN = 0.01  # part of a step by which another is faster that counts as beaten
 SETS = 50  # choices fixed, for each plan
+TOGETHER = 16  # interleaved changes that are evaluated at once
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Attack:
 
     Attributes:
         strategy, step_s: the fastest so far.
-        tried: changes whose devices and rows were legal; seen: these.
+        tried: changes whose devices and rows were legal; seen: these; waiting: those that may be faster.
     """
 
     def __init__(self, one: Case, strategy: ParallelStrategy, step_s: float, cluster: Cluster, seed: int) -> None:
@@ -100,14 +102,12 @@ class Attack:
         self.batch, self.r = one.batch, random.Random(seed)
         self.costs = StageCosts(self.model, self.machines)
         self.strategy, self.step_s, self.tried = strategy, step_s, 0
-        self.seen = {strategy}
+        self.seen, self.waiting = {strategy}, list[ParallelStrategy]()
 
     def run(self, moves: int, processor_s: float) -> None:
-        """Tries so many changes, for at most so long."""
+        """Tries so many legal changes, for at most so long."""
         until_s = time.process_time() + processor_s
-        for _ in range(moves):
-            if time.process_time() > until_s:
-                return
+        while self.tried < moves and time.process_time() < until_s:
             other = self.strategy
             for _ in range(self.r.choice((1, 1, 2, 3))):
                 other = self.r.choice(CHANGES)(self, other) or other
@@ -116,12 +116,21 @@ class Attack:
             self.seen.add(other)
             self.tried += 1
             # What takes longest is asked last: most changes make the step longer, by the slowest stage alone.
-            if self._at_least_s(other) >= self.step_s:
-                continue
-            found = evaluate(self.model, self.machines, other, self.costs)
-            faster = found.fits and found.step_s < self.step_s
-            if faster and not check(self.model, self.machines, other, self.batch):
-                self.strategy, self.step_s = other, found.step_s
+            if self._at_least_s(other) < self.step_s:
+                self.waiting.append(other)
+            if self.waiting and (self.waiting[-1].chunks == 1 or len(self.waiting) >= TOGETHER):
+                self._evaluate_waiting()
+        self._evaluate_waiting()
+
+    def _evaluate_waiting(self) -> None:
+        """Keeps the fastest of the changes that wait, if it is faster; interleaved ones are played together."""
+        found = evaluate_many(self.model, self.machines, self.waiting, self.costs)
+        for other, one in sorted(zip(self.waiting, found), key=lambda e: e[1].step_s):
+            if one.step_s >= self.step_s:
+                break
+            if one.fits and not check(self.model, self.machines, other, self.batch):
+                self.strategy, self.step_s = other, one.step_s
+        self.waiting.clear()
 
     def _may_be_legal(self, strategy: ParallelStrategy) -> bool:
         """Tells whether parts, rows and numbers of devices are legal; `check` also lays groups on hosts."""
@@ -129,20 +138,26 @@ class Attack:
         for stage in strategy.stages:
             if len({part.tensor for part in stage.parts}) > 1:
                 return False
-            if stage.rows * strategy.micro_batches != self.batch or min(part.rows for part in stage.parts) < 1:
+            if stage.rows * strategy.micro_batches != self.batch * strategy.context:
+                return False
+            if min(part.rows for part in stage.parts) < 1 or any(p.replicas % strategy.context for p in stage.parts):
+                return False
+            if strategy.expert_ranks and stage.replicas % strategy.expert_ranks:
                 return False
             for part in stage.parts:
                 used[part.pool] += part.ranks
+        if len(strategy.stages) == 1 < strategy.chunks:
+            return False
         if any(devices > pool.devices for devices, pool in zip(used, self.machines.pools)):
             return False
         parts = {part for stage in strategy.stages for part in stage.parts}
         return all(part.tensor in self.model.tensor_degrees(part.pool) for part in parts)
 
     def _at_least_s(self, strategy: ParallelStrategy) -> float:
-        """Returns a lower bound of a step: all passes of the slowest stage; infinite if a stage does not fit."""
+        """Returns a lower bound of a step, by the stages' passes and updates; infinite if a stage does not fit."""
         if fully_sharded(self.model, strategy):
             return 0.0
-        ranks, slowest_s = strategy.ranks, 0.0
+        ranks, costs = strategy.ranks, list[StageCost]()
         for index in range(len(strategy.stages)):
             live = count_live_chunks(
                 strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index
@@ -150,8 +165,9 @@ class Attack:
             cost = self.costs(strategy, index, live, ranks)
             if cost.lacking_bytes > 0:
                 return math.inf
-            slowest_s = max(slowest_s, sum(cost.forward_s) + sum(cost.backward_s))
-        return strategy.micro_batches * slowest_s
+            costs.append(cost)
+        passes_s = least_end_s([c.forward_s for c in costs], [c.backward_s for c in costs], strategy.micro_batches)
+        return passes_s + costs[0].reduce_s + max(cost.update_s for cost in costs)
 
     def _some(self, strategy: ParallelStrategy) -> set[int]:
         """Returns the numbers of some stages: one, both ends, all equal to one, all."""
@@ -210,7 +226,7 @@ class Attack:
             parts[taker] = msgspec.structs.replace(take, rows=take.rows + give.replicas)
             alike = {i for i, stage in enumerate(strategy.stages) if stage.parts == strategy.stages[at].parts}
             return self._with_parts(strategy, alike, tuple(parts))
-        count = self.r.choice(divisors(self.batch))
+        count = self.r.choice(divisors(self.batch * strategy.context))
         stages = []
         for stage in strategy.stages:
             each = [part.rows * strategy.micro_batches for part in stage.parts]
@@ -274,10 +290,37 @@ class Attack:
         ranks = [stage.parts for stage in strategy.stages]
         return self._evenly(strategy, ranks, self.r.randint(1, most)) if len(ranks) > 1 and most else None
 
+    def tokens(self, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        """Divides the tokens of rows over twice or half as many ranks, which are more replicas, or take turns."""
+        more = self.r.random() < 0.5
+        context = 2 * strategy.context if more else strategy.context // 2
+        if not context or self.model.sequence % context:
+            return None
+        how, micro_batches, stages = self.r.choice(("replicas", "tensor", "turns")), strategy.micro_batches, []
+        if how == "turns":
+            micro_batches = 2 * micro_batches if more else micro_batches // 2
+        for stage in strategy.stages:
+            parts = []
+            for part in stage.parts:
+                replicas, tensor = part.replicas, part.tensor
+                if how != "turns":
+                    replicas = 2 * replicas if more else replicas // 2
+                if how == "tensor":
+                    tensor = tensor // 2 if more else 2 * tensor
+                if not replicas or not tensor:
+                    return None
+                parts.append(DeviceGroup(part.pool, tensor, replicas, part.rows))
+            stages.append(msgspec.structs.replace(stage, parts=tuple(parts)))
+        return msgspec.structs.replace(
+            strategy, context=context, micro_batches=max(1, micro_batches), stages=tuple(stages)
+        )
+
     def settings(self, strategy: ParallelStrategy) -> ParallelStrategy | None:
-        """Changes the level of ZeRO, or what is computed again, in one stage or in all."""
+        """Changes the level of ZeRO, the ranks of experts, or what is computed again, in one stage or in all."""
         if self.r.random() < 0.4:
             return msgspec.structs.replace(strategy, zero=self.r.randint(0, 3))
+        if self.model.experts and self.r.random() < 0.5:
+            return msgspec.structs.replace(strategy, expert_ranks=self.r.choice((0, *divisors(self.model.experts))))
         kinds = list(strategy.recomputes)
         how = self.r.choice([kind for kind, _ in self.model.recomputes()])
         for stage in self._some(strategy):
@@ -296,7 +339,7 @@ class Attack:
 
 CHANGES = (
     Attack.tensor, Attack.replicas, Attack.pool, Attack.rows, Attack.mix, Attack.layers, Attack.layers, Attack.stages,
-    Attack.order, Attack.chunks, Attack.settings,
+    Attack.order, Attack.chunks, Attack.settings, Attack.tokens,
 )  # fmt: skip
 
 
@@ -321,6 +364,7 @@ def sets(one: Case, r: random.Random) -> Iterator[list[str]]:
         "micro_batch": (1, 2, 4, 8),
         "zero": (0, 1, 2, 3),
         "chunks": (1, 2, 3, 4),
+        "context": (1, 2, 4),
         "recompute": ("none", "full"),
     }
     while True:
@@ -329,7 +373,12 @@ def sets(one: Case, r: random.Random) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Beaten:
-    """A plan beside what hands found: by changes, and by fixing choices; the plan's seconds and theirs."""
+    """A plan beside what hands found: by changes, and by fixing choices; the plan's seconds and theirs.
+
+    Attributes:
+        searched_s, attacked_s: processor's seconds of the search, and of hands.
+        tried: legal changes.
+    """
 
     seed: int
     plan_s: float
@@ -337,6 +386,7 @@ class Beaten:
     fixed_s: float
     by: str
     searched_s: float
+    attacked_s: float
     tried: int
 
     @property
@@ -353,9 +403,8 @@ def attack(seed: int, moves: int, choices: int, budget_s: float | None = None) -
     one = case(seed)
     budget_s = budget_s or ask.find_budget_s(one.cluster)
     model, start_s = one.model(), time.process_time()
-    try:
-        found = search(model, model.machines, one.batch, Constraints(budget_s=budget_s))
-    except PlanError:
+    found = find_best(model, model.machines, one.batch, Constraints(budget_s=budget_s))
+    if found is None:
         return None
     searched_s = time.process_time() - start_s
     wrong = check(model.on(Machines(found.cluster)), Machines(found.cluster), found.strategy, one.batch)
@@ -371,14 +420,13 @@ def attack(seed: int, moves: int, choices: int, budget_s: float | None = None) -
         if time.process_time() > until_s:
             break
         limits = ask.limits(fixed, max(0.05, budget_s / SETS))
-        try:
-            other = search(model, model.machines, one.batch, limits)
-        except PlanError:
+        if (other := find_best(model, model.machines, one.batch, limits)) is None:
             continue
         if other.evaluation.step_s < min(fixed_s, hand.step_s):
             by = f"--set {' '.join(fixed)}: {other.strategy.format_summary()}"
         fixed_s = min(fixed_s, other.evaluation.step_s)
-    return Beaten(seed, found.evaluation.step_s, hand.step_s, fixed_s, by, searched_s, hand.tried)
+    attacked_s = time.process_time() - start_s - searched_s
+    return Beaten(seed, found.evaluation.step_s, hand.step_s, fixed_s, by, searched_s, attacked_s, hand.tried)
 
 
 def hands(options: argparse.Namespace) -> None:
@@ -397,6 +445,8 @@ def hands(options: argparse.Namespace) -> None:
             )
     beaten = [one for one in found if one.gain > BEATEN]
     print(
-        f"{len(found)} plans, {sum(one.tried for one in found)} legal changes of them: {len(beaten)} beaten by more "
-        f"than 1 %, the worst by {max(one.gain for one in found):.1%}"
+        f"{len(found)} plans (cases {options.first} to {found[-1].seed}), {sum(one.tried for one in found)} legal "
+        f"changes of them: {len(beaten)} beaten by more than 1 %, the worst by {max(one.gain for one in found):.1%}; "
+        f"searched for {sum(one.searched_s for one in found):.0f} s of a processor, attacked for "
+        f"{sum(one.attacked_s for one in found):.0f} s"
     )

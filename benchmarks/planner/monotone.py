@@ -1,18 +1,22 @@
-"""Whether more devices, or more time to search, ever give a slower plan: random clusters and what is left of them."""
+"""Whether more devices, more time to search, or a busy machine ever give a slower plan: random clusters and parts of
+them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import random
+from multiprocessing.synchronize import Event
 
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster, parse
 from cost_model.cluster.pools import Machines
-from whale.errors import PlanError
 from whale.planner.analytic_search.candidates import Constraints
-from whale.planner.analytic_search.search_sequence import search
+from whale.planner.analytic_search.search_sequence import find_best
 
 KINDS = ("v100-sxm2-32gb", "p100-pcie-16gb", "a100-sxm-40gb", "t4", "a100-sxm-80gb", "h100-sxm-80gb")
 NETWORKS = ("ethernet-25g", "infiniband-edr-100", "infiniband-hdr-200")
@@ -55,10 +59,8 @@ def best_s(model: Transformer, where: Cluster, batch: int, budget_s: float) -> f
     """Seconds of the step that is found; infinite where nothing fits."""
     machines = Machines(where)
     described = TransformerModel(model, stack("megatron-2022"), machines)
-    try:
-        return search(described, machines, batch, Constraints(budget_s=budget_s)).evaluation.step_s
-    except PlanError:
-        return float("inf")
+    found = find_best(described, machines, batch, Constraints(budget_s=budget_s))
+    return float("inf") if found is None else found.evaluation.step_s
 
 
 def compare(seed: int, budget_s: float) -> tuple[float, float]:
@@ -90,3 +92,38 @@ def monotone(options: argparse.Namespace) -> None:
             )
     devices, budgets = (sum(one[i] > ROUNDING for one in found) for i in (0, 1))
     print(f"{len(found)} cases: {devices} slower with more devices, {budgets} with more time")
+
+
+def under_load(options: argparse.Namespace) -> None:
+    """Plans cases alone, and again beside twice as many busy processes as there are processors; counts other plans."""
+    seeds = range(options.first, options.first + options.count)
+    alone = [_planned(seed, options.budget) for seed in seeds]
+    stop = multiprocessing.Event()
+    busy = [multiprocessing.Process(target=_spin, args=(stop,), daemon=True) for _ in range(2 * (os.cpu_count() or 1))]
+    for process in busy:
+        process.start()
+    try:
+        beside = [_planned(seed, options.budget) for seed in seeds]
+    finally:
+        stop.set()
+        for process in busy:
+            process.join()
+    for seed, one, other in zip(seeds, alone, beside):
+        if one != other:
+            print(f"case {seed}: {one} alone, {other} beside {len(busy)} busy processes", flush=True)
+    other_plans = sum(one != other for one, other in zip(alone, beside))
+    print(f"{len(alone)} cases: {other_plans} other plans beside {len(busy)} busy processes")
+
+
+def _planned(seed: int, budget_s: float) -> str:
+    """Returns the plan of a case's whole cluster as text; empty: nothing fits."""
+    model, batch, whole, _ = case(seed)
+    machines = Machines(whole)
+    described = TransformerModel(model, stack("megatron-2022"), machines)
+    found = find_best(described, machines, batch, Constraints(budget_s=budget_s))
+    return "" if found is None else f"{found.strategy.format_summary()}, {found.evaluation.step_s!r} s"
+
+
+def _spin(stop: Event) -> None:
+    while not stop.is_set():
+        sum(range(10_000))

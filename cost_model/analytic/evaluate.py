@@ -66,20 +66,27 @@ class Evaluation:
 
 
 def evaluate(
-    model: Model, machines: Machines, strategy: ParallelStrategy, stage_costs: StageCosts | None = None
+    model: Model,
+    machines: Machines,
+    strategy: ParallelStrategy,
+    stage_costs: StageCosts | None = None,
+    ends: list[float] | None = None,
 ) -> Evaluation:
     """Simulates one step of a strategy.
 
     Args:
         stage_costs: a search's cache of costs of stages of this model on these machines.
+        ends: when each stage's last pass ends, where that is known (see `evaluate_many`).
 
     Raises:
         PlanError: the schedule splits backward passes, or does not support so many chunks or micro-batches.
     """
     stages, count, ranks = len(strategy.stages), strategy.micro_batches, strategy.ranks
     stage_costs = stage_costs or StageCosts(model, machines)
-    costs = [stage_costs(strategy, i, _live(strategy, i), ranks) for i in range(stages)]
-    if fully_sharded(model, strategy):
+    costs = [stage_costs(strategy, i, count_live(strategy, i), ranks) for i in range(stages)]
+    if ends is not None:
+        pass
+    elif fully_sharded(model, strategy):
         costs, ends = _simulate_sharded(model, machines, strategy, costs)
     elif strategy.schedule == "1f1b" and strategy.chunks == 1:
         ends = one_f_one_b_ends_s([c.forward_s[0] for c in costs], [c.backward_s[0] for c in costs], count)
@@ -174,7 +181,7 @@ def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_
     return compute_interval_s(step_s, (min(one.low for one in each), max(one.high for one in each)))
 
 
-def _live(strategy: ParallelStrategy, index: int) -> int:
+def count_live(strategy: ParallelStrategy, index: int) -> int:
     """Returns the number of micro-batch chunks whose activations a stage keeps at its peak."""
     return count_live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 

@@ -161,6 +161,8 @@ class Model(Protocol):
     stack: Stack
     experts: int  # of each layer, divided over a stage's replicas
     tied_parameters: float  # that the first and the last stage each have a copy of, and sum the gradients of
+    sequence: int  # tokens of a row, which ranks may divide; 0: rows are whole
+    alike: list[int]  # of each layer, the first of the layers around it that cost as much (see `first_alike`)
 
     def layer_costs(
         self,
@@ -225,6 +227,28 @@ def slowest_passes_s(costs: Sequence[LayerCosts], low: int, high: int) -> float:
     if len(costs) == 1:
         return costs[0].forward(low, high) + costs[0].backward(low, high)
     return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
+
+
+def first_alike(kinds: Sequence[object]) -> list[int]:
+    """Returns, for each layer, the first of the layers of its kind that follow each other.
+
+    The first and the last layer are alone: embedding and head, and what only whole models hold, count there.
+    """
+    found: list[int] = []
+    for index, kind in enumerate(kinds):
+        alone = index in (0, 1, len(kinds) - 1)
+        found.append(index if alone or kind != kinds[index - 1] else found[-1])
+    return found
+
+
+def move_to_alike(alike: Sequence[int], low: int, high: int) -> tuple[int, int]:
+    """Returns the first range of layers that costs what layers low..high-1 do, and follows on a layer of that kind if
+    these do.
+    """
+    first = alike[low]
+    if low == first or alike[high - 1] != first:
+        return low, high
+    return first + 1, first + 1 + high - low
 
 
 def sums(values: Iterable[float]) -> array[float]:

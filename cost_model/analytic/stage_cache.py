@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from cost_model.analytic.layer_costs import Model
+from cost_model.analytic.layer_costs import Model, move_to_alike
 from cost_model.analytic.stage_costs import Passes, StageCost, passes_of, stage_cost
 from cost_model.cluster.pools import Machines
 from cost_model.kernels.compute import round_ranks
-from whale.ir.strategy import ParallelStrategy
+from whale.ir.strategy import ParallelStrategy, Stage
 
 
 class StageCosts:
     """Caches stages' costs for a search, whose strategies mostly differ from each other in a stage or two.
+
+    Stages whose layers differ in their places alone have one cost: a layer that moves from one end of the model to the
+    other changes the places of all between.
 
     Args:
         model, machines: as for `stage_cost`.
@@ -22,16 +25,28 @@ class StageCosts:
         self._model, self._machines = model, machines
         self._known: dict[tuple[object, ...], StageCost] = {}
         self._passes: dict[tuple[object, ...], Passes] = {}
+        self._alike: dict[tuple[int, int], tuple[int, int]] = {}
         self.computed = 0  # costs that were not cached
+
+    def find_alike(self, stage: Stage) -> tuple[tuple[int, int], ...]:
+        """Returns the ranges of the first layers that cost as much as a stage's."""
+        known = self._alike
+        try:
+            return tuple([known[one] for one in stage.layers])
+        except KeyError:
+            known.update((one, move_to_alike(self._model.alike, *one)) for one in stage.layers)
+            return tuple([known[one] for one in stage.layers])
 
     def __call__(self, strategy: ParallelStrategy, index: int, live: int, ranks: int) -> StageCost:
         """Returns `stage_cost`, cached by the stage, its neighbours' devices, and the strategy's settings."""
         stages, count, ranks = strategy.stages, len(strategy.stages), round_ranks(ranks)
         stage, before, after = stages[index], stages[index - 1].parts, stages[(index + 1) % count].parts
+        layers = self.find_alike(stage)
         own: tuple[object, ...] = (
-            stage,
+            layers,
+            stage.parts,
+            strategy.find_recompute(stage),
             ranks,
-            strategy.recompute,
             strategy.sequence_parallel,
             strategy.zero,
             strategy.offload,
@@ -54,9 +69,10 @@ class StageCosts:
             if max(len(self._known), len(self._passes)) >= self.MOST:
                 self._known.clear()
                 self._passes.clear()
+            alike = Stage(layers, stage.parts, strategy.find_recompute(stage))
             if (passes := self._passes.get(own)) is None:
-                passes = self._passes[own] = passes_of(self._model, self._machines, strategy, stage, ranks)
+                passes = self._passes[own] = passes_of(self._model, self._machines, strategy, alike, ranks)
             self.computed += 1
-            cost = stage_cost(self._model, self._machines, strategy, index, live, ranks, passes)
+            cost = stage_cost(self._model, self._machines, strategy, index, live, ranks, passes, alike)
             self._known[key] = cost
         return cost

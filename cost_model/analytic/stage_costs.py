@@ -82,6 +82,7 @@ def stage_cost(
     live: int,
     ranks: int,
     passes: Passes | None = None,
+    alike: Stage | None = None,
 ) -> StageCost:
     """Returns the cost of stage `index`.
 
@@ -89,14 +90,14 @@ def stage_cost(
         live: chunks of micro-batches that its schedule holds at its peak (see `strategy.live_chunks`).
         ranks: of the whole job, of which the slowest sets the pace.
         passes: what `passes_of` says of the stage, where it is known.
+        alike: the stage with other layers that cost as much.
     """
-    stages = strategy.stages
-    stage, count = stages[index], len(stages)
+    stage, count = alike or strategy.stages[index], len(strategy.stages)
     hidden = model.stack.overlaps_sends and strategy.chunks > 1
     costs = _costs_of(model, strategy, stage, ranks)
     dense = [one.parameters_of(stage.layers) for one in costs]
     experts = [one.experts_of(stage.layers) for one in costs]
-    to_next_s, to_previous_s = (0.0, 0.0) if count == 1 or hidden else _sends_s(model, machines, strategy, index)
+    to_next_s, to_previous_s = (0.0, 0.0) if count == 1 or hidden else _sends_s(model, machines, strategy, index, stage)
     ahead, back, limiting = passes or passes_of(model, machines, strategy, stage, ranks)
     # The model's last chunk has nobody to send its results to, the first one nobody to send its gradients to.
     last = count * strategy.chunks - 1
@@ -131,11 +132,11 @@ def _costs_of(model: Model, strategy: ParallelStrategy, stage: Stage, ranks: int
     return [costs_of(model, strategy, part, ranks, stage.replicas, stage.recompute) for part in stage.parts]
 
 
-def _sends_s(model: Model, machines: Machines, strategy: ParallelStrategy, index: int) -> tuple[float, float]:
+def _sends_s(
+    model: Model, machines: Machines, strategy: ParallelStrategy, index: int, stage: Stage
+) -> tuple[float, float]:
     """Returns the seconds to send a micro-batch to the next stage and to the previous one, each on the slowest path."""
-    stages = strategy.stages
-    stage, sends = stages[index], [0.0, 0.0]
-    ranks = stage.ranks
+    stages, sends, ranks = strategy.stages, [0.0, 0.0], stage.ranks
     for way, other in enumerate((index + 1, index - 1)):
         neighbour = stages[other % len(stages)].parts
         cut = min(model.count - 1, max(1, stage.layers[0][1 - way]))

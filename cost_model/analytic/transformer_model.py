@@ -10,7 +10,7 @@ import msgspec
 
 from cost_model.analytic import transformer_kernels as kernels
 from cost_model.analytic.kernel_costs import Cost, Rank, cost, rank_on
-from cost_model.analytic.layer_costs import Edge, LayerCosts, sums
+from cost_model.analytic.layer_costs import Edge, LayerCosts, first_alike, sums
 from cost_model.analytic.layer_profile import MeasuredLayer, Profile
 from cost_model.analytic.memory import gradient_bytes, head_bytes, kept_and_repeated, layer_activation_bytes
 from cost_model.analytic.stacks import Stack
@@ -44,6 +44,8 @@ class TransformerModel:
         self.experts = transformer.experts
         self.tied_parameters = 0.0 if transformer.untied else float(transformer.embedding_parameters)
         self.profile = profile
+        self.sequence = 0 if profile else transformer.sequence
+        self.alike = first_alike([index < transformer.dense_layers for index in range(self.count)])
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def on(self, machines: Machines) -> TransformerModel:
@@ -89,6 +91,8 @@ class TransformerModel:
         else:
             measured = self.profile.layer(entry.device.name, tensor, rows)
             forward, backward = (Cost(s / entry.share) for s in (measured.forward_s, measured.backward_s))
+            if recompute == "full":
+                backward = backward.plus(forward)
             held_bytes = _scale_measured_bytes(measured, held_bytes)
             update_s = None if measured.update_s is None else sums([measured.update_s] * L)
         experts_each = t.expert_parameters / tensor / ways if t.experts else 0.0

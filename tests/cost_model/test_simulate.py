@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_model.analytic.evaluate_many import interleaved_ends_many_s
 from cost_model.simulator import (
     Tasks,
     interleaved_ends_s,
+    least_end_s,
     memory_curve,
     one_f_one_b_ends_s,
     pipeline_tasks,
@@ -110,6 +112,28 @@ def test_ends_of_interleaved_stages_are_those_of_their_tasks(
     timeline = simulate(pipeline_tasks(orders, ahead, back, [[0.0] * chunks] * stages))
     ends = [timeline.end_s[length - 1] for length in accumulate(map(len, orders))]
     assert interleaved_ends_s(ahead, back, micro_batches) == pytest.approx(ends, 1e-12)
+    # Beside others of the shape, of which not all keep step.
+    others = [[[seconds * r.uniform(0.5, 1.5) for seconds in own] for own in ahead] for _ in range(3)]
+    together = interleaved_ends_many_s([ahead, *others], [back, *others], micro_batches)
+    assert together[0] == pytest.approx(ends, 1e-12)
+    for own, one in zip(others, together[1:]):
+        assert one == pytest.approx(interleaved_ends_s(own, own, micro_batches), 1e-12)
+        assert least_end_s(own, own, micro_batches) <= one[0] * (1 + 1e-12)
+    assert least_end_s(ahead, back, micro_batches) <= ends[0] * (1 + 1e-12)
+
+
+def test_a_bound_of_a_pipeline_is_that_of_a_stage_that_waits() -> None:
+    """Of equal stages it is exact; else it is the slowest stage's work and what this waits for."""
+    r = random.Random(0)
+    for _ in range(50):
+        stages, micro_batches = r.randint(1, 6), r.randint(1, 12)
+        ahead = [r.uniform(0.5, 1.5) for _ in range(stages)]
+        back = [r.uniform(1.0, 3.0) for _ in range(stages)]
+        ends = one_f_one_b_ends_s(ahead, back, micro_batches)
+        assert least_end_s([[a] for a in ahead], [[b] for b in back], micro_batches) <= ends[0] * (1 + 1e-12)
+        ends = one_f_one_b_ends_s(ahead[:1] * stages, back[:1] * stages, micro_batches)
+        least_s = least_end_s([ahead[:1]] * stages, [back[:1]] * stages, micro_batches)
+        assert least_s == pytest.approx(ends[0])
 
 
 def test_long_pipelines_are_not_simulated_to_the_end() -> None:

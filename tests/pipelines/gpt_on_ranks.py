@@ -35,6 +35,7 @@ class Sizes:
     words: int = 64
     layers: int = 4
     micro_batches: int = 4
+    experts: int = 0  # of each layer, in the place of its feed-forward network
 
 
 class Gpt:
@@ -57,8 +58,15 @@ class Gpt:
                 "value": weight("value", d, d),
                 "out": weight("out", d, d),
                 "norm_2": [tf.Variable(np.ones(d)), tf.Variable(np.zeros(d))],
-                "up": weight("up", d, 4 * d),
-                "down": weight("down", 4 * d, d),
+                **(
+                    {
+                        "router": weight("router", d, sizes.experts),
+                        "up": weight("up", sizes.experts, d, 4 * d),
+                        "down": weight("down", sizes.experts, 4 * d, d),
+                    }
+                    if sizes.experts
+                    else {"up": weight("up", d, 4 * d), "down": weight("down", 4 * d, d)}
+                ),
             }
             for _ in range(sizes.layers)
         ]
@@ -103,9 +111,21 @@ class Gpt:
             attended = tf.reshape(tf.transpose(mixed, [0, 2, 1, 3]), [rows, length, self.sizes.width]) @ w["out"]
         h += attended
         normed = _normed(h, *w["norm_2"])
+        if self.sizes.experts:
+            return h + self._apply_experts(normed, w)
         with split():
             moved = tf.nn.gelu(normed @ w["up"]) @ w["down"]
         return h + moved
+
+    def _apply_experts(self, h: tf.Tensor, w: dict[str, Any]) -> tf.Tensor:
+        """The expert of each token by its router; a row is a group, of which each expert has room for all tokens."""
+        chances = tf.nn.softmax(h @ w["router"])
+        one = tf.one_hot(tf.argmax(chances, -1), self.sizes.experts, dtype=h.dtype)  # [rows, length, experts]
+        slot = tf.cast(tf.reduce_sum((tf.cumsum(one, 1) - 1) * one, -1), tf.int32)
+        places = one[..., None] * tf.one_hot(slot, self.sizes.length, dtype=h.dtype)[:, :, None, :]
+        sent = tf.einsum("rlec,rld->recd", places, h)
+        applied = tf.einsum("rech,ehd->recd", tf.nn.gelu(tf.einsum("recd,edh->rech", sent, w["up"])), w["down"])
+        return tf.einsum("rlec,recd->rld", places * (chances * one)[..., None], applied)
 
 
 def _normed(h: tf.Tensor, scale: tf.Variable, shift: tf.Variable) -> tf.Tensor:

@@ -17,6 +17,7 @@ from cost_model.cluster import cluster_file
 from tests.draws import one_of
 from tests.pipelines.gpt_on_ranks import Sizes, trained
 from whale.errors import PlanError
+from whale.ir.layout import Shard
 from whale.ir.mesh import iterate_levels
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner import ask
@@ -60,7 +61,7 @@ def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fixed", "stages", "mesh"),
     one_of(
-        6,
+        4,
         [
             (["stages=2", "tensor=2", "data=2", "micro_batches=4", "zero=0"], 2, {"data": 2, "tensor": 2}),
             pytest.param(
@@ -73,6 +74,17 @@ def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
                 ["stages=4", "data=2", "tensor=1", "micro_batches=4", "zero=0"], 4, {}, marks=pytest.mark.long
             ),
             (["stages=1", "tensor=4", "data=2", "micro_batches=1", "zero=0"], 0, {"data": 2, "tensor": 4}),
+            (
+                ["stages=1", "tensor=2", "data=2", "context=2", "micro_batches=2", "zero=0"],
+                0,
+                {"data": 2, "context": 2, "tensor": 2},
+            ),
+            pytest.param(
+                ["stages=2", "tensor=1", "data=1", "context=4", "micro_batches=4", "zero=0"],
+                2,
+                {"data": 1, "context": 4},
+                marks=pytest.mark.long,
+            ),
             (["stages=1", "tensor=1", "data=8", "micro_batches=2", "zero=3"], 0, {}),
             pytest.param(
                 ["stages=2", "tensor=1", "data=4", "micro_batches=2", "recompute=full", "zero=1"],
@@ -83,7 +95,16 @@ def ranks(path: Path, count: int = 8, **more: Any) -> Iterator[None]:
         ],
         several=True,
     ),
-    ids=["stages-data-tensor", "interleaved", "stages", "data-tensor", "zero-3", "recompute"],
+    ids=[
+        "stages-data-tensor",
+        "interleaved",
+        "stages",
+        "data-tensor",
+        "data-context-tensor",
+        "stages-context",
+        "zero-3",
+        "recompute",
+    ],
 )
 def test_a_described_plan_runs_as_one_device(
     fixed: list[str], stages: int, mesh: dict[str, int], one_device: dict[str, np.ndarray], tmp_path: Path
@@ -98,10 +119,41 @@ def test_a_described_plan_runs_as_one_device(
     assert len(plan.stage_groups) == stages
     assert plan.micro_batches == described.strategy.micro_batches
     if mesh:
-        assert [plan.axis, plan.inner.axis] == list(mesh)
-        assert [plan.size, plan.inner.size] == list(mesh.values())
+        levels = [(level.axis, level.size) for level in iterate_levels(plan) if level.size > 1]
+        assert levels == [one for one in mesh.items() if one[1] > 1]
     if "zero=3" in fixed:
         assert plan.variables  # they lie split
+
+
+EXPERTS = Sizes(layers=2, experts=4)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "mesh"),
+    one_of(
+        2,
+        [
+            (["stages=1", "tensor=1", "data=8", "micro_batches=1", "zero=0", "experts=2"], {"data": 4, "expert": 2}),
+            (["stages=2", "tensor=2", "data=2", "micro_batches=2", "zero=0", "experts=2"], {"expert": 2, "tensor": 2}),
+        ],
+        several=True,
+    ),
+    ids=["data-expert", "stages-expert-tensor"],
+)
+def test_experts_are_divided_as_the_plan_says(fixed: list[str], mesh: dict[str, int], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    model = "moe:layers=2,hidden=32,heads=4,sequence=16,vocabulary=64,experts=4,batch=16"
+    assert saved(path, fixed, model, (8, 8)).strategy.expert_ranks == 2
+    expected = trained(EXPERTS, 1, nothing, nothing, tf.function)[0]
+    with ranks(path, **{"memory.zero_min_bytes": 0}):
+        found, step = trained(EXPERTS, 1, nothing, nothing, wh.function)
+        plan = next(iter(step._steps.values())).compiled.plan
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-11, err_msg=key)
+    assert {level.axis: level.size for level in iterate_levels(plan) if level.size > 1} == mesh
+    levels = {level.axis: level for level in iterate_levels(plan)}
+    halves = [one for one in levels["expert"].variables.values() if isinstance(one, Shard) and one.dim == 0]
+    assert len(halves) >= 2  # experts of the first stage's layers
 
 
 UNLIKE = ParallelStrategy(

@@ -100,8 +100,9 @@ def _add_script_options(verb: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="for a script, a key of the configuration (memory.zero=2 or zero=2), over what the script says; for a "
-        "described model fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload or chunks, and "
-        "compare with the plan that was found; for both 'attention/*.split=2', operations that so many ranks divide",
+        "described model fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload, chunks, "
+        "context or experts, and compare with the plan that was found; for both 'attention/*.split=2', operations that "
+        "so many ranks divide",
     )
     verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, to predict a script's step on it")
     verb.add_argument(

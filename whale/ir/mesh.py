@@ -18,7 +18,8 @@ from whale.ir.crossing import find_block
 from whale.ir.layout import Shard, divide_evenly, shard
 from whale.ir.plan import Plan
 
-STAGE, DATA, TENSOR, CONTEXT = "stage", "data", "tensor", "context"  # axes that have a meaning of their own
+# Axes that have a meaning of their own; the last one is that of a described model's experts.
+STAGE, DATA, TENSOR, CONTEXT, EXPERT = "stage", "data", "tensor", "context", "expert"
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,10 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
     degrees = sorted({d for pool in machines.pools for d in model.tensor_degrees(pool.number)})
     if limits.tensor is not None and tensor not in degrees:
         return f"{tensor} ranks divide tensors; known are {', '.join(map(str, degrees))}"
+    if limits.context not in (None, 1) and (not model.sequence or model.sequence % limits.context):
+        return f"{limits.context} ranks do not divide the {model.sequence or 'unknown number of'} tokens of a row"
+    if limits.experts is not None and (not model.experts or model.experts % limits.experts):
+        return f"{limits.experts} ranks do not divide {model.experts or 'no'} experts of a layer"
     stages, replicas = limits.stages or (2 if limits.chunks not in (None, 1) else 1), limits.data or 1
     if limits.stages is not None and stages > model.count:
         return f"{model.count} layers are not enough for {stages} stages"
@@ -202,6 +206,12 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
         return f"{each} rows of a micro-batch are not enough for {replicas} replicas"
     if batch % (replicas * (limits.micro_batch or 1)) and limits.micro_batch is not None:
         return f"a batch of {batch} is not divisible by {replicas} replicas of {limits.micro_batch} rows"
+    same = limits.context or 1  # ranks of a stage with the same parameters, for each replica
+    if limits.experts is not None and limits.data is not None and replicas * same % limits.experts:
+        return f"{limits.experts} ranks that divide experts do not divide {replicas * same} replicas"
+    replicas *= same
+    if limits.data is None:
+        replicas = max(replicas, limits.experts or 1)
     if (needed := stages * tensor * replicas) > machines.devices:
         return f"{needed} devices are needed, and {machines.cluster.name} has {machines.devices}"
     groups = sum(pool.tensor_groups(tensor) for pool in machines.pools)

@@ -21,11 +21,11 @@ from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.layout import Shard, divide_evenly
 from whale.ir.program import Program
-from whale.ir.strategy import DeviceGroup, ParallelStrategy
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, count_expert_ranks
 from whale.passes.analysis.axes import batch_of
 from whale.passes.settings import PlanSettings
 from whale.planner.analytic_search.layer_profiles import LayerProfile
-from whale.planner.graph_search.pipelines import chain
+from whale.planner.graph_search.pipelines import chain, is_of_experts
 from whale.planner.report.planfile import PlanFile
 
 
@@ -61,7 +61,7 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
     Raises:
         PlanError: the program has other layers or rows, or the plan needs a feature that programs do not support.
     """
-    strategy = plan.strategy
+    strategy = _with_expert_ranks(plan, program, path)
     if found := "; ".join(plan.problems()):
         raise PlanError("the plan is not one of its model and cluster", given=path, found=found)
     for what, action in _unable(strategy, beside_host):
@@ -77,6 +77,29 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
     )
     name = f"as {path} says: {strategy.format_summary()}"
     return msgspec.structs.replace(strategy, stages=stages, shares=_shares(strategy, ranks), name=name)
+
+
+def _with_expert_ranks(plan: PlanFile, program: Program, path: str) -> ParallelStrategy:
+    """Returns the plan's strategy with the number of replicas that divide experts, which the program must have so.
+
+    Raises:
+        PlanError: it is another number in some stages, or the program has no weights of so many experts.
+    """
+    strategy, t = plan.strategy, plan.transformer
+    if t is None or not t.experts:
+        return strategy
+    ways = {strategy.expert_ranks or count_expert_ranks(t.experts, stage.replicas) for stage in strategy.stages}
+    if len(ways) > 1:
+        raise PlanError(
+            "a program cannot run under the plan",
+            given=f"{path}: experts over {' and '.join(map(str, sorted(ways)))} replicas of stages",
+            action="plan with --set experts=N",
+        )
+    counts = [(program.variable_of[h].type.shape or (0,))[0] for h in chain(program) if is_of_experts(program, h)]
+    if max(ways) > 1 and set(counts) != {t.experts}:
+        given = f"weights of {' and '.join(sorted(map(str, set(counts)))) or 'no'} experts"
+        raise _other_model(program, path, given, f"weights [{t.experts}, ., .] of the experts of each layer")
+    return msgspec.structs.replace(strategy, expert_ranks=max(ways))
 
 
 def _shares(strategy: ParallelStrategy, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -98,13 +121,15 @@ def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str
                 f"replicas of stage {number} that divide tensors over {' and '.join(map(str, tensors))} ranks",
                 "plan with --set tensor=N",
             )
-    if strategy.context > 1:
-        what = f"{strategy.context} ranks that divide the tokens of a row"
-        yield what, "divide the sequence in the script, by wh.split"
     if strategy.shard_ranks:
         yield f"ZeRO over {strategy.shard_ranks} of the replicas", "plan without shard_ranks: ZeRO is over all of them"
-    if strategy.expert_ranks:
-        yield f"experts over {strategy.expert_ranks} of the replicas", "plan without expert_ranks"
+    if strategy.expert_ranks > 1 and any(
+        s.replicas // strategy.context % strategy.expert_ranks for s in strategy.stages
+    ):
+        what = f"experts over {strategy.expert_ranks} replicas, of which {strategy.context} divide the tokens of a row"
+        yield what, "plan with --set context=1"
+    if strategy.context > 1 and any(len({part.rows for part in stage.parts}) > 1 for stage in strategy.stages):
+        yield f"unlike rows of replicas of which {strategy.context} divide a row's tokens", "plan with --set context=1"
     if strategy.offload != "none" and not beside_host:
         yield f"offload of {strategy.offload}, where the host's memory is all there is", "plan with --set offload=none"
 

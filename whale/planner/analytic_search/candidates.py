@@ -11,7 +11,10 @@ from cost_model.cluster.cluster_file import Cluster
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Stage, divide_chunks
 
 # Fields of `Limits` that a plan is asked for by, and may be told to leave free.
-FIXED = ("stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload")
+FIXED = (
+    "stages", "tensor", "data", "micro_batch", "micro_batches", "recompute", "zero", "chunks", "offload", "context",
+    "experts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class Constraints:
 
     Attributes:
         budget_s: seconds of work (see `work`); then the best strategy so far is returned.
+        data: replicas of each stage that have rows of their own.
+        context: ranks that divide the tokens of a row; experts: replicas that divide a layer's experts.
         faster_than_s: only strategies with a lower estimate are tried.
         exact_devices: up to so many devices, every assignment of devices to stages is tried.
         runnable: the replicas of a stage have equal tensor-parallel degrees, as the runtime's meshes require.
@@ -34,6 +39,8 @@ class Constraints:
     zero: int | None = None
     chunks: int | None = None
     offload: Offload | None = None
+    context: int | None = None
+    experts: int | None = None
     budget_s: float = 2.5
     exact_devices: int = 8
     runnable: bool = True

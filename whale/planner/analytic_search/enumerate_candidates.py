@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from cost_model.analytic.layer_costs import Model
 from cost_model.cluster.pools import Machines
-from whale.ir.strategy import DeviceGroup
+from whale.ir.strategy import DeviceGroup, count_expert_ranks
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.estimate import Estimates, divisors
 from whale.planner.analytic_search.row_shares import row_shares
@@ -85,58 +85,58 @@ class Families(Estimates):
         self, chosen: Sequence[int], tensors: tuple[int, ...], units: list[int], rows: int
     ) -> Iterator[Candidate]:
         limits, count, hidden = self.limits, self.model.count, self.model.stack.overlaps_sends
-        for how in self.recomputes():
-            per_layer = [self.predict_whole(k, t, rows, how)[2] for k, t in zip(chosen, tensors)]
+        for how, data in itertools.product(self.recomputes(), divisors(self.batch // rows)):
+            if data > max(units) or self.data not in (None, data) or data % self.replicas_step:
+                continue
+            ways = limits.experts or count_expert_ranks(self.model.experts, data)
+            per_layer = [self.predict_whole(k, t, rows, how, ways)[2] for k, t in zip(chosen, tensors)]
             order = sorted(range(len(chosen)), key=lambda i: per_layer[i])
-            for data in divisors(self.batch // rows):
-                if data > max(units) or limits.data not in (None, data):
+            micro_batches = self.batch // rows // data
+            if limits.micro_batches not in (None, micro_batches):
+                continue
+            most = [u // data for u in units]
+            # All of these devices, without a bubble.
+            speed = sum(min(n, count) / c for n, c in zip(most, per_layer))
+            if speed and self.far_behind(micro_batches * count / speed):
+                continue
+            if len(chosen) > 1 and min(most) == 0:
+                continue
+            settings = self.settings(micro_batches, how)
+            ranks = [DeviceGroup(k, t, data, rows) for k, t in zip(chosen, tensors)]
+            sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
+            after_s: dict[int, tuple[float, float]] = {}
+            for stages in self.counts(sum(most)):
+                if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
                     continue
-                micro_batches = self.batch // rows // data
-                if limits.micro_batches not in (None, micro_batches):
+                left, own = stages, [0] * len(chosen)
+                for i in order:
+                    own[i] = min(left, most[i])
+                    left -= own[i]
+                if 0 in own:
                     continue
-                most = [u // data for u in units]
-                # All of these devices, without a bubble.
-                speed = sum(min(n, count) / c for n, c in zip(most, per_layer))
-                if speed and self.far_behind(micro_batches * count / speed):
-                    continue
-                if len(chosen) > 1 and min(most) == 0:
-                    continue
-                settings = self.settings(micro_batches, how)
-                ranks = [DeviceGroup(k, t, data, rows) for k, t in zip(chosen, tensors)]
-                sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
-                after_s: dict[int, tuple[float, float]] = {}
-                for stages in self.counts(sum(most)):
-                    if limits.stages not in (None, stages) or (len(chosen) > 1 and stages <= sum(most) - min(most)):
-                        continue
-                    left, own = stages, [0] * len(chosen)
-                    for i in order:
-                        own[i] = min(left, most[i])
-                        left -= own[i]
-                    if 0 in own:
-                        continue
-                    speed = sum(n / c for n, c in zip(own, per_layer))
-                    slowest = max(count / speed, min(per_layer) if stages > 1 else 0.0)
-                    if len(chosen) == 1:
-                        slowest = max(slowest, per_layer[0] * -(-count // stages))
-                    tied_s = self.tied_s(ranks[order[0]], ranks[order[-1]], stages)
-                    if stages not in after_s:
-                        part = DeviceGroup(chosen[0], tensors[0], data, rows)
-                        after_s[stages] = self.predict_after_s((part,), how, stages)
-                    for chunks in self._chunks(stages, micro_batches, len(chosen)):
-                        even = chunks > 1 and len(chosen) == 1
-                        layers = -(-count // (stages * chunks)) * chunks if even else 0  # of a stage
-                        sent_s = 0.0 if stages == 1 or (hidden and chunks > 1) else sends_s * chunks
-                        passes_s = max(slowest, per_layer[0] * layers) + sent_s
-                        wait_s = (stages - 1) * passes_s / chunks
-                        reduce_s, update_s = after_s[stages]
-                        reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
-                        estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s + tied_s
-                        if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
-                            kinds = tuple(
-                                ((DeviceGroup(chosen[i], tensors[i], data, rows),), own[i])
-                                for i in self._order_by_memory(chosen)
-                            )
-                            yield self.noted(Candidate(estimate_s, kinds, settings, chunks))
+                speed = sum(n / c for n, c in zip(own, per_layer))
+                slowest = max(count / speed, min(per_layer) if stages > 1 else 0.0)
+                if len(chosen) == 1:
+                    slowest = max(slowest, per_layer[0] * -(-count // stages))
+                tied_s = self.tied_s(ranks[order[0]], ranks[order[-1]], stages)
+                if stages not in after_s:
+                    part = DeviceGroup(chosen[0], tensors[0], data, rows)
+                    after_s[stages] = self.predict_after_s((part,), how, stages)
+                for chunks in self._chunks(stages, micro_batches, len(chosen)):
+                    even = chunks > 1 and len(chosen) == 1
+                    layers = -(-count // (stages * chunks)) * chunks if even else 0  # of a stage
+                    sent_s = 0.0 if stages == 1 or (hidden and chunks > 1) else sends_s * chunks
+                    passes_s = max(slowest, per_layer[0] * layers) + sent_s
+                    wait_s = (stages - 1) * passes_s / chunks
+                    reduce_s, update_s = after_s[stages]
+                    reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
+                    estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s + tied_s
+                    if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
+                        kinds = tuple(
+                            ((DeviceGroup(chosen[i], tensors[i], data, rows),), own[i])
+                            for i in self._order_by_memory(chosen)
+                        )
+                        yield self.noted(Candidate(estimate_s, kinds, settings, chunks))
 
     def _order_by_memory(self, chosen: Sequence[int]) -> list[int]:
         """Orders pools by memory, largest first: the first stages keep the most activations."""
@@ -174,7 +174,7 @@ class Families(Estimates):
                 if limits.runnable and len(set(tensors)) > 1:
                     continue
                 for stages in self.counts(min(units)):
-                    each = [u // stages for u in units]
+                    each = [u // stages // self.context * self.context for u in units]
                     if wanted is not None:
                         each = self._share_replicas(wanted, chosen, tensors, each)
                     if all(each):
@@ -183,22 +183,22 @@ class Families(Estimates):
     def _replicas_wanted(self) -> int | None:
         """Returns how many replicas follow from what the user has fixed; None: any number of them."""
         limits = self.limits
-        if limits.data is None and limits.micro_batch is not None and limits.micro_batches is not None:
+        if self.data is None and limits.micro_batch is not None and limits.micro_batches is not None:
             return self.batch // limits.micro_batches // limits.micro_batch
-        return limits.data
+        return self.data
 
     def _share_replicas(self, wanted: int, chosen: Sequence[int], tensors: Sequence[int], most: list[int]) -> list[int]:
         """Returns how many of the replicas that are wanted each pool gets: the fastest as many as it has room for."""
         how, left = self.recomputes()[0], wanted
         each = [0] * len(chosen)
         for i in sorted(range(len(chosen)), key=lambda i: self.predict_whole(chosen[i], tensors[i], 1, how)[1]):
-            each[i] = min(left, most[i])
+            each[i] = min(left, most[i]) // self.context * self.context
             left -= each[i]
         return each if left == 0 else [0] * len(chosen)
 
     def _enumerate_mixed_of(self, kinds: tuple[tuple[int, int, int], ...], stages: int) -> Iterator[Candidate]:
         limits, replicas = self.limits, sum(k[2] for k in kinds)
-        if limits.data not in (None, replicas):
+        if self.data not in (None, replicas) or replicas % self.replicas_step:
             return
         most = [self.rows_of(pool, tensor)[-1] for pool, tensor, _ in kinds]
         least = max(self.rows_of(pool, tensor)[0] for pool, tensor, _ in kinds)
@@ -211,6 +211,8 @@ class Families(Estimates):
                 continue
             if rows < replicas and (micro_batches > 1 or stages > 1):
                 continue
+            if self.context > 1 and rows % replicas:  # ranks that divide a row's tokens are all alike
+                continue
             each = max(1, rows // replicas)  # rows of a replica, if all had as many
             speed = sum(n * each / self.shared_s(pool, tensor, min(each, m), self.recomputes()[0])
                         for (pool, tensor, n), m in zip(kinds, most))  # fmt: skip
@@ -221,7 +223,10 @@ class Families(Estimates):
                 def predict_whole_s(pool: int, tensor: int, n: int, how: tuple[str, bool] = how) -> float:
                     return self.shared_s(pool, tensor, n, how)
 
-                if (fixed := limits.micro_batch) is None:
+                fixed = rows // replicas if self.context > 1 else limits.micro_batch
+                if limits.micro_batch not in (None, fixed):
+                    continue
+                if fixed is None:
                     parts = row_shares(kinds, rows, predict_whole_s, most)
                 else:
                     alike = tuple(DeviceGroup(pool, tensor, n, fixed) for pool, tensor, n in kinds)

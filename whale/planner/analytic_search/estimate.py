@@ -14,9 +14,10 @@ from cost_model.analytic.layer_costs import LayerCosts, Model
 from cost_model.analytic.memory import states
 from cost_model.analytic.stage_costs import reduction_s
 from cost_model.cluster.pools import Machines
+from cost_model.kernels.collectives import all_to_all_s
 from cost_model.kernels.compute import round_ranks
 from cost_model.simulator import not_hidden_s
-from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute
+from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute, count_expert_ranks
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.work import ESTIMATE_S, LAYERS_S, Work
 
@@ -36,10 +37,20 @@ def divisors(n: int) -> list[int]:
 class Estimates:
     """Estimates the costs of layers, of the end of a step, and of a stage's memory on a cluster's ranks; some are
     cached.
+
+    Attributes:
+        context: ranks that divide the tokens of a row, each of which counts as a replica with that row.
+        batch: rows of a step, each counted `context` times.
+        data: replicas of each stage that the user has fixed, of each row `context`; None: any number.
+        replicas_step: the replicas of a stage are a multiple of it.
     """
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work) -> None:
-        self.model, self.machines, self.batch, self.limits, self.work = model, machines, batch, limits, work
+        self.model, self.machines, self.limits, self.work = model, machines, limits, work
+        self.context = limits.context or 1
+        self.batch = batch * self.context
+        self.data = None if limits.data is None else limits.data * self.context
+        self.replicas_step = math.lcm(self.context, limits.experts or 1)
         self.ranks = round_ranks(machines.devices)
         self.zero = 1 if limits.zero is None else limits.zero
         self.offload: Offload = limits.offload or "none"
@@ -48,22 +59,35 @@ class Estimates:
         # Whether candidates are left out that are far behind the best one with room, and that one; estimates that are
         # too long to be looked at beside what was simulated.
         self.prunes, self.best_estimate_s, self.known_s = True, math.inf, math.inf
-        self.each: dict[tuple[int, int, int, str, bool], tuple[LayerCosts, float, float]] = {}
+        self.each: dict[tuple[int, int, int, str, bool, int], tuple[LayerCosts, float, float]] = {}
         self.after: dict[tuple[tuple[tuple[int, int, int], ...], int], tuple[float, float]] = {}
         self.tied: dict[tuple[int, int, int, int], float] = {}
 
     def predict_whole(
-        self, pool: int, tensor: int, rows: int, how: tuple[str, bool]
+        self, pool: int, tensor: int, rows: int, how: tuple[str, bool], ways: int = 0
     ) -> tuple[LayerCosts, float, float]:
-        """Returns (costs, seconds of all layers' passes, mean seconds of one layer)."""
-        key = (pool, tensor, rows, *how)
+        """Returns (costs, seconds of all layers' passes with what experts exchange, mean seconds of one layer).
+
+        Args:
+            ways: ranks that divide a layer's experts; 0: all of the pool's devices, until a stage is known.
+        """
+        replicas = 1
+        if not self.model.experts:
+            ways = 0
+        else:
+            groups = self.machines.pools[pool].tensor_groups(tensor)
+            ways = ways or self.limits.experts or count_expert_ranks(self.model.experts, groups)
+            replicas = max(1, groups // ways) * ways
+        key = (pool, tensor, rows, *how, ways)
         if key not in self.each:
             self.work.spend(LAYERS_S)
-            # Experts are taken to be divided over all of the pool's devices, until a stage is known.
-            replicas = self.machines.pools[pool].tensor_groups(tensor) if self.model.experts else 1
-            one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas)
+            more = (self.context, ways) if self.context > 1 or ways else ()
+            one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas, *more)
             count = self.model.count
             total = one.forward(0, count) + one.backward(0, count)
+            if ways > 1:  # tokens go to the experts and come back, in each pass (see `stage_costs`)
+                group, times = self.machines.data_group(((pool, tensor, ways),)), 6 if how[0] == "full" else 4
+                total += times * count * all_to_all_s(group, one.routed_bytes)
             self.each[key] = one, total, total / count
         return self.each[key]
 
@@ -100,7 +124,7 @@ class Estimates:
         respected.
         """
         known, limits = self.rows_of(part.pool, part.tensor), self.limits
-        fixed = limits.micro_batch in (None, part.rows) and limits.data in (None, part.replicas)
+        fixed = limits.micro_batch in (None, part.rows) and self.data in (None, part.replicas)
         return fixed and known[0] <= part.rows <= known[-1]
 
     def keeps_choices(self, strategy: ParallelStrategy) -> bool:
@@ -111,7 +135,9 @@ class Estimates:
             limits.stages in (None, len(stages))
             and limits.chunks in (None, strategy.chunks)
             and limits.micro_batches in (None, strategy.micro_batches)
-            and all(limits.data in (None, stage.replicas) for stage in stages)
+            and all(self.data in (None, stage.replicas) for stage in stages)
+            and all(stage.replicas % self.replicas_step == 0 for stage in stages)
+            and limits.experts in (None, strategy.expert_ranks)
             and all(limits.tensor in (None, part.tensor) for part in parts)
             and all(limits.micro_batch in (None, part.rows) for part in parts)
         )
@@ -134,7 +160,16 @@ class Estimates:
     def settings(self, micro_batches: int, how: tuple[str, bool]) -> ParallelStrategy:
         """Returns a strategy without stages; `how`: (recompute, sequence parallel)."""
         recompute, sequence_parallel = how
-        return ParallelStrategy((), micro_batches, recompute, sequence_parallel, self.zero, offload=self.offload)  # type: ignore[arg-type]
+        return ParallelStrategy(
+            (),
+            micro_batches,
+            recompute,  # type: ignore[arg-type]
+            sequence_parallel,
+            self.zero,
+            offload=self.offload,
+            context=self.context,
+            expert_ranks=self.limits.experts or 0,
+        )
 
     def predict_after_s(
         self, parts: tuple[DeviceGroup, ...], how: tuple[str, bool], stages: int
@@ -191,7 +226,7 @@ class Estimates:
         each = 0.0
         for part in parts:
             path = min(self.machines.send_path(part.pool, other.pool, ranks) for other in parts)
-            each = max(each, self.model.send_s(cut, part.tensor, part.rows, how[1], path))
+            each = max(each, self.model.send_s(cut, part.tensor, part.rows / self.context, how[1], path))
         return 2 * each
 
     def far_behind(self, estimate_s: float) -> bool:
@@ -247,8 +282,8 @@ class Estimates:
     def rates(self) -> dict[tuple[str, float], float]:
         """Returns the most rows that a device of each kind, by its name and share, trains in a second."""
         found: dict[tuple[str, float], float] = {}
-        for (number, tensor, rows, *_), (_, total, _) in self.each.items():
-            pool = self.machines.pools[number]
+        for (number, tensor, rows, *_), (one, _, _) in self.each.items():
+            pool, total = self.machines.pools[number], one.forward(0, one.count) + one.backward(0, one.count)
             kind = pool.device.name, pool.entry.share
             found[kind] = max(found.get(kind, 0.0), rows / total / tensor)
         return found

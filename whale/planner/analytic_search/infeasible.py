@@ -27,7 +27,6 @@ TIMES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # as much memory of a device
 MOST_TIMES = 64  # as many hosts
 HOST_GB = (256, 512, 1024, 2048)  # of a host's memory, where the cluster file names none
 LEAST_SEQUENCE = 128
-LEAST_CONTEXT = 8192  # positions of a sequence that a rank of a context-parallel group keeps at least
 
 Fits = Callable[[Model, Machines, Constraints], bool]
 
@@ -55,7 +54,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
     if nearest is None:
         return PlanError(
             "no strategy is possible",
-            given=f"a batch of {first.batch}, {machines.devices} devices",
+            given=f"a batch of {first.batch // first.context}, {machines.devices} devices",
             reason="what was fixed, the batch's divisors or the measured sizes leave nothing",
             action=_find_freed(model, machines, limits, fits) or "measure more sizes, or change the batch",
         )
@@ -155,44 +154,7 @@ def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, f
                 yield Change(f"{text}: state and weights can lie there", model.on(changed), changed, limits)
                 break
     if isinstance(model, TransformerModel):
-        yield from _context_parallel(model, machines, limits, fits)
         yield from _smaller(model, machines, limits, fits)
-
-
-def _context_parallel(model: TransformerModel, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
-    """Yields the least context parallelism that is enough, which the search itself does not choose.
-
-    Of a group of c ranks each holds a c-th of a sequence's positions (ring attention: Liu et al., 2023),
-    so what fits is what fits for such a sequence on a c-th of the devices.
-    """
-    t, count = model.transformer, 2
-    while t.sequence % count == 0 and t.sequence // count >= LEAST_CONTEXT:
-        part = _with_part(machines.cluster, count)
-        if part is None:
-            return
-        less = model.of(msgspec.structs.replace(t, sequence=t.sequence // count)).on(part)
-        if fits(less, part, limits):
-            where = "`with wh.split(context=1)` in a script; it is not planned here"
-            each = f"{t.sequence // count} of {t.sequence} positions"
-            yield Change(f"context parallelism over {count} ranks with {each} each ({where})", less, part, limits)
-            return
-        count *= 2
-
-
-def _with_part(cluster: Cluster, parts: int) -> Machines | None:
-    """Returns the cluster with one of so many parts of its devices: fewer hosts, then fewer devices of each.
-
-    None: they cannot be divided so.
-    """
-    hosts = []
-    for host in cluster.hosts:
-        count = max(1, host.count // parts)
-        left = -(-parts * count // host.count)  # parts that each host is still to be divided into
-        if any(entry.count < left for entry in host.devices):
-            return None
-        devices = [msgspec.structs.replace(entry, count=entry.count // left) for entry in host.devices]
-        hosts.append(msgspec.structs.replace(host, count=count, devices=devices))
-    return Machines(msgspec.structs.replace(cluster, hosts=hosts))
 
 
 def _smaller(model: TransformerModel, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:

@@ -31,7 +31,7 @@ class Room:
 
     def number(self, settings: ParallelStrategy, kind: tuple[DeviceGroup, ...], many: bool) -> int:
         """Returns a number for stages on such ranks, under settings on which their memory depends; `many` stages."""
-        key = settings.zero, settings.offload, settings.sequence_parallel, kind, many
+        key = settings.zero, settings.offload, settings.sequence_parallel, settings.expert_ranks, kind, many
         return self._kinds.setdefault(key, len(self._kinds))
 
     def most(self, number: int, settings: ParallelStrategy, kind: tuple[DeviceGroup, ...],

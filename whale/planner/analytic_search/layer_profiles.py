@@ -35,7 +35,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from cost_model.analytic.layer_costs import LayerCosts, sums
+from cost_model.analytic.layer_costs import LayerCosts, first_alike, sums
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster import yaml_files
 from cost_model.cluster.pools import Machines
@@ -142,7 +142,8 @@ class TableModel:
         self.table, self.stack, self.machines, self.name = table, stack, machines, table.model
         self.kinds = [layer for layer in table.layers for _ in range(layer.count)]
         self.count = len(self.kinds)
-        self.experts, self.tied_parameters = 0, 0.0
+        self.experts, self.tied_parameters, self.sequence = 0, 0.0, 0
+        self.alike = first_alike(self.kinds)
         self.of: dict[tuple[str, int, str], dict[str, dict[int, Measured]]] = {}
         for one in table.measured:
             key = one.device, one.tensor, one.recompute

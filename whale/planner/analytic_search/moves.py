@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cost_model.cluster.pools import Machines
+from cost_model.cluster.pools import Machines, Pool
 from whale.ir.strategy import DeviceGroup, ParallelStrategy
 from whale.planner.analytic_search.estimate import divisors
 from whale.planner.analytic_search.row_shares import row_shares, variants
@@ -69,6 +69,8 @@ class Moves:
         seconds: (pool, tensor, rows) -> seconds of a micro-batch, by which unequal replicas share rows.
         most_rows: (pool, tensor) -> largest micro-batch of a rank.
         runnable: the replicas of a stage have equal tensor-parallel degrees.
+        context: ranks that divide the tokens of a row: the replicas of a part are a multiple of it, and all rows alike.
+        experts: the replicas of a stage are a multiple of it.
     """
 
     machines: Machines
@@ -79,6 +81,8 @@ class Moves:
     seconds: Callable[[int, int, int], float]
     most_rows: Callable[[int, int], int]
     runnable: bool
+    context: int = 1
+    experts: int = 1
 
     def of_ranks(self, strategy: ParallelStrategy) -> Iterator[tuple[int, Ranks]]:
         """Yields (micro-batches, ranks of the stages) after each change that needs new cuts."""
@@ -95,11 +99,18 @@ class Moves:
             if key in known or not 0 < len(changed) <= self.layers:
                 continue
             known.add(key)
-            if all(map(self._allowed, set(changed))) and has_room(self.machines, changed):
+            if all(map(self.allows, set(changed))) and has_room(self.machines, changed):
                 yield micro_batches, changed
 
-    def _allowed(self, parts: tuple[DeviceGroup, ...]) -> bool:
+    def allows(self, parts: tuple[DeviceGroup, ...]) -> bool:
+        """Tells whether a stage may have these parts."""
         alike = not self.runnable or len({part.tensor for part in parts}) == 1
+        if self.context > 1 and (
+            len({part.rows for part in parts}) > 1 or any(part.replicas % self.context for part in parts)
+        ):
+            return False
+        if sum(part.replicas for part in parts) % self.experts:
+            return False
         return alike and all(part.rows >= 1 and self.allowed(part) for part in parts)
 
     def _groups(self, ranks: Ranks) -> list[frozenset[int]]:
@@ -120,14 +131,14 @@ class Moves:
         for group in self._groups(ranks):
             new: dict[tuple[DeviceGroup, ...], list[tuple[DeviceGroup, ...]]] = {}
             for parts in dict.fromkeys(ranks[i] for i in sorted(group)):
-                new[parts] = list(dict.fromkeys(self._other_parts_of(parts)))
+                new[parts] = list(dict.fromkeys(self._other_parts_of(parts, len(ranks))))
             # Stages on unlike parts are changed one kind at a time, or all by the change of the same number.
             for kinds in ([[one] for one in new] if len(new) > 1 else []) + [list(new)]:
                 for number in range(min(len(new[one]) for one in kinds)):
                     changed = [new[p][number] if i in group and p in kinds else p for i, p in enumerate(ranks)]
                     yield from ((micro_batches, one) for one in self._paid(changed, group))
 
-    def _other_parts_of(self, parts: tuple[DeviceGroup, ...]) -> Iterator[tuple[DeviceGroup, ...]]:
+    def _other_parts_of(self, parts: tuple[DeviceGroup, ...], stages: int) -> Iterator[tuple[DeviceGroup, ...]]:
         if len(parts) > 1:
             yield from self._other_mixes(parts)
             return
@@ -148,6 +159,18 @@ class Moves:
                 for tensor in {part.tensor, *_near(self.tensors(pool.number), part.tensor)}:
                     if tensor in self.tensors(pool.number):
                         yield (DeviceGroup(pool.number, tensor, part.replicas, part.rows),)
+                yield from self._mixed_with(part, pool, stages)
+
+    def _mixed_with(self, part: DeviceGroup, pool: Pool, stages: int) -> Iterator[tuple[DeviceGroup, ...]]:
+        """Adds replicas on another pool, which get rows by their speed: a few, as many, or its share of all."""
+        if part.tensor not in self.tensors(pool.number):
+            return
+        most, rows = pool.tensor_groups(part.tensor), part.rows * part.replicas
+        for replicas in sorted({1, part.replicas // 2, part.replicas, 2 * part.replicas, most // stages, most}):
+            if 0 < replicas <= most:
+                kinds = {(part.pool, part.tensor): part.replicas, (pool.number, part.tensor): replicas}
+                if found := self.share(kinds, rows):
+                    yield found
 
     def _other_mixes(self, parts: tuple[DeviceGroup, ...]) -> Iterator[tuple[DeviceGroup, ...]]:
         """Changes rows, replicas or tensor-parallel degree of unequal replicas."""
@@ -158,14 +181,15 @@ class Moves:
             kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
         for key, count in kinds.items():
             for replicas in {count - 1, count + 1, count // 2, 2 * count, 0}:
-                if replicas != count and (found := self._shared({**kinds, key: replicas}, rows)):
+                if replicas != count and (found := self.share({**kinds, key: replicas}, rows)):
                     yield found
         for factor in (2, 0.5):
             other = {(pool, int(tensor * factor)): int(n / factor) for (pool, tensor), n in kinds.items()}
-            if all(tensor in self.tensors(pool) for pool, tensor in other) and (found := self._shared(other, rows)):
+            if all(tensor in self.tensors(pool) for pool, tensor in other) and (found := self.share(other, rows)):
                 yield found
 
-    def _shared(self, kinds: dict[tuple[int, int], int], rows: int) -> tuple[DeviceGroup, ...] | None:
+    def share(self, kinds: dict[tuple[int, int], int], rows: int) -> tuple[DeviceGroup, ...] | None:
+        """Returns the parts of so many replicas, (pool, tensor) -> number, among which rows are shared by speed."""
         own = [(pool, tensor, n) for (pool, tensor), n in kinds.items() if n > 0]
         if not own or sum(n for _, _, n in own) > rows:
             return None
@@ -187,7 +211,7 @@ class Moves:
             for tensor in self.tensors(pool.number):
                 for replicas in divisors(rows):
                     own = (DeviceGroup(pool.number, tensor, replicas, rows // replicas),)
-                    if tensor * replicas <= pool.devices and self._allowed(own):
+                    if tensor * replicas <= pool.devices and self.allows(own):
                         for place in {0, 1, len(ranks) - 1, len(ranks)}:
                             yield micro_batches, [*ranks[:place], own, *ranks[place:]]
 
@@ -196,7 +220,7 @@ class Moves:
         for other in _near(divisors(self.batch), micro_batches, 3):
             of: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...] | None] = {}
             for parts in dict.fromkeys(ranks):
-                of[parts] = self._with_rows(parts, self.batch // other)
+                of[parts] = self.with_rows(parts, self.batch // other)
             if all(of.values()):
                 yield other, [of[parts] or parts for parts in ranks]
             more: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...]] = {}
@@ -209,14 +233,15 @@ class Moves:
                 changed = [more[parts] for parts in ranks]
                 yield from ((other, one) for one in self._paid(changed, frozenset()))
 
-    def _with_rows(self, parts: tuple[DeviceGroup, ...], rows: int) -> tuple[DeviceGroup, ...] | None:
+    def with_rows(self, parts: tuple[DeviceGroup, ...], rows: int) -> tuple[DeviceGroup, ...] | None:
+        """Returns parts with so many rows of a micro-batch in all; None: the replicas cannot divide them."""
         if len(parts) == 1:
             replicas = parts[0].replicas
             return None if rows % replicas else (msgspec.structs.replace(parts[0], rows=rows // replicas),)
         kinds: dict[tuple[int, int], int] = {}
         for part in parts:
             kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
-        return self._shared(kinds, rows)
+        return self.share(kinds, rows)
 
     def _without_pools(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
         """Leaves out a pool: its stages, and its replicas of stages that have others."""
@@ -229,7 +254,7 @@ class Moves:
                 for part in parts:
                     if part.pool != pool:
                         kept[part.pool, part.tensor] += part.replicas
-                own = parts if all(p.pool != pool for p in parts) else self._shared(kept, rows) if kept else None
+                own = parts if all(p.pool != pool for p in parts) else self.share(kept, rows) if kept else None
                 left += [own] if own else []
             yield from ((micro_batches, one) for one in self._paid(left, frozenset()))
 

@@ -33,6 +33,18 @@ def check(model: Model, machines: Machines, strategy: ParallelStrategy, batch: i
             wrong.append(f"stage {index} has {stage.rows} x {strategy.micro_batches} rows of a batch of {batch}")
         if any(part.rows < 1 or part.replicas < 1 for part in stage.parts):
             wrong.append(f"stage {index} has an empty part")
+        if any(part.replicas % strategy.context for part in stage.parts):
+            wrong.append(
+                f"stage {index} has replicas that {strategy.context} ranks for the tokens of a row do not divide"
+            )
+        if strategy.expert_ranks and (not model.experts or stage.replicas % strategy.expert_ranks):
+            wrong.append(f"stage {index} has {stage.replicas} replicas, which {strategy.expert_ranks} do not divide")
+    if len(strategy.stages) == 1 < strategy.chunks:
+        wrong.append(f"one stage has {strategy.chunks} chunks, of which nobody takes turns")
+    if strategy.context > 1 and (not model.sequence or model.sequence % strategy.context):
+        wrong.append(f"{strategy.context} ranks do not divide the tokens of a row: {model.sequence or 'unknown'}")
+    if model.experts and strategy.expert_ranks and model.experts % strategy.expert_ranks:
+        wrong.append(f"{strategy.expert_ranks} ranks do not divide {model.experts} experts")
     for pool in machines.pools:
         used = [part for stage in strategy.stages for part in stage.parts if part.pool == pool.number]
         if sum(part.ranks for part in used) > pool.devices:

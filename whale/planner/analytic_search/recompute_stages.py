@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cost_model.analytic.layer_costs import Model, costs_of, slowest_passes_s
+from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
 from cost_model.cluster.pools import Machines
 from whale.ir.strategy import ParallelStrategy, Recompute, Stage
@@ -17,9 +18,9 @@ class RecomputeChoice:
     a stage's memory depends on its own recompute only.
     """
 
-    def __init__(self, model: Model, machines: Machines, ranks: int) -> None:
-        self.model, self.machines, self.ranks = model, machines, ranks
-        self.known: dict[tuple[Stage, int, int, int, str, bool], Recompute] = {}
+    def __init__(self, model: Model, machines: Machines, ranks: int, stage_costs: StageCosts) -> None:
+        self.model, self.machines, self.ranks, self.find_alike = model, machines, ranks, stage_costs.find_alike
+        self.known: dict[tuple[object, ...], Recompute] = {}
 
     def fit(
         self, strategy: ParallelStrategy, kinds: Sequence[Recompute], live: Callable[[int], int]
@@ -37,11 +38,11 @@ class RecomputeChoice:
         )
 
     def _choose(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
-        plain = Stage(stage.layers, stage.parts)
-        key = (plain, live, len(strategy.stages), strategy.zero, strategy.offload, strategy.sequence_parallel)
-        if key not in self.known:
-            self.known[key] = self._find_fastest(strategy, plain, live, kinds)
-        return self.known[key]
+        settings = strategy.zero, strategy.offload, strategy.sequence_parallel, strategy.expert_ranks
+        key = (self.find_alike(stage), stage.parts, live, len(strategy.stages), settings)
+        if (known := self.known.get(key)) is None:
+            known = self.known[key] = self._find_fastest(strategy, Stage(key[0], stage.parts), live, kinds)
+        return known
 
     def _find_fastest(
         self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]

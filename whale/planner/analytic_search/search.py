@@ -27,12 +27,22 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from cost_model.analytic.evaluate import Evaluation, evaluate, tied_s
+from cost_model.analytic.evaluate import Evaluation, tied_s
+from cost_model.analytic.evaluate_many import LEAST, evaluate_many
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import StageCost, fully_sharded
 from cost_model.cluster.pools import Machines
-from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage, count_live_chunks, divide_chunks
+from cost_model.simulator import least_end_s
+from whale.ir.strategy import (
+    DeviceGroup,
+    ParallelStrategy,
+    Recompute,
+    Stage,
+    count_expert_ranks,
+    count_live_chunks,
+    divide_chunks,
+)
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.enumerate_candidates import Families
 from whale.planner.analytic_search.estimate import divisors
@@ -40,8 +50,9 @@ from whale.planner.analytic_search.exact import exact
 from whale.planner.analytic_search.layer_partition import Chain, Room
 from whale.planner.analytic_search.moves import Moves, Ranks, layer_moves, with_counts
 from whale.planner.analytic_search.neighbours import StageRanks, neighbours, other_orders, other_ranks
+from whale.planner.analytic_search.random_moves import RandomMoves
 from whale.planner.analytic_search.recompute_stages import RecomputeChoice
-from whale.planner.analytic_search.work import COST_S, CUT_S, FIT_S, LOOKUP_S, PASS_S, Work
+from whale.planner.analytic_search.work import COST_S, CUT_S, FIT_S, LOOKUP_S, PASS_S, RANDOM_S, TOGETHER_PASS_S, Work
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,10 @@ NEARLY = 1.25  # times the step, up to which other cuts may make it shorter
 MANY = 10  # times that a chain is walked until its best cuts are found
 MOST_CHUNKS = 32  # of a stage
 SHAKEN, PATIENCE = 3, 16  # random changes that are improved, and times that they may be of no use
-POLISHED = 500  # random moves of several layers that may be of no use
+# Random changes that may be of no use: of the best strategy, of each other one that is begun with, and the number of these.
+WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
+POLISHED = 512  # random moves of several layers that may be of no use
+TOGETHER, AT_ONCE = 32, 8  # interleaved strategies that are simulated at once: of random moves, of others
 WORSE = 1.5  # times the step, which a random change may make it longer
 # Numbers of chunks that are looked at, beside those near a strategy's own and those that divide layers evenly.
 CHUNKS_LOOKED_AT = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -118,7 +132,7 @@ class Search(Families):
         self.fastest: tuple[ParallelStrategy, Evaluation] | None = None
         self.misfits: list[tuple[ParallelStrategy, Evaluation]] = []
         self.room = Room(machines)
-        self.recompute = RecomputeChoice(model, machines, self.ranks)
+        self.recompute = RecomputeChoice(model, machines, self.ranks, self.stage_costs)
         # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
         self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
         # (settings, ranks) that were cut; those whose ranks were changed in all ways, for steps shorter than that.
@@ -128,18 +142,26 @@ class Search(Families):
         self.moves = Moves(
             machines,
             model.count,
-            batch,
+            self.batch,
             self.tensors,
             self.is_allowed,
             lambda pool, tensor, rows: self.shared_s(pool, tensor, rows, self.recomputes()[0]),
             lambda pool, tensor: self.rows_of(pool, tensor)[-1],
             limits.runnable,
+            self.context,
+            limits.experts or 1,
+        )
+        self.random = RandomMoves(
+            self.moves,
+            list(range(4)) if limits.zero is None else [limits.zero],
+            [0, *divisors(model.experts)] if model.experts and limits.experts is None else [limits.experts or 0],
+            MOST_CHUNKS if limits.chunks is None else limits.chunks,
         )
 
     @property
     def few(self) -> bool:
         """Tells whether there are so few devices that every assignment of them to stages is looked at."""
-        return self.ranks <= self.limits.exact_devices
+        return self.ranks <= self.limits.exact_devices and self.replicas_step == 1
 
     def build(self, one: Candidate) -> ParallelStrategy | None:
         """Cuts the candidate's layers into stages; None if it does not fit into memory.
@@ -190,47 +212,72 @@ class Search(Families):
         Returns: (its step's seconds, the strategy with its recompute chosen); infinite seconds if it does not fit,
         was looked at before, or is not faster.
         """
+        strategy, is_new = self._prepare(strategy, below_s)
+        return (self._simulate([strategy])[0] if is_new else math.inf), strategy
+
+    def consider_many(
+        self, strategies: Iterable[ParallelStrategy], below_s: float, together: int
+    ) -> Iterator[tuple[float, ParallelStrategy]]:
+        """Does what `consider` does for each of several strategies, so many interleaved ones at a time, and yields the
+        fastest of each time.
+        """
+        waiting: list[ParallelStrategy] = []
+        for one in itertools.chain(strategies, (None,)):
+            if one is not None:
+                prepared, is_new = self._prepare(one, below_s)
+                if is_new:
+                    waiting.append(prepared)
+            if waiting and (one is None or len(waiting) >= (together if waiting[-1].chunks > 1 else 1)):
+                found = self._simulate(waiting)
+                yield min(zip(found, waiting), key=lambda e: e[0])
+                waiting = []
+
+    def _prepare(self, strategy: ParallelStrategy, below_s: float) -> tuple[ParallelStrategy, bool]:
+        """Returns a strategy as it may run, and whether it is worth a simulation: it is new, and may be faster."""
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
             strategy = msgspec.structs.replace(strategy, zero=0)  # there is nobody to share the state with
+        if strategy.expert_ranks != (legal := self._keep_experts(strategy, [stage.parts for stage in strategy.stages])):
+            strategy = msgspec.structs.replace(strategy, expert_ranks=legal)
         strategy = self.fit(strategy)
         if (key := hash(strategy)) in self.kept.seen or not self.keeps_choices(strategy):
-            return math.inf, strategy
+            return strategy, False
         self.kept.seen.add(key)
-        if math.isfinite(below_s) and self.at_least_s(strategy) >= below_s:
-            return math.inf, strategy
-        before = self.stage_costs.computed
-        found = evaluate(self.model, self.machines, strategy, self.stage_costs)
-        self.simulated += 1
-        passes = 2 * strategy.micro_batches * len(strategy.stages) * strategy.chunks
-        if found.fits:
-            self.kept.keep(strategy, found)
-            if self.fastest is None or found.step_s < self.fastest[1].step_s:
-                self.fastest = strategy, found
-            self.work.may_end = True
-        elif len(self.misfits) < MISFITS:
-            self.misfits.append((strategy, found))
-        self.work.spend(
-            LOOKUP_S * len(strategy.stages) + COST_S * (self.stage_costs.computed - before) + PASS_S * passes
-        )
-        return (found.step_s if found.fits else math.inf), strategy
+        return strategy, math.isinf(below_s) or self.at_least_s(strategy) < below_s
+
+    def _simulate(self, strategies: list[ParallelStrategy]) -> list[float]:
+        """Simulates and records strategies; returns their steps' seconds, infinite where one does not fit."""
+        before, seconds = self.stage_costs.computed, []
+        passes_s = PASS_S if len(strategies) < LEAST else TOGETHER_PASS_S
+        for strategy, found in zip(strategies, evaluate_many(self.model, self.machines, strategies, self.stage_costs)):
+            self.simulated += 1
+            seconds.append(found.step_s if found.fits else math.inf)
+            if found.fits:
+                self.kept.keep(strategy, found)
+                if self.fastest is None or found.step_s < self.fastest[1].step_s:
+                    self.fastest = strategy, found
+                self.work.may_end = True
+            elif len(self.misfits) < MISFITS:
+                self.misfits.append((strategy, found))
+        passes = sum([2 * one.micro_batches * len(one.stages) * one.chunks for one in strategies])
+        stages = sum([len(one.stages) for one in strategies])
+        self.work.spend(LOOKUP_S * stages + COST_S * (self.stage_costs.computed - before) + passes_s * passes)
+        return seconds
+
+    def _keep_experts(self, settings: ParallelStrategy, ranks: Ranks) -> int:
+        """Returns the settings' ranks that divide experts, if they divide the replicas of these stages; else 0."""
+        ways = settings.expert_ranks
+        return ways if ways and all(sum(p.replicas for p in parts) % ways == 0 for parts in ranks) else 0
 
     def at_least_s(self, strategy: ParallelStrategy) -> float:
-        """Returns a lower bound of a step without simulating it; infinite if it does not fit.
-
-        A stage begins when those before it have done a pass of their first chunk, and these end after it with another.
-        """
+        """Returns a lower bound of a step without simulating it; infinite if it does not fit."""
         if fully_sharded(self.model, strategy):
             return 0.0
         costs = self._costs(strategy)
         if any(cost.lacking_bytes > 0 for cost in costs):
             return math.inf
-        before_s = slowest_s = 0.0
-        for cost in costs:
-            own_s = sum(cost.forward_s) + sum(cost.backward_s)
-            slowest_s = max(slowest_s, before_s + strategy.micro_batches * own_s)
-            before_s += cost.forward_s[0] + cost.backward_s[0]
-        after_s = costs[0].reduce_s + max(cost.update_s for cost in costs)
-        return max(slowest_s, before_s) + after_s + tied_s(self.model, self.machines, strategy)
+        passes_s = least_end_s([c.forward_s for c in costs], [c.backward_s for c in costs], strategy.micro_batches)
+        after_s = costs[0].reduce_s + max([cost.update_s for cost in costs])
+        return passes_s + after_s + tied_s(self.model, self.machines, strategy)
 
     def _costs(self, strategy: ParallelStrategy) -> list[StageCost]:
         before, ranks, count = self.stage_costs.computed, strategy.ranks, len(strategy.stages)
@@ -245,8 +292,8 @@ class Search(Families):
             wide: also tries other ranks for one stage, of few devices.
         """
         while True:
-            for other in self._others(strategy, seconds * (1 - gain), wide):
-                took_s, fitted = self.consider(other, seconds * (1 - gain))
+            most_s = seconds * (1 - gain)
+            for took_s, fitted in self.consider_many(self._others(strategy, most_s, wide), most_s, AT_ONCE):
                 if took_s < seconds * (1 - gain):
                     strategy, seconds = fitted, took_s
                     break
@@ -275,6 +322,12 @@ class Search(Families):
         """Yields the strategy with other levels of ZeRO and other numbers of chunks."""
         if self.limits.zero is None:
             yield from (msgspec.structs.replace(strategy, zero=zero) for zero in range(4) if zero != strategy.zero)
+        if self.model.experts and self.limits.experts is None:
+            ranks = [stage.parts for stage in strategy.stages]
+            for ways in divisors(self.model.experts):
+                other = msgspec.structs.replace(strategy, expert_ranks=ways)
+                if ways != strategy.expert_ranks and self._keep_experts(other, ranks):
+                    yield other
         yield from self._chunked(strategy, [stage.parts for stage in strategy.stages], strategy.chunks)
 
     def _other_ranks(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
@@ -283,7 +336,7 @@ class Search(Families):
         changes = [one for one in self.moves.of_ranks(strategy) if self._least_s(*one, settings) < seconds]
         random.Random(len(changes)).shuffle(changes)  # those that are alike come one after the other
         for micro_batches, ranks in changes:
-            own = msgspec.structs.replace(settings, micro_batches=micro_batches)
+            own = self._settings_for(settings, micro_batches, ranks)
             plain = self._with_layers_of(strategy, own, ranks)
             least_s = self.at_least_s(plain)
             if least_s < seconds:
@@ -295,6 +348,11 @@ class Search(Families):
                     yield from self._recut(own, [ranks], seconds)
                 elif len(ranks) != len(strategy.stages):
                     yield from self._chunked(own, ranks, strategy.chunks)
+
+    def _settings_for(self, settings: ParallelStrategy, micro_batches: int, ranks: Ranks) -> ParallelStrategy:
+        """Returns settings with another number of micro-batches, as they can be on these ranks."""
+        experts = self._keep_experts(settings, ranks)
+        return msgspec.structs.replace(settings, micro_batches=micro_batches, expert_ranks=experts)
 
     def _with_layers_of(self, strategy: ParallelStrategy, settings: ParallelStrategy, ranks: Ranks) -> ParallelStrategy:
         """Returns other ranks with a strategy's layers, or evenly divided ones if there are more or fewer stages."""
@@ -340,7 +398,13 @@ class Search(Families):
         how = self.recomputes()[0][0], settings.sequence_parallel
         kinds = dict.fromkeys(ranks)
         self.work.spend(LOOKUP_S * len(kinds))
-        return {parts: max(self.predict_whole(p.pool, p.tensor, p.rows, how)[2] for p in parts) for parts in kinds}
+        found = {}
+        for parts in kinds:
+            ways = settings.expert_ranks
+            if self.model.experts and not ways:
+                ways = count_expert_ranks(self.model.experts, sum(p.replicas for p in parts))
+            found[parts] = max(self.predict_whole(p.pool, p.tensor, p.rows, how, ways)[2] for p in parts)
+        return found
 
     def _chunked(self, strategy: ParallelStrategy, ranks: Ranks, known: int) -> Iterator[ParallelStrategy]:
         """Yields the strategy on these ranks with the numbers of chunks that look best, layers divided evenly.
@@ -378,17 +442,39 @@ class Search(Families):
             raise NothingFits(self)
         assert self.fastest is not None
         if self.fastest[1].step_s <= BEHIND * self.limits.faster_than_s:
+            self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
             self._improve_best(IMPROVED_FEW if self.few else improved)
 
     def go_on(self, improved: int) -> None:
         """Lists all candidates, improves so many of them, and makes random changes of the best strategy."""
+        self._wander_from_best()
+        for seconds, strategy in self._beginnings()[:WANDERED_FROM]:
+            self._wander(strategy, seconds, WANDERED_SOME)
         self._polish()
         if not self.few:
             assert self.fastest is not None
             self.known_s = BEHIND * self.fastest[1].step_s
             self._list(hurried=False)
             self._improve_best(improved, closely=True)
+            self._wander_from_best()
         self._shake()
+
+    def _wander(self, strategy: ParallelStrategy, seconds: float, patience: int) -> None:
+        """Changes a strategy at random as long as that helps: until so many changes in a row have not."""
+        failed, r = 0, random.Random(self.shaken)
+        self.shaken += 1
+        while failed < patience:
+            changed = [self.random.change(r, strategy) for _ in range(TOGETHER)]
+            self.work.spend(TOGETHER * (RANDOM_S + LOOKUP_S * len(strategy.stages)))
+            before_s, most_s = seconds, seconds * (1 - SHORTER)
+            for took_s, fitted in self.consider_many(filter(None, changed), most_s, AT_ONCE):
+                if took_s < seconds:
+                    strategy, seconds = fitted, took_s
+            failed = 0 if seconds < before_s * (1 - STEP) else failed + TOGETHER
+
+    def _wander_from_best(self) -> None:
+        assert self.fastest is not None
+        self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED)
 
     def _list(self, hurried: bool) -> None:
         self.hurried, self.best_estimate_s = hurried, math.inf
@@ -424,7 +510,7 @@ class Search(Families):
             r = random.Random(self.shaken)
             self.shaken += 1
             for micro_batches, ranks in r.sample(able, min(len(able), SHAKEN)):
-                own = msgspec.structs.replace(settings, micro_batches=micro_batches)
+                own = self._settings_for(settings, micro_batches, ranks)
                 took_s, fitted = self.consider(self._with_layers_of(strategy, own, ranks))
                 if math.isinf(took_s) and strategy.chunks == 1 and (cut := self._cut(own, ranks)) is not None:
                     took_s, fitted = self.consider(cut)
@@ -446,18 +532,23 @@ class Search(Families):
             assert self.fastest is not None
             strategy, seconds = self.fastest[0], self.fastest[1].step_s
             counts = [high - low for _, low, high in strategy.ordered_layers]
-            stages, ranges = len(strategy.stages), len(counts)
-            if ranges < 3:
+            if len(counts) < 3:
                 return
-            for _ in range(r.choice((2, 2, 3, 4))):
-                giver, taker = r.sample(range(ranges), 2)
-                if strategy.chunks > 1 and r.random() < 0.5:
-                    giver, taker = r.sample(range(giver % stages, ranges, stages), 2)
-                counts[giver], counts[taker] = counts[giver] - 1, counts[taker] + 1
-            took_s = math.inf
-            if min(counts) > 0:
-                took_s, _ = self.consider(with_counts(strategy, counts), seconds * (1 - SHORTER))
-            failed = 0 if took_s < seconds * (1 - SHORTER) else failed + 1
+            moved = [self._move_layers(strategy, counts, r) for _ in range(TOGETHER)]
+            most_s = seconds * (1 - SHORTER)
+            found = self.consider_many(filter(None, moved), most_s, TOGETHER)
+            took_s = min([one_s for one_s, _ in found], default=math.inf)
+            failed = 0 if took_s < most_s else failed + TOGETHER
+
+    def _move_layers(self, strategy: ParallelStrategy, counts: list[int], r: random.Random) -> ParallelStrategy | None:
+        """Returns a strategy with some layers moved at random; None: a range would be empty."""
+        counts, stages = list(counts), len(strategy.stages)
+        for _ in range(r.choice((2, 2, 3, 4))):
+            giver, taker = r.sample(range(len(counts)), 2)
+            if strategy.chunks > 1 and r.random() < 0.5:
+                giver, taker = r.sample(range(giver % stages, len(counts), stages), 2)
+            counts[giver], counts[taker] = counts[giver] - 1, counts[taker] + 1
+        return with_counts(strategy, counts) if min(counts) > 0 else None
 
     def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
         """Returns the strategies to improve first: the best of each number of stages and micro-batches and each set of
@@ -525,7 +616,7 @@ class Search(Families):
         again = limits.recompute or self.model.recomputes()[-1][0]
         rows = 1 if self.model.row_choices(0, 1) is None else None
         least = replace(limits, recompute=again, micro_batch=limits.micro_batch or rows)
-        lean = Search(self.model, self.machines, self.batch, least)
+        lean = Search(self.model, self.machines, self.batch // self.context, least)
         lean.kept_per_shape, lean.hurried, lean.prunes = sys.maxsize, True, False
         yield from lean.pure()
         yield from lean.enumerate_mixed()

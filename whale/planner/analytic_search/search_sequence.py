@@ -3,7 +3,7 @@
 All of it is one sequence of steps, and the budget says only where it ends: a larger budget never gives a slower plan,
 and a busy machine plans the same as an idle one.
 
-Decisions: 0077, 0158, 0172.
+Decisions: 0077, 0158, 0172, 0187.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cost_model.analytic.layer_costs import Model
 from cost_model.cluster.cluster_file import Cluster, HostEntry
 from cost_model.cluster.pools import Machines, Pool
 from whale.errors import PlanError
-from whale.ir.strategy import Offload, ParallelStrategy
+from whale.ir.strategy import Offload, ParallelStrategy, Recompute
 from whale.planner.analytic_search.candidates import Constraints, SearchResult
 from whale.planner.analytic_search.estimate import least_s
 from whale.planner.analytic_search.infeasible import nothing_fits
@@ -33,7 +33,8 @@ MODES: tuple[tuple[int, Offload], ...] = (
 )  # fmt: skip
 # Strategies that are improved: at first, on parts of the cluster, and at last of the searches that found the best.
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
-ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO may be
+ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO, or with divided rows, may be
+LEAST_TOKENS = 2048  # of a row that a rank has at least, where rows are divided
 TAKEN_ALONG = 60  # strategies, where a search goes on without some hosts
 GONE_ON = 3  # searches that are gone on with, of those with the best strategies
 FEWER = (2, 4, 8)  # of so many devices of a host one is used, where a host's adapters or links are too slow for more
@@ -43,41 +44,29 @@ def search(model: Model, machines: Machines, batch: int, limits: Constraints | N
     """Finds the best strategy of a model's training step over a cluster (see `Search`).
 
     Raises:
-        PlanError: no strategy fits, with any division or offload of state.
+        PlanError: no strategy fits, with any division or offload of state; it proposes changes, which takes long.
     """
+    sequence = _run_sequence(model, machines, batch, limits or Constraints())
+    if not sequence.found:
+        raise nothing_fits(sequence.searches, sequence.limits, partial(fits, batch))
+    return sequence.make_result()
+
+
+def find_best(model: Model, machines: Machines, batch: int, limits: Constraints) -> SearchResult | None:
+    """Does the same as `search`, and returns None where no strategy fits."""
+    sequence = _run_sequence(model, machines, batch, limits)
+    return sequence.make_result() if sequence.found else None
+
+
+def _run_sequence(model: Model, machines: Machines, batch: int, limits: Constraints) -> _Sequence:
     if batch < 1:
         raise PlanError("the global batch must be positive", given=batch)
-    limits = limits or Constraints()
-    started = time.monotonic()
     sequence = _Sequence(model, machines, batch, limits)
     try:
         sequence.run()
-        cut = ""
     except OutOfWork:
-        cut = "the processor's time" if sequence.work.late else "the budget"
-    found = sequence.found
-    if not found:
-        raise nothing_fits(sequence.searches, limits, partial(fits, batch))
-    best = found[0]
-    strategy, evaluation = best.fastest  # type: ignore[misc]
-    others = {one: cost for other in found if other.machines.cluster is best.machines.cluster
-              for _, one, cost in other.kept.entries}  # fmt: skip
-    others.pop(strategy, None)
-    whole = [one for one in sequence.searches if one.machines is machines]
-    bounds = [bound for one in whole if (bound := one.bound_s())]
-    return SearchResult(
-        strategy=strategy,
-        evaluation=evaluation,
-        others=sorted(others.items(), key=lambda e: e[1].step_s),
-        misfits=best.misfits,
-        estimated=sum(one.estimated for one in sequence.searches),
-        simulated=sum(one.simulated for one in sequence.searches),
-        seconds=time.monotonic() - started,
-        work_s=sequence.work.used_s,
-        bound_s=min([evaluation.step_s, *bounds]),
-        cut=cut,
-        cluster=best.machines.cluster,
-    )
+        sequence.cut = "the processor's time" if sequence.work.late else "the budget"
+    return sequence
 
 
 def fits(batch: int, model: Model, machines: Machines, limits: Constraints) -> bool:
@@ -97,6 +86,7 @@ class _Sequence:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
         self.work = Work(limits.budget_s)
         self.searches: list[Search] = []
+        self.started_s, self.cut = time.monotonic(), ""
 
     @property
     def found(self) -> list[Search]:
@@ -117,11 +107,53 @@ class _Sequence:
             own, known_s = Machines(cluster), self.found[0].fastest[1].step_s  # type: ignore[index]
             if cluster not in tried and least_s(own, self.batch, self._rates()) < known_s:
                 tried.append(cluster)
-                self._begin(self.model.on(own), own, replace(self.limits, faster_than_s=known_s), IMPROVED_PART)
+                limits = replace(self.limits, context=self.found[0].limits.context, faster_than_s=known_s)
+                self._begin(self.model.on(own), own, limits, IMPROVED_PART)
         for one in self.found[:GONE_ON]:
             if one not in gone_on:
                 one.limits = replace(one.limits, faster_than_s=math.inf)
                 one.go_on(IMPROVED_LAST)
+        self._fix_choices()
+
+    def _fix_choices(self) -> None:
+        """Searches with one choice of the fastest strategy fixed to another value, as a person tries it, and improves
+        what is faster with all choices free.
+        """
+        best = self.found[0]
+        strategy, free = best.fastest[0], replace(best.limits, faster_than_s=math.inf)  # type: ignore[index]
+        for name, value in _list_other_choices(strategy, best.model, best.machines):
+            if getattr(free, name) is not None:
+                continue
+            known_s = best.fastest[1].step_s  # type: ignore[index]
+            limits = replace(free, **{name: value}, faster_than_s=known_s)  # type: ignore[arg-type]
+            one = self._begin(best.model, best.machines, limits, IMPROVED_PART)
+            if one.fastest is not None and one.fastest[1].step_s < known_s:
+                took_s, fitted = best.consider(one.fastest[0])
+                if took_s < known_s:
+                    best.improve(fitted, took_s)
+
+    def make_result(self) -> SearchResult:
+        """Returns the best strategy, of those that were found, with statistics."""
+        best = self.found[0]
+        strategy, evaluation = best.fastest  # type: ignore[misc]
+        others = {one: cost for other in self.found if other.machines.cluster is best.machines.cluster
+                  for _, one, cost in other.kept.entries}  # fmt: skip
+        others.pop(strategy, None)
+        whole = [one for one in self.searches if one.machines is self.machines]
+        bounds = [bound for one in whole if (bound := one.bound_s())]
+        return SearchResult(
+            strategy=strategy,
+            evaluation=evaluation,
+            others=sorted(others.items(), key=lambda e: e[1].step_s),
+            misfits=best.misfits,
+            estimated=sum(one.estimated for one in self.searches),
+            simulated=sum(one.simulated for one in self.searches),
+            seconds=time.monotonic() - self.started_s,
+            work_s=self.work.used_s,
+            bound_s=min([evaluation.step_s, *bounds]),
+            cut=self.cut,
+            cluster=best.machines.cluster,
+        )
 
     def _list_used(self, search: Search) -> list[Pool]:
         """Returns the pools that the fastest strategy of a search uses."""
@@ -153,49 +185,95 @@ class _Sequence:
         return one
 
     def _rates(self) -> dict[tuple[str, float], float]:
-        """Returns the rows a second of a device of each kind, at most, in the searches on all devices."""
+        """Returns the rows a second of a device of each kind, at most, in the searches on all devices.
+
+        Where ranks divide rows, each counts as one row of its own.
+        """
         found: dict[tuple[str, float], float] = {}
         for one in self.searches:
             if one.machines is self.machines:
                 for kind, rate in one.rates().items():
-                    found[kind] = max(found.get(kind, 0.0), rate)
+                    found[kind] = max(found.get(kind, 0.0), rate / one.context)
         return found
 
     def run_on_all(self) -> None:
         """Searches on all devices.
 
         ZeRO 1 (and 0) without offload is tried first. If memory is a bottleneck there (recompute, tensors or layers
-        divided), ZeRO 3 is tried as well; if no strategy fits, all levels are, with state and weights offloaded as
-        far as the hosts' memory is known.
+        divided), ZeRO 3 is tried as well, and ranks that divide the tokens of a row, of which more are tried as long
+        as that helps; if no strategy fits, all levels are, with state and weights offloaded as far as the hosts' memory
+        is known.
         """
         self._begin(self.model, self.machines, self.limits, IMPROVED)
+        if self._is_bound():
+            self._divide_rows()
         for zero, offload in self._modes():
             known_s = ROUGHLY * self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
-            limits = replace(self.limits, zero=zero, offload=offload, faster_than_s=known_s)
+            context = self.found[0].limits.context if self.found else self.limits.context
+            limits = replace(self.limits, zero=zero, offload=offload, context=context, faster_than_s=known_s)
             self._begin(self.model, self.machines, limits, IMPROVED)
 
-    def _begin(self, model: Model, machines: Machines, limits: Constraints, improved: int) -> None:
+    def _is_bound(self) -> bool:
+        """Tells whether nothing fits yet, or what is the fastest divides tensors or layers or computes again."""
+        if not self.found:
+            return True
+        s = self.found[0].fastest[0]  # type: ignore[index]
+        parts = [part for stage in s.stages for part in stage.parts]
+        return set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
+
+    def _divide_rows(self) -> None:
+        """Searches with 2, 4, ... ranks that divide the tokens of a row, as long as a step gets shorter."""
+        tokens = self.model.sequence
+        if self.limits.context is not None:
+            return
+        context = 2
+        while tokens % context == 0 and tokens // context >= LEAST_TOKENS and context <= self.machines.devices:
+            known_s = self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
+            limits = replace(self.limits, context=context, faster_than_s=ROUGHLY * known_s)
+            self._begin(self.model, self.machines, limits, IMPROVED)
+            if self.found and self.found[0].fastest[1].step_s >= known_s:  # type: ignore[index]
+                return
+            context *= 2
+
+    def _begin(self, model: Model, machines: Machines, limits: Constraints, improved: int) -> Search:
         one = Search(model, machines, self.batch, limits, self.work)
         self.searches.append(one)
         try:
             one.begin(improved)
         except NothingFits:
             pass
+        return one
 
     def _modes(self) -> list[tuple[int, Offload]]:
         """Returns the other (ZeRO level, offload) pairs that are worth a search and that the user leaves free."""
         limits = self.limits
         if self.found:
-            s = self.found[0].fastest[0]  # type: ignore[index]
-            parts = [part for stage in s.stages for part in stage.parts]
-            bound = set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
-            return [(3, "none")] if bound and limits.zero is None and limits.offload in (None, "none") else []
+            return (
+                [(3, "none")] if self._is_bound() and limits.zero is None and limits.offload in (None, "none") else []
+            )
         hosts = all(pool.host_bytes for pool in self.machines.pools)
         return [
             (zero, offload)
             for zero, offload in MODES
             if limits.zero in (None, zero) and limits.offload in (None, offload) and (offload == "none" or hosts)
         ]
+
+
+def _list_other_choices(
+    strategy: ParallelStrategy, model: Model, machines: Machines
+) -> Iterator[tuple[str, int | Recompute]]:
+    """Yields choices that a strategy did not make, by their names among constraints, those near its own first."""
+    parts = [part for stage in strategy.stages for part in stage.parts]
+    stages, rows, chunks = len(strategy.stages), parts[0].rows, strategy.chunks
+    tensors = {tensor for part in parts for tensor in model.tensor_degrees(part.pool)} - {part.tensor for part in parts}
+    yield from (("tensor", tensor) for tensor in sorted(tensors, key=lambda one: abs(one - strategy.tensor)))
+    near = dict.fromkeys((stages // 2, 2 * stages, stages - 1, stages + 1, 1))
+    yield from (("stages", n) for n in near if 0 < n <= min(model.count, machines.devices) and n != stages)
+    yield from (("micro_batch", n) for n in (rows // 2, 2 * rows) if n)
+    yield from (("recompute", how) for how, _ in model.recomputes() if {how} != set(strategy.recomputes))
+    if stages > 1:
+        yield from (("chunks", n) for n in dict.fromkeys((1, 2, chunks + 1, chunks - 1)) if n > 0 and n != chunks)
+    yield from (("zero", level) for level in range(4) if level != strategy.zero)
 
 
 def _renumber_pools(strategy: ParallelStrategy, kept: Sequence[int]) -> ParallelStrategy:

@@ -72,7 +72,7 @@ def stage_options(
             if any(used[k] // t > pools[k].tensor_groups(t) for k, t in zip(chosen, tensors)):
                 continue
             kinds = tuple((k, t, used[k] // t) for k, t in zip(chosen, tensors))
-            if sum(k[2] for k in kinds) > rows or search.limits.data not in (None, sum(k[2] for k in kinds)):
+            if sum(k[2] for k in kinds) > rows or search.data not in (None, sum(k[2] for k in kinds)):
                 continue
             most = [search.rows_of(k, t)[-1] for k, t, _ in kinds]
             parts = row_shares(kinds, rows, lambda p, t, n: search.predict_whole(p, t, n, how)[1], most)

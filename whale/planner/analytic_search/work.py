@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 
 # Seconds of one core: an estimate of a candidate; the layers' costs on a kind of rank; a stage's cost, computed or
-# looked up; a pass of a step that is simulated; a look at whether layers fit into a stage; a stage that takes layers;
-# an element of the exact search.
-ESTIMATE_S, LAYERS_S, COST_S, LOOKUP_S = 1.1e-5, 4e-4, 1.6e-4, 4e-6
-PASS_S, FIT_S, CUT_S, ELEMENT_S = 1.6e-7, 1.6e-5, 7e-6, 7e-9
+# looked up; a random change; a pass of a step that is simulated, alone or with those of others; a look at whether
+# layers fit into a stage; a stage that takes layers; an element of the exact search.
+ESTIMATE_S, LAYERS_S, COST_S, LOOKUP_S, RANDOM_S = 1.1e-5, 4e-4, 1.6e-4, 4e-6, 4e-5
+PASS_S, TOGETHER_PASS_S, FIT_S, CUT_S, ELEMENT_S = 1.6e-7, 2e-8, 1.6e-5, 7e-6, 7e-9
 PROCESSOR_TIMES = 5  # of the budget that the processor's time may be
 LOOK_S = 0.05  # of work between two looks at it
 

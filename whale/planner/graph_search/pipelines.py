@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from cost_model.kernels.op_work import count_matmul_flops
+from whale.ir.mesh import EXPERT
 from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Program
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
@@ -17,6 +19,7 @@ from whale.passes.normalize.annotate import annotate
 from whale.planner.graph_search.strategies import products, updates
 
 MICRO_BATCHES = (2, 4, 8)  # so many times the stages
+EXPERTS_RANK = 3  # dimensions of the weights of a layer's experts: of each a matrix
 
 
 def chain(program: Program) -> list[str]:
@@ -248,8 +251,46 @@ def _counts(cuts: Sequence[int], count: int) -> str:
     return "+".join(str(b - a) for a, b in zip([0, *cuts], [*cuts, count]))
 
 
+def is_of_experts(program: Program, handle: str) -> bool:
+    """Tells whether a weight is that of a layer's experts, which its first dimension counts."""
+    return len(program.variable_of[handle].type.shape or ()) == EXPERTS_RANK
+
+
+def find_experts(program: Program, at: Levels) -> list[str]:
+    """Returns the weights of layers' experts, and the nodes between the products that read those of one layer, in both
+    passes; not the nodes that send tokens to experts or take them back.
+    """
+    weights, read = chain(program), products(program)
+    found: dict[str, None] = {}
+    of_experts = [number for number, handle in enumerate(weights) if is_of_experts(program, handle)]
+    for _, run in groupby(enumerate(of_experts), key=lambda pair: pair[1] - pair[0]):
+        own = [number for _, number in run]
+        first, last = own[0], own[-1]
+        for number in own:
+            found[weights[number]] = None
+            found.update((node.name, None) for node in read[weights[number]])
+        # Of the nodes that are needed for the last weight's gradient, those that are for nothing else.
+        shared: set[str] = set()
+        for node in reversed(program.nodes):
+            name = node.name
+            if first <= at.forward.get(name, -1) < last or first <= at.backward.get(name, -1) < last:
+                found[name] = None
+            elif at.backward.get(name) == last:
+                readers = [reader.name for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())]
+                if any(at.backward.get(one, last) < last or one in shared for one in readers):
+                    shared.add(name)
+                else:
+                    found[name] = None
+    inside = at.forward.keys() | at.backward.keys() | set(weights)
+    return [name for name in found if name in inside]
+
+
 def make_staged(program: Program, strategy: ParallelStrategy) -> Program:
-    """Puts each part of the chain into scopes, as if built under `wh.stage` with its ranks, and `wh.split`."""
+    """Puts each part of the chain into scopes, as if built under `wh.stage` with its ranks, and `wh.split`.
+
+    Where ranks divide the tokens of a row, that is dimension 1 of activations. Where they divide experts, what lies
+    between the products with the weights of a layer's experts is in a scope over their axis.
+    """
     scopes: list[str] = []
     count, tensor = len(chain(program)), strategy.tensor
     parts = strategy.ordered_layers if strategy.is_pipelined else []
@@ -259,12 +300,16 @@ def make_staged(program: Program, strategy: ParallelStrategy) -> Program:
         if strategy.is_pipelined:
             ranks = parts[number][0].bound_ranks
             path.append(f"stage_{number}(ranks={'+'.join(map(str, ranks))})")
+        if strategy.context > 1:
+            path.append("split_1(axis=context,context=1)")
         if tensor > 1:
             path.append("split_0(sequence=1)" if strategy.sequence_parallel else "split_0")
         scopes += ["/".join(path)] * (high - low)
     at = levels(program)
     stage = {name: scopes[level] for name, level in (at.forward | at.backward).items()}
     stage.update((handle, scopes[i]) for i, handle in enumerate(chain(program)))
+    if strategy.expert_ranks > 1:
+        stage.update((name, f"{stage[name]}/split_2(axis={EXPERT})") for name in find_experts(program, at))
     variables = tuple(replace(v, scope=stage.get(v.node, "")) for v in program.variables)
     nodes = tuple(replace(n, scope=stage.get(n.name, "")) for n in program.nodes)
     return annotate(replace(program, nodes=nodes, variables=variables))

@@ -9,6 +9,7 @@ Decision: 0055.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ import msgspec
 from cost_model.graph.machine_profile import MachineProfile
 from cost_model.graph.predict import step_seconds
 from whale.errors import AcrossMicroBatchesError, WhaleError
-from whale.ir.mesh import DATA, TENSOR, Axis
+from whale.ir.mesh import CONTEXT, DATA, EXPERT, TENSOR, Axis
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import Offload, ParallelStrategy, Recompute
@@ -185,7 +186,7 @@ def apply(
     changed = settings.but(zero__level=strategy.zero) if strategy.zero else settings
     if strategy.offload != "none":
         changed = changed.but(memory__offload=strategy.offload)
-    if strategy.is_pipelined or strategy.tensor > 1:
+    if strategy.is_pipelined or strategy.tensor > 1 or strategy.context > 1 or strategy.expert_ranks > 1:
         # A stage that does not train is sent the values that it reads.
         last = strategy.ordered_layers[-1][1] if strategy.is_pipelined else 0
         if not trains(program) or len(chain(program)) <= last:
@@ -199,17 +200,21 @@ def apply(
 
 
 def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, Any]:
-    """Returns the settings of a strategy that has stages, or divides tensors in the whole program."""
+    """Returns the settings of a strategy that has stages, or divides tensors, tokens or experts in all of them."""
     found: dict[str, Any] = {"time__micro_batches": max(1, strategy.micro_batches)}
-    if strategy.tensor > 1:
+    divided = (Axis(EXPERT, strategy.expert_ranks), Axis(CONTEXT, strategy.context))
+    inner = [axis for axis in divided if axis.size > 1]
+    if strategy.tensor > 1 or inner:
+        each = math.prod(axis.size for axis in inner)
         meshes = {
             stage.bound_ranks or tuple(range(settings.size)): (
-                Axis(DATA, stage.ranks // stage.parts[0].tensor),
-                Axis(TENSOR, stage.parts[0].tensor),
+                Axis(DATA, stage.replicas // each),
+                *inner,
+                *([Axis(TENSOR, stage.parts[0].tensor)] if strategy.tensor > 1 else []),
             )
             for stage in strategy.stages
         }
-        found["mesh"] = max(meshes.values(), key=lambda axes: axes[0].size * axes[1].size)
+        found["mesh"] = max(meshes.values(), key=lambda axes: math.prod(axis.size for axis in axes))
         found["stage_meshes"] = meshes if len(set(meshes.values())) > 1 else {}
     if strategy.is_pipelined:
         found["time__schedule"] = strategy.schedule

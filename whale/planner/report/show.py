@@ -38,7 +38,6 @@ REASON = 40  # characters of why an alternative lost, beside which its name stan
 WIDTH = 120  # characters of a line, where no terminal says how many it has
 TIED = 0.01  # part of a step from which on the sum of tied weights is worth a line
 ROUNDING = 1e-6  # part of a step below which two are equally long
-LONG_SEQUENCE = 1 << 17  # positions from which on context parallelism is worth a word
 
 
 def terminal_width() -> int:
@@ -128,17 +127,15 @@ def _describe_model(plan: PlanFile, width: int) -> _Page:
             ]
         )
     if model.experts:
-        ways = sorted({count_expert_ranks(model.experts, stage.replicas) for stage in strategy.stages})
+        own = strategy.expert_ranks
+        ways = sorted({own or count_expert_ranks(model.experts, stage.replicas) for stage in strategy.stages})
         tables.append([f"experts    {model.experts} of each layer, divided over {', '.join(map(str, ways))} replicas"])
     if strategy.offload != "none":
         tables.append(host_lines(plan, model, machines))
-    if plan.transformer is not None and plan.transformer.sequence >= LONG_SEQUENCE:
-        text = (
-            f"context    attention has all {plan.transformer.sequence:,} positions of a sequence on one rank; context "
-        )
-        tables.append(
-            [text + "parallelism divides them (`with wh.split(context=1)` in a script; it is not planned here)"]
-        )
+    if strategy.context > 1:
+        each = -(-model.sequence // strategy.context)
+        text = f"context    {strategy.context} ranks divide the {model.sequence:,} tokens of a row, {each:,} each; "
+        tables.append([text + "keys and values go round among them"])
     return _Page(
         model=f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         devices=_devices(machines),

@@ -1,0 +1,204 @@
+"""Changes a strategy at random, in one to three ways at once: ranks of stages, their number or order, rows, layers.
+
+Moves of `moves` are all looked at, one at a time; what only several of them together make faster is found here. Each
+try costs a fraction of a millisecond, since most are left out by a bound of their step.
+
+Decision: 0189.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
+from whale.planner.analytic_search.estimate import divisors
+from whale.planner.analytic_search.moves import Moves, Ranks, has_room, with_counts
+from whale.planner.analytic_search.row_shares import variants
+
+Counts = list[int]  # layers of each range, in the order of the model: chunk by chunk
+
+
+class RandomMoves:
+    """Makes random changes of strategies on the machines of `moves`.
+
+    Args:
+        zeros: levels of ZeRO to choose from; experts: numbers of ranks that divide experts (0: as many as can).
+        chunks: most chunks of a stage.
+    """
+
+    def __init__(self, moves: Moves, zeros: list[int], experts: list[int], chunks: int) -> None:
+        self.moves, self.zeros, self.experts, self.chunks = moves, zeros, experts, chunks
+        self.ways: list[Callable[[random.Random, ParallelStrategy], ParallelStrategy | None]] = [
+            self._other_tensor, self._other_replicas, self._other_pool, self._mix, self._other_micro_batches,
+            self._insert, self._remove, self._exchange, self._other_chunks, self._other_settings,
+            self._move_layers, self._move_layers,
+        ]  # fmt: skip
+
+    def change(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        """Returns a changed strategy that the devices have room for; None: what was tried has none."""
+        found = strategy
+        for _ in range(r.choice((1, 1, 2, 2, 3))):
+            found = r.choice(self.ways)(r, found) or found
+        ranks = [stage.parts for stage in found.stages]
+        if found is strategy or not all(map(self.moves.allows, set(ranks))) or not has_room(self.moves.machines, ranks):
+            return None
+        return found
+
+    def _pick(self, r: random.Random, ranks: Ranks) -> set[int]:
+        """Returns the numbers of some stages: one, both ends, all like one, all, or some that follow each other."""
+        last, at = len(ranks) - 1, r.randrange(len(ranks))
+        alike = {i for i, parts in enumerate(ranks) if parts == ranks[at]}
+        run = set(range(at, min(last, at + r.randrange(len(ranks))) + 1))
+        return r.choice(({at}, {0, last}, alike, set(range(last + 1)), run))
+
+    def _with_parts(
+        self, strategy: ParallelStrategy, some: set[int], parts: tuple[DeviceGroup, ...] | None
+    ) -> ParallelStrategy | None:
+        if not parts:
+            return None
+        stages = [Stage(s.layers, parts if i in some else s.parts) for i, s in enumerate(strategy.stages)]
+        return msgspec.structs.replace(strategy, stages=tuple(stages))
+
+    def _single(self, r: random.Random, strategy: ParallelStrategy) -> tuple[set[int], DeviceGroup]:
+        some = self._pick(r, [stage.parts for stage in strategy.stages])
+        return some, r.choice(strategy.stages[min(some)].parts)
+
+    def _other_tensor(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        some, part = self._single(r, strategy)
+        parts, tensor = strategy.stages[min(some)].parts, r.choice(self.moves.tensors(part.pool))
+        if len(parts) > 1 or r.random() < 0.5:
+            return self._with_parts(strategy, some, tuple(msgspec.structs.replace(p, tensor=tensor) for p in parts))
+        return self._with_parts(strategy, some, _divide_rows(part.pool, tensor, part.ranks // tensor, strategy))
+
+    def _other_replicas(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        some, part = self._single(r, strategy)
+        replicas = r.choice(divisors(strategy.stages[0].rows))
+        tensor = part.tensor if r.random() < 0.5 else part.ranks // replicas
+        if tensor not in self.moves.tensors(part.pool):
+            return None
+        return self._with_parts(strategy, some, _divide_rows(part.pool, tensor, replicas, strategy))
+
+    def _other_pool(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        some, part = self._single(r, strategy)
+        pool = r.randrange(len(self.moves.machines.pools))
+        if pool == part.pool or part.tensor not in self.moves.tensors(pool):
+            return None
+        return self._with_parts(
+            strategy, some, _divide_rows(pool, part.tensor, strategy.stages[min(some)].replicas, strategy)
+        )
+
+    def _mix(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        """Changes how many replicas of each pool some stages have; rows go by their speed, or one more to a pool."""
+        some, _ = self._single(r, strategy)
+        parts, pools = strategy.stages[min(some)].parts, self.moves.machines.pools
+        if len(pools) == 1 or (len(parts) > 1 and r.random() < 0.3):
+            return self._with_parts(strategy, some, r.choice(variants(parts)))
+        kinds: dict[tuple[int, int], int] = {}
+        for part in parts:
+            kinds[part.pool, part.tensor] = kinds.get((part.pool, part.tensor), 0) + part.replicas
+        pool, tensor = r.choice(pools), parts[0].tensor
+        most = pool.tensor_groups(tensor)
+        if tensor not in self.moves.tensors(pool.number) or not most:
+            return None
+        now = kinds.get((pool.number, tensor), 0)
+        kinds[pool.number, tensor] = r.choice((0, now + 1, max(0, now - 1), r.randint(0, most), most // len(some)))
+        return self._with_parts(strategy, some, self.moves.share(kinds, strategy.stages[0].rows))
+
+    def _other_micro_batches(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        known = divisors(self.moves.batch)
+        at = known.index(strategy.micro_batches) + r.choice((-3, -2, -1, 1, 2, 3))
+        if not 0 <= at < len(known):
+            return None
+        of: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...] | None] = {}
+        for stage in strategy.stages:
+            if stage.parts not in of:
+                of[stage.parts] = self.moves.with_rows(stage.parts, self.moves.batch // known[at])
+        if not all(of.values()):
+            return None
+        stages = tuple(Stage(stage.layers, of[stage.parts] or ()) for stage in strategy.stages)
+        return msgspec.structs.replace(strategy, micro_batches=known[at], stages=stages)
+
+    def _insert(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        """Adds a stage like one of the others beside one, half of whose layers it takes."""
+        ranks, counts, stages = *_of(strategy), len(strategy.stages)
+        at, like = r.randrange(stages), r.randrange(stages)
+        new: Counts = []
+        for number, count in enumerate(counts):
+            new.append(count)
+            if number % stages == at:
+                new[-1:] = [count - count // 2, count // 2]
+        return _build(strategy, [*ranks[: at + 1], ranks[like], *ranks[at + 1 :]], new)
+
+    def _remove(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        """Takes a stage away, whose layers its neighbours get."""
+        ranks, counts, stages = *_of(strategy), len(strategy.stages)
+        if stages == 1:
+            return None
+        at, new = r.randrange(stages), list[int]()
+        for first in range(0, len(counts), stages):
+            own = counts[first : first + stages]
+            left = own[at] // 2
+            if at:
+                own[at - 1] += left if at < stages - 1 else own[at]
+            if at < stages - 1:
+                own[at + 1] += own[at] - (left if at else 0)
+            new += own[:at] + own[at + 1 :]
+        if stages == 2:
+            new = [sum(new)]
+        return _build(strategy, [*ranks[:at], *ranks[at + 1 :]], new)
+
+    def _exchange(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        ranks, counts = _of(strategy)
+        if len(ranks) == 1:
+            return None
+        one, other = r.sample(range(len(ranks)), 2)
+        ranks[one], ranks[other] = ranks[other], ranks[one]
+        if r.random() < 0.5:
+            for first in range(0, len(counts), len(ranks)):
+                a, b = first + one, first + other
+                counts[a], counts[b] = counts[b], counts[a]
+        return _build(strategy, ranks, counts)
+
+    def _other_chunks(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        """Interleaves the stages in more or fewer chunks, which each have a part of the stage's layers."""
+        ranks, counts, stages = *_of(strategy), len(strategy.stages)
+        most = min(self.chunks, self.moves.layers // stages)
+        chunks = r.choice((1, strategy.chunks - 1, strategy.chunks + 1, 2 * strategy.chunks, r.randint(1, most)))
+        if stages == 1 or not 0 < chunks <= most or strategy.micro_batches < stages:
+            return None
+        own = [sum(counts[stage::stages]) for stage in range(stages)]
+        if min(own) < chunks:
+            own = [self.moves.layers // stages + (i < self.moves.layers % stages) for i in range(stages)]
+        return _build(strategy, ranks, [n // chunks + (c < n % chunks) for c in range(chunks) for n in own])
+
+    def _other_settings(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        return msgspec.structs.replace(strategy, zero=r.choice(self.zeros), expert_ranks=r.choice(self.experts))
+
+    def _move_layers(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
+        counts = _of(strategy)[1]
+        if len(counts) == 1:
+            return None
+        for _ in range(r.choice((1, 1, 2, 4))):
+            giver, taker = r.sample(range(len(counts)), 2)
+            counts[giver], counts[taker] = counts[giver] - 1, counts[taker] + 1
+        return with_counts(strategy, counts) if min(counts) > 0 else None
+
+
+def _divide_rows(pool: int, tensor: int, replicas: int, strategy: ParallelStrategy) -> tuple[DeviceGroup, ...] | None:
+    rows, odd = divmod(strategy.stages[0].rows, max(1, replicas))
+    return None if odd or replicas < 1 else (DeviceGroup(pool, tensor, replicas, rows),)
+
+
+def _of(strategy: ParallelStrategy) -> tuple[Ranks, Counts]:
+    return [stage.parts for stage in strategy.stages], [high - low for _, low, high in strategy.ordered_layers]
+
+
+def _build(strategy: ParallelStrategy, ranks: Ranks, counts: Counts) -> ParallelStrategy | None:
+    """Returns a strategy with these ranks and layers; None: a range would be empty."""
+    if min(counts) < 1:
+        return None
+    stages = tuple(Stage((), parts) for parts in ranks)
+    return with_counts(msgspec.structs.replace(strategy, stages=stages), counts)
