@@ -361,6 +361,7 @@ class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         layers: of each stage.
         hosts: the type of the devices of each replica's host, stage by stage; one: of all.
+        recompute: not published; full where the measured peak has no room for what is kept without.
     """
 
     tensor: int
@@ -369,6 +370,7 @@ class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batch: int
     batch: int
     hosts: tuple[str, ...]
+    recompute: Recompute = "none"
 
 
 class _Sailor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -399,6 +401,7 @@ def _sailor(row: Mapping[str, str]) -> Case:
         micro_batch=plan.micro_batch,
         batch=plan.batch,
         stage_layers=plan.layers,
+        recompute=plan.recompute,
     )
     replicas = parallel.stages * parallel.data
     each = [(host, 1) for host in plan.hosts] if len(plan.hosts) == replicas else [(plan.hosts[0], replicas)]
@@ -407,7 +410,7 @@ def _sailor(row: Mapping[str, str]) -> Case:
         for i, (kind, count) in enumerate(each)
     ]
     where = Cluster(table, hosts, {"fabric": NetworkEntry(network or "slingshot-11")})
-    label = f"{table} {name}"
+    label = f"{table} {name}" + f" {plan.recompute}" * (plan.recompute != "none")
     peak_gb = float(row.get("measured_peak_gb") or 0)
     more: dict[str, Any] = {"profile": Profile(known.layers[model]), "peak_gb": peak_gb}
     measured_s = float(row["measured_s"])
