@@ -104,6 +104,8 @@ class Moves:
 
     def allows(self, parts: tuple[DeviceGroup, ...]) -> bool:
         """Tells whether a stage may have these parts."""
+        if any(part.tensor not in self.tensors(part.pool) for part in parts):
+            return False
         alike = not self.runnable or len({part.tensor for part in parts}) == 1
         if self.context > 1 and (
             len({part.rows for part in parts}) > 1 or any(part.replicas % self.context for part in parts)

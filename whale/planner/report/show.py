@@ -36,6 +36,7 @@ SAME_S = 5e-5  # what two plans differ by at most without being said to differ: 
 ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
 REASON = 40  # characters of why an alternative lost, beside which its name stands
 WIDTH = 120  # characters of a line, where no terminal says how many it has
+LONG_SEQUENCE = 1 << 17  # positions from which on context parallelism is worth a word
 TIED = 0.01  # part of a step from which on the sum of tied weights is worth a line
 ROUNDING = 1e-6  # part of a step below which two are equally long
 
@@ -136,6 +137,11 @@ def _describe_model(plan: PlanFile, width: int) -> _Page:
         each = -(-model.sequence // strategy.context)
         text = f"context    {strategy.context} ranks divide the {model.sequence:,} tokens of a row, {each:,} each; "
         tables.append([text + "keys and values go round among them"])
+    elif model.sequence >= LONG_SEQUENCE:
+        text = (
+            f"context    attention has all {model.sequence:,} positions of a sequence on one rank; `--set context=2` "
+        )
+        tables.append([text + "plans with ranks that divide them"])
     return _Page(
         model=f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         devices=_devices(machines),
