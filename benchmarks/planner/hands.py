@@ -142,6 +142,8 @@ class Attack:
                 return False
             if min(part.rows for part in stage.parts) < 1 or any(p.replicas % strategy.context for p in stage.parts):
                 return False
+            if strategy.context > 1 and len({part.rows for part in stage.parts}) > 1:
+                return False  # a run has no such mesh
             if strategy.expert_ranks and stage.replicas % strategy.expert_ranks:
                 return False
             for part in stage.parts:

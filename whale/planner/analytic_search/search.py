@@ -86,7 +86,7 @@ NEARLY = 1.25  # times the step, up to which other cuts may make it shorter
 MANY = 10  # times that a chain is walked until its best cuts are found
 MOST_CHUNKS = 32  # of a stage
 SHAKEN, PATIENCE = 3, 16  # random changes that are improved, and times that they may be of no use
-# Random changes that may be of no use, of the best strategy and of each other one that is begun with; how many these are.
+# Random changes that may be of no use, of the best strategy and of each other one begun with; how many these are.
 WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
 POLISHED = 512  # random moves of several layers that may be of no use
 TOGETHER, AT_ONCE = 32, 8  # interleaved strategies that are simulated at once: of random moves, of others
