@@ -110,6 +110,7 @@ def deal(seed: int) -> Deal:
             {
                 "name": f"offer {number}",
                 "cluster": {
+                    "name": f"offer {number}",
                     "networks": {"f": {"type": NETWORKS[0]}},
                     "hosts": [
                         {"name": kind, "count": hosts, "devices": [{"type": kind, "count": each}],

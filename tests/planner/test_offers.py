@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from benchmarks.planner.jobs import enumerate_schedules
+from benchmarks.planner.jobs import compare_offers, enumerate_schedules
 from cost_model.cluster import cluster_file
 from whale.errors import ClusterError, PlanError
 from whale.ir.strategy import ParallelStrategy
@@ -90,6 +90,13 @@ def test_the_cheapest_by_a_deadline_and_the_soonest_for_the_money_are_taken() ->
     assert "ends soonest, after 1.00 hours" in none and "costs least, 20.00" in none
     with pytest.raises(PlanError, match="--rows"):
         Wanted(money=3.0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_set_of_offers_is_better_than_the_chosen_one(seed: int) -> None:
+    """All 100 deals: python -m benchmarks.planner offers."""
+    found, best = compare_offers(seed, 0.02)
+    assert found == pytest.approx(best)
 
 
 def test_offers_that_go_together_are_one_cluster(tmp_path: Path) -> None:

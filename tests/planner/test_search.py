@@ -12,7 +12,9 @@ import pytest
 
 from benchmarks.planner.hands import BEATEN, attack
 from benchmarks.planner.monotone import ROUNDING, compare
+from benchmarks.planner.published_jobs import JOBS, list_choices
 from cost_model.analytic.evaluate import evaluate
+from cost_model.analytic.predict import even_strategy
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.stage_cache import StageCosts
 from cost_model.analytic.stage_costs import stage_cost
@@ -250,6 +252,19 @@ def test_experts_have_a_degree_of_their_own() -> None:
     assert free.evaluation.step_s < 0.9 * spread.evaluation.step_s
     wrong = msgspec.structs.replace(free.strategy, expert_ranks=3)
     assert any("experts" in one for one in check(model, machines, wrong, 128))
+
+
+def test_published_jobs_are_divided_as_by_their_authors() -> None:
+    """`python -m benchmarks.planner published-jobs` plans them."""
+    for job in JOBS:
+        machines = Machines(job.make_cluster())
+        t = job.transformer
+        strategy = even_strategy(t.layers, job.degrees, machines, "float16", t.experts > 0)
+        assert list(list_choices(job.degrees, strategy, t.experts)) == [], job.name
+        other = msgspec.structs.replace(strategy, zero=3, context=2 * strategy.context)
+        names = {name for name, _, _ in list_choices(job.degrees, other, t.experts)}
+        assert {"zero", "context", "data"} <= names
+        assert 1 < job.measured_s < 120, job.name
 
 
 def test_layers_cost_the_same_wherever_they_lie() -> None:
