@@ -91,8 +91,6 @@ class TransformerModel:
         else:
             measured = self.profile.layer(entry.device.name, tensor, rows)
             forward, backward = (Cost(s / entry.share) for s in (measured.forward_s, measured.backward_s))
-            if recompute == "full":
-                backward = backward.plus(forward)
             held_bytes = _scale_measured_bytes(measured, held_bytes)
             update_s = None if measured.update_s is None else sums([measured.update_s] * L)
         experts_each = t.expert_parameters / tensor / ways if t.experts else 0.0

@@ -411,8 +411,14 @@ def _sailor(row: Mapping[str, str]) -> Case:
     ]
     where = Cluster(table, hosts, {"fabric": NetworkEntry(network or "slingshot-11")})
     label = f"{table} {name}" + f" {plan.recompute}" * (plan.recompute != "none")
+    layers = known.layers[model]
+    if plan.recompute == "full":  # they were measured without
+        layers = [
+            msgspec.structs.replace(one, backward_s=one.backward_s + one.forward_s) if one.part == "layer" else one
+            for one in layers
+        ]
     peak_gb = float(row.get("measured_peak_gb") or 0)
-    more: dict[str, Any] = {"profile": Profile(known.layers[model]), "peak_gb": peak_gb}
+    more: dict[str, Any] = {"profile": Profile(layers), "peak_gb": peak_gb}
     measured_s = float(row["measured_s"])
     return Case(label, table, measured_s, known.models[model], parallel, "deepspeed-fp32", where, **more)
 
