@@ -194,7 +194,10 @@ def part_memory(
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     whole = 0.0  # bytes of layers that lie there whole for as long as they are used
     if zero >= 3 and replicas > 1:  # parameters and gradients of the layer in progress and of those gathered ahead
-        whole = LAYERS_AHEAD * 2 * layers.element_bytes * layers.layer_parameters_of(ranges)
+        own = layers.layer_parameters_of(ranges)
+        if layers.experts and layers.expert_copies > 1:
+            own += layers.experts_of(ranges) / max(1, sum(high - low for low, high in ranges))
+        whole = LAYERS_AHEAD * 2 * layers.element_bytes * own
     if offload != "none":
         optimizer = 0.0
     if offload == "parameters":  # of two layers, what was fetched and what goes back

@@ -225,6 +225,8 @@ class _Moves:
         if self.data is not None and strategy.zero >= 2:
             rates = rates_of_part(self.model, self.machines, part)
             how, own = strategy.find_recompute(self.stage), one.parameters_of(ranges) / count
+            if one.expert_copies > 1:  # experts that several replicas have are divided like all else
+                own += one.experts_of(ranges) / count
             each = ShardedLayer.price(self.model, self.data, rates, own, strategy.zero, how, copies=self.copies)
             forward_s, backward_s = each.forward_s(forward_s), each.backward_s(backward_s)
             if not each.hidden:
