@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import posixpath
 import re
 import sys
@@ -33,6 +34,11 @@ GUIDES = {
     "Looking at plans and runs": "[The planner](../guides/planner.md), [memory](../guides/memory.md)",
     "Errors": "[By message](../troubleshooting.md)",
 }
+# A picture for each scheme, as GitHub shows it; a reader of the site may choose the scheme, and pictures follow.
+_PICTURE = re.compile(
+    r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+    r'<img src="([^"]+)" (alt="[^"]*")></picture>'
+)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -72,7 +78,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to files outside of the site lead to their page in it, or are text."""
+    """Links to files outside of the site lead to their page in it, or are text; pictures follow the site's scheme."""
     own = next((name for name, target in OUTSIDE.items() if target == page.file.src_uri), f"docs/{page.file.src_uri}")
 
     def link(found: re.Match[str]) -> str:
@@ -87,13 +93,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         relative = posixpath.relpath(inside, posixpath.dirname(page.file.src_uri) or ".")
         return f"[{text}]({relative}{'#' * bool(anchor)}{anchor})"
 
-    return _LINK.sub(link, markdown)
+    pictured = _PICTURE.sub(r'<img src="\2#only-light" \3><img src="\1#only-dark" \3>', markdown)
+    return _LINK.sub(link, pictured)
 
 
 def command_line() -> str:
-    """Every verb's help, as the parser has it."""
+    """Every verb's help, as the parser has it in a terminal of 80 columns: a column of the page has hardly more."""
     from whale.cli import make_parser
 
+    os.environ["COLUMNS"] = "80"
     top = make_parser()
     (verbs,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     parts = ["# Command line", "", f"```text\n{top.format_help()}```"]

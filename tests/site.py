@@ -1,7 +1,8 @@
 """Looks at the site in a browser, where one is installed: ``python -m tests.site build/docs``.
 
-Nothing is wider than a window of 400 or 1,440 points, diagrams are drawn, no other host is asked, and each page is in
-the search. With WHALE_TEST_PICTURES, a folder, it keeps pages as they were seen, light and dark.
+Nothing is wider than a window of 400 or 1,440 points, pages and their pictures have the reader's scheme, diagrams are
+drawn, no other host is asked, and each page is in the search. With WHALE_TEST_PICTURES, a folder, it keeps some pages
+as they were seen, narrow and wide, light and dark.
 
 Decision: 0165.
 """
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 PAGES = (
@@ -30,33 +32,39 @@ PAGES = (
     "reference/api",
     "reference/cli",
 )
-WIDTHS, HEIGHT = (400, 1440), 1800
-PICTURED = ("index", "architecture", "benchmarks", "reference/api")
+HEIGHT = 1800
+# What is looked at: width, scheme; Chromium's number of a scheme, the site's name for it.
+VIEWS = ((400, "light"), (1440, "dark"))
+SCHEMES = {"dark": (0, "slate"), "light": (1, "default")}
+PICTURED = ("index", "architecture", "benchmarks", "guides/configuration", "reference/api", "reference/cli")
 _LOOK = """<script>
-const look = frame => { const d = frame.contentDocument;
-  return {wide: d.documentElement.scrollWidth, main: d.querySelector("article") !== null,
-    text: d.querySelectorAll("pre.mermaid").length, drawn: d.querySelectorAll("div.mermaid").length}; };
+const look = frame => { const d = frame.contentDocument, scheme = d.body.dataset.mdColorScheme;
+  const pictures = [...d.querySelectorAll("img[src*='#only-']")].filter(i => i.offsetWidth);
+  return {wide: d.documentElement.scrollWidth, main: d.querySelector("article") !== null, scheme,
+    shown: pictures.map(i => i.src.split("#only-")[1]), text: d.querySelectorAll("pre.mermaid").length}; };
 addEventListener("load", () => setTimeout(() => {
   document.body.dataset.seen = JSON.stringify([...document.querySelectorAll("iframe")].map(look)); }, 1500));
 </script>"""
 _OUTSIDE = re.compile(r'(?:src|srcset)="(https?:)?//|<link[^>]+href="(https?:)?//(?!localhost)')
 
 
-def look(site: Path, width: int, browser: list[str], folder: Path) -> list[str]:
-    """Returns what is wrong with the pages in a window so wide."""
-    frames = "".join(
-        f'<iframe src="{(site / f"{page}.html").as_uri()}" style="border:0;width:{width}px;height:{HEIGHT}px"></iframe>'
-        for page in PAGES
-    )
+def open_frames(site: Path, pages: Sequence[str], width: int, scheme: str, folder: Path) -> list[str]:
+    """Writes a page of frames so wide, and returns Chromium's arguments for it: a window has 500 points at least."""
+    size = f"border:0;width:{width}px;height:{HEIGHT}px"
+    frames = "".join(f'<iframe src="{(site / f"{page}.html").as_uri()}" style="{size}"></iframe>' for page in pages)
     frame = folder / f"{width}.html"
-    frame.write_text(f"<body>{_LOOK}{frames}")
-    line = [
-        *browser,
+    frame.write_text(f'<html style="color-scheme:light dark"><body style="margin:0">{_LOOK}{frames}')
+    return [
         f"--window-size={max(500, width)},{HEIGHT}",
-        "--virtual-time-budget=20000",
-        "--dump-dom",
+        f"--blink-settings=preferredColorScheme={SCHEMES[scheme][0]}",
+        f"--user-data-dir={folder / scheme}",
         frame.as_uri(),
     ]
+
+
+def look(site: Path, width: int, scheme: str, browser: list[str], folder: Path) -> list[str]:
+    """Returns what is wrong with the pages in a window so wide."""
+    line = [*browser, "--virtual-time-budget=20000", "--dump-dom", *open_frames(site, PAGES, width, scheme, folder)]
     dom = subprocess.run(line, capture_output=True, text=True, check=True, timeout=180).stdout
     found = re.search(r'data-seen="([^"]*)"', dom)
     if found is None:
@@ -67,19 +75,24 @@ def look(site: Path, width: int, browser: list[str], folder: Path) -> list[str]:
             wrong.append(f"{page}: has no text")
         if seen["wide"] > width + 1:
             wrong.append(f"{page}: {seen['wide']} points wide in a window of {width}")
+        if seen["scheme"] != SCHEMES[scheme][1] or set(seen["shown"]) - {scheme}:
+            wrong.append(
+                f"{page}: {seen['scheme']} with {seen['shown'] or 'no'} pictures, where the reader's is {scheme}"
+            )
         if seen["text"]:
             wrong.append(f"{page}: {seen['text']} diagrams are not drawn")
     return wrong
 
 
-def take_pictures(site: Path, browser: list[str], profile: str, folder: Path) -> None:
+def take_pictures(site: Path, browser: list[str], scratch: Path, folder: Path) -> None:
     """Keeps some pages as they are seen."""
     for page in PICTURED:
-        for scheme in (0, 1):  # dark, light; the site remembers which it was shown in, so that each has a profile
-            name = f"site-{page.replace('/', '-')}-{'light' if scheme else 'dark'}.png"
-            shot = [f"--screenshot={(folder / name).resolve()}", f"--blink-settings=preferredColorScheme={scheme}"]
-            size = [f"--window-size=1440,{HEIGHT}", "--virtual-time-budget=5000", f"--user-data-dir={profile}{scheme}"]
-            subprocess.run([*browser, *size, *shot, (site / f"{page}.html").as_uri()], capture_output=True, timeout=180)
+        for width in (400, 1440):
+            for scheme in SCHEMES:
+                name = f"site-{page.replace('/', '-')}-{width}-{scheme}.png"
+                shot = ["--virtual-time-budget=5000", f"--screenshot={(folder / name).resolve()}"]
+                line = [*browser, *shot, *open_frames(site, (page,), width, scheme, scratch)]
+                subprocess.run(line, capture_output=True, timeout=180)
 
 
 def main() -> int:
@@ -95,11 +108,11 @@ def main() -> int:
     else:
         with tempfile.TemporaryDirectory() as name:
             line = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-            line += ["--allow-file-access-from-files", f"--user-data-dir={name}/profile"]
-            for width in WIDTHS:
-                wrong += look(site, width, line, Path(name))
+            line.append("--allow-file-access-from-files")
+            for width, scheme in VIEWS:
+                wrong += look(site, width, scheme, line, Path(name))
             if pictures := os.environ.get("WHALE_TEST_PICTURES"):
-                take_pictures(site, line, f"{name}/seen", Path(pictures))
+                take_pictures(site, line, Path(name), Path(pictures))
     print("\n".join(wrong) or f"{len(pages)} pages, {len(PAGES)} looked at")
     return bool(wrong)
 

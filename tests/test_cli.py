@@ -48,6 +48,8 @@ def test_run_takes_what_horovodrun_does(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert options == Options(
         3, "train.py", ("-x",), hosts=(Host("a", 2), Host("c", 1)), verbose=True, trace=str(tmp_path / "t.json")
     )
+    assert _options_of_run(monkeypatch, "--hostfile", line[3], "train.py").ranks == 3
+    assert _options_of_run(monkeypatch, "-H", "a:2,b", "train.py").ranks == 3
     options = _options_of_run(monkeypatch, "-np", "2", "-H", "a:1,b:1", "python", "-m", "pkg.train", "x")
     assert options == Options(2, "pkg.train", ("x",), as_module=True, hosts=(Host("a", 1), Host("b", 1)))
 
@@ -192,6 +194,31 @@ def test_config_asks_writes_and_shows(
     monkeypatch.setattr("builtins.input", lambda question: "")
     before = (tmp_path / "whale.yaml").read_text()
     assert main(["config"]) == 1 and (tmp_path / "whale.yaml").read_text() == before, "it is replaced when told to"
+
+
+def test_config_is_written_by_one_of_deepspeed_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every field is said: as a key, or as what is done in its place; the file is one that a run takes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("WHALE_CONFIG", "WHALE_LAUNCHER_SETTINGS"):
+        monkeypatch.setenv(name, "")
+    fields = (
+        '"train_batch_size": 64, "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW"}, '
+        '"zero_optimization": {"stage": 2, "overlap_comm": true}, "bf16": {"enabled": true}, "gradient_clipping": 1.0'
+    )
+    (tmp_path / "ds_config.json").write_text("{" + fields + "}")
+    assert main(["config", "--from", "ds_config.json"]) == 0
+    said = capsys.readouterr().out
+    assert "  memory.zero: 2                        zero_optimization.stage\n" in said
+    assert "  train_batch_size: the script gives its step 64 rows" in said and "zero_optimization: overlap_comm" in said
+    assert "  optimizer: nothing" in said and "global_clipnorm" in said and max(map(len, said.splitlines())) <= 80
+    assert main(["config", "show", "--config", "whale.yaml"]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if "." in line[:30]}
+    assert [rows[key] for key in ("memory.zero", "pipeline.micro_batches", "precision.compute_dtype")] == [
+        ["file", "2"], ["file", "4"], ["file", "bfloat16"]
+    ]  # fmt: skip
 
 
 def test_what_a_script_without_init_ignores_is_listed() -> None:

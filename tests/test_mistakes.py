@@ -118,6 +118,13 @@ BAD = [
     ("run -np 2 --plan program.json other.py", "the plan is of another script\n  given: program.json, of train.py"),
     ("config -o keys.txt", "ends with .yaml"),
     ("config --set zero=1", "are for `whale config show`"),
+    ("config show --from small.yaml", "--from writes a file"),
+    ("config --from absent.json", "given: absent.json"),
+    ("config --from small.yaml", "no name in the file is a field of DeepSpeed's configuration\n  given: small.yaml"),
+    ("run --num_gpus 2 train.py", "there is no option --num_gpus\n  next: write -np N"),
+    ("run --nproc_per_node=2 train.py", "there is no option --nproc_per_node\n  next: write -np N"),
+    ("run -np 2 --deepspeed_config ds.json train.py", "`whale config --from ds_config.json`"),
+    ("run --host-discovery-script hosts.sh train.py", "next: write --hosts-from FILE"),
     ("run -np 2 --config small.yaml train.py", "unknown configuration key 'name'"),  # the last: the variable stays set
     ("completion", "required: shell"),
 ]

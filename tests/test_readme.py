@@ -7,14 +7,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import whale
+from tests import ten_minutes
 from tests.test_docs import _anchors
 from whale.cli import main
 from whale_ops import build
@@ -116,33 +115,20 @@ def test_the_caption_is_what_its_commands_print(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "gpt.html").stat().st_size > 10_000
 
 
-def _lines_of(section: str) -> list[str]:
-    """The command lines of a section, without comments."""
-    text = README.partition(f"## {section}\n")[2].partition("\n## ")[0]
-    return [re.split(r" {2,}#", line)[0].strip() for line in re.findall(r"^    (.*)$", text, re.MULTILINE)]
-
-
 @pytest.mark.long
 def test_the_ten_minutes_run_in_a_fresh_clone(tmp_path: Path) -> None:
-    clone, home = tmp_path / "project", tmp_path / "home"
-    home.mkdir()
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    lines = _lines_of("Ten minutes")
-    assert [line.split()[0] for line in lines[:2]] == ["python3", "pip"] and len(lines) == 8
-    script = "\n".join(["set -e", *(f"echo '== {i}' >&2; echo '== {i}'\n{line}" for i, line in enumerate(lines))])
-    names = {"HOME": str(home), "PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
-    kept = {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=clone, env=kept | names, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    said = dict(zip(range(len(lines)), re.split(r"^== \d+$", done.stdout, flags=re.MULTILINE)[1:]))
-    assert "runs work here" in said[3]
-    python = str(home / "whale/bin/python")
-    alone = subprocess.run(
-        [python, "examples/hello.py"], cwd=clone, env=kept | names, capture_output=True, text=True, check=True
-    )
-    losses = [re.findall(r"loss: ([\d.]+)", text) for text in (said[4], alone.stdout)]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
-    assert (clone / "plan.html").stat().st_size > 10_000
-    assert "rank 1 was killed by SIGKILL" in done.stdout + done.stderr and "ranks at the end: 1" in said[7]
+    rows = ten_minutes.run(tmp_path)
+    assert [row.wrong for row in rows] == [""] * len(rows) and len(rows) == len(ten_minutes.list_lines(README))
+
+
+def test_every_line_of_the_ten_minutes_is_looked_at() -> None:
+    assert [ten_minutes.find_check(line).__name__ for line in ten_minutes.list_lines(README)] == [
+        "expect_environment", "expect_packages", "expect_whale", "expect_good_machine", "expect_same_losses",
+        "expect_profile", "expect_page", "expect_survivor"
+    ]  # fmt: skip
+
+
+def test_an_output_that_is_not_as_the_page_says_is_seen(tmp_path: Path) -> None:
+    clone = ten_minutes.Clone(tmp_path / "project", tmp_path / "home", {})
+    for line in ten_minutes.list_lines(README)[2:]:
+        assert ten_minutes.find_check(line)(clone, "nothing of it"), line

@@ -12,7 +12,7 @@ import pytest
 
 from whale.config import Config, Mesh
 from whale.config.keys import KEYS, SECTIONS
-from whale.config.reading import _OF_DEEPSPEED, SETTINGS_VARIABLE, nearest, read_settings
+from whale.config.reading import SETTINGS_VARIABLE, nearest, read_settings
 from whale.errors import ConfigError
 
 pytestmark = pytest.mark.core
@@ -199,19 +199,27 @@ def test_an_old_or_unknown_name_suggests_what_does_the_same() -> None:
         assert nearest(name) == meant, name
 
 
-def test_a_file_of_deepspeed_s_is_known(tmp_path: Path) -> None:
+def test_a_file_of_deepspeed_s_is_said_by_keys(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     for text, here in (
-        ('{"zero_optimization": {"stage": 2}}', "memory.zero"),
-        ('{"bf16": {"enabled": true}}', "bfloat16"),
+        ('{"zero_optimization": {"stage": 2}, "steps_per_print": 10}', "memory.zero: 2\n"),
+        ('{"train_batch_size": 8, "bf16": {"enabled": true}}', 'precision.compute_dtype: "bfloat16"\n'),
+        ('{"train_batch_size": "auto", "optimizer": {"type": "Adam"}}', "none has to be set here"),
     ):
         path.write_text(text)
-        with pytest.raises(
-            ConfigError, match=rf"is a field of DeepSpeed's configuration(.|\n)*{here}(.|\n)*whale config"
-        ):
+        with pytest.raises(ConfigError, match=rf"is one of DeepSpeed's(.|\n)*{here}(.|\n)*whale config --from"):
             Config(environment={"WHALE_CONFIG": str(path)})
-    named = {word for said in _OF_DEEPSPEED.values() for word in re.findall(r"\w+\.\w+", said)}
-    assert named <= {key.name for key in KEYS}
+    with pytest.raises(ConfigError, match=r"a field of DeepSpeed's(.|\n)*memory.zero for its stage(.|\n)*--from"):
+        Config({"zero_optimization": {"stage": 2}}, environment={})
+
+
+def test_keys_below_their_section_are_refused_with_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "whale.yaml"
+    path.write_text("memory:\n  zero: 2\n  offload: optimizer\n")
+    with pytest.raises(ConfigError, match=r"expected: memory\.zero: 2, memory\.offload: optimizer"):
+        Config(environment={"WHALE_CONFIG": str(path)})
+    with pytest.raises(ConfigError, match=r"expected: wh\.Mesh"):  # which is a key, too
+        Config({"mesh": 3}, environment={})
 
 
 def test_a_mesh_is_an_object_in_code_and_text_elsewhere(tmp_path: Path) -> None:
@@ -222,8 +230,9 @@ def test_a_mesh_is_an_object_in_code_and_text_elsewhere(tmp_path: Path) -> None:
     assert Config(environment={"WHALE_MESH": "data=2,tensor=4"})["mesh"] == mesh
     assert Config(environment={"WHALE_CONFIG": str(file)})["mesh"] == mesh
     assert not Config(environment={})["mesh"]
-    for wrong in ("data=2,tensor=4", {"data": 2}):
-        with pytest.raises(ConfigError, match=r"expected: wh\.Mesh\("):
-            Config({"mesh": wrong}, environment={})
+    with pytest.raises(ConfigError, match=r"expected: wh\.Mesh\("):
+        Config({"mesh": "data=2,tensor=4"}, environment={})
+    with pytest.raises(ConfigError, match=r"expected: wh\.Mesh\(data=2\)"):
+        Config({"mesh": {"data": 2}}, environment={})
     with pytest.raises(ConfigError, match="correct the part 'tensor'"):
         Config(environment={"WHALE_MESH": "data=2,tensor"})

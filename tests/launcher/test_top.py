@@ -103,7 +103,9 @@ def test_a_run_is_shown_in_80_columns() -> None:
         "rank  host             steps   ms/step  waits ms     MiB  now",
         "   0  node0.exampl        18      62.5      25.0       3  between steps",
         "   1  node1.exampl        18      62.5       1.0       3  between steps for 13 s",
-        "   2  node2.exampl        18      62.5      27.0       3  waits 12 s for rank 1 ",
+        "   2  node2.exampl        18      62.5      27.0       3  waits 12 s for rank 1",
+        "                                                          in AllReduce",
+        "                                                          'dense/kernel'",
         "   3  node3                                               stopped",
     ]
     wide = top.format_status(RunStatus(42, "train.py", 59.0, 0, ranks), 120, height=8)

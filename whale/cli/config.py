@@ -7,10 +7,13 @@ import json
 import os
 import shutil
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whale.cli.given import add_settings, require_writable, take_settings
+from whale.cli.given import add_settings, require_readable, require_writable, take_settings
 from whale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from whale.config.deepspeed import Translation
 
 # What a run's user decides first; every other key is one line more in the file.
 QUESTIONS = (
@@ -31,11 +34,17 @@ def add_parser(verbs: Any) -> None:
     verb = verbs.add_parser(
         "config",
         help="write a file of settings by a few questions, or show what is set",
-        description="Asks a few questions and writes a file for `whale run --config FILE`; with show: prints every key "
-        "of the configuration with its value and where that comes from.",
+        description="Asks a few questions and writes a file for `whale run --config FILE`; with --from: writes what a "
+        "configuration of DeepSpeed's says; with show: prints every key with its value and where that comes from.",
     )
     verb.add_argument("what", nargs="?", choices=("show",), help="print all keys, values and sources")
     verb.add_argument("-o", dest="out", default=FILE, metavar="FILE", help=f"the file, YAML (default {FILE})")
+    verb.add_argument(
+        "--from",
+        dest="foreign",
+        metavar="FILE",
+        help="ask nothing: write the keys that DeepSpeed's ds_config.json stands for",
+    )
     add_settings(verb)
     verb.set_defaults(call=run_command, wrong=verb.error)
 
@@ -43,6 +52,8 @@ def add_parser(verbs: Any) -> None:
 def run_command(given: argparse.Namespace) -> int:
     """Runs the verb."""
     if given.what == "show":
+        if given.foreign:
+            given.wrong("--from writes a file; `whale config show --config FILE` then shows what it has")
         print("\n".join(_list_keys(given)))
         return 0
     if given.config or given.settings:
@@ -50,14 +61,52 @@ def run_command(given: argparse.Namespace) -> int:
     if not given.out.endswith((".yaml", ".yml")):
         given.wrong(f"the file's name ends with .yaml: -o {given.out}")
     require_writable(given.out)
+    translated = _translate(given.foreign) if given.foreign else None
     if os.path.exists(given.out) and _ask(f"{given.out} exists. Replace it? [no]: ").lower() not in ("y", "yes"):
         print("nothing is written")
         return 1
-    answers = _ask_all()
+    answers = _ask_all() if translated is None else translated.keys
     with open(given.out, "w") as file:
         file.write(_format_file(answers))
+    if translated is not None:
+        print("\n".join(_list_translated(translated)))
     print(f"\nwritten: {given.out}; `whale run -np 2 --config {given.out} train.py` runs with it")
     return 0
+
+
+def _translate(path: str) -> Translation:
+    """Reads a configuration of DeepSpeed's.
+
+    Raises:
+        PlanError: the file cannot be read.
+        ConfigError: it is none of DeepSpeed's, or a value is none that a key may have.
+    """
+    from whale.config import deepspeed
+    from whale.config.reading import Config, read_file
+
+    require_readable(path)
+    fields = read_file(path)
+    if not deepspeed.is_deepspeed(fields):
+        raise ConfigError(
+            "no name in the file is a field of DeepSpeed's configuration",
+            given=f"{path}: {', '.join(fields) or 'nothing'}",
+            expected="a ds_config.json; other launchers' files are not read",
+            action="answer the questions of `whale config`, or write a line `memory.zero: 2` for each key by hand",
+        )
+    found = deepspeed.translate(fields)
+    Config(found.keys, environment={})
+    return found
+
+
+def _list_translated(found: Translation) -> list[str]:
+    """Returns a line for each key and the field that it comes from, then for each other field what says it here."""
+    width = max(60, shutil.get_terminal_size().columns)
+    lines = [f"  {f'{key}: {_format_value(value)}':38}{found.sources[key]}" for key, value in found.keys.items()]
+    if found.notes:
+        lines += ["", "What no key says:"]
+    for name, note in found.notes.items():
+        lines += wrap(f"{name}: {note}", width, initial_indent="  ", subsequent_indent="    ")
+    return lines
 
 
 def _list_keys(given: argparse.Namespace) -> list[str]:

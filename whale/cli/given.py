@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.errors import PlanError, find_similar
@@ -32,7 +33,13 @@ _END_S = 5.0
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that answers mistakes with one sentence and where to read on; the exit code is 2."""
+    """An argument parser that answers mistakes with one sentence and where to read on; the exit code is 2.
+
+    Attributes:
+        others_options: options of other programs for the same work -> what to write here.
+    """
+
+    others_options: Mapping[str, str] = MappingProxyType({})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments; an option that there is not ends the process, and the one that is spelt like it is named.
@@ -44,9 +51,10 @@ class Parser(argparse.ArgumentParser):
             options = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
             given = unknown[0].partition("=")[0]
             near = options.get(find_similar(given.lstrip("-"), options)) if given.startswith("-") else None
-            if near is None:
+            what = self.others_options.get(given) or (near and f"write {near}, if that is meant")
+            if what is None:
                 self.error(f"unrecognized arguments: {' '.join(unknown)}")
-            text = f"{self.prog}: there is no option {given}\n  next: write {near}, if that is meant"
+            text = f"{self.prog}: there is no option {given}\n  next: {what}"
             self.exit(2, f"{text}; see `{self.prog} --help`\n")
         return found, unknown
 

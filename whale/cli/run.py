@@ -15,12 +15,45 @@ from whale.errors import PlanError
 _PYTHON_OPTION = re.compile(
     r"-(?P<plain>[bBdOquv]*)((?P<valued>[WX])(?P<value>.*)|(?P<module>m)(?P<name>.*))?", re.DOTALL
 )
+# What to write in the place of options of horovodrun, deepspeed, torchrun, accelerate and mpirun.
+_OTHERS = {
+    "write -np N, the number of all ranks; with --hosts or --hostfile it may be left out":
+    "--num-proc --num_proc --num_gpus --num-gpus --nproc_per_node --nproc-per-node --num_processes --num-processes "
+    "--num_workers --ntasks",
+    "write --hosts node1:2,node2:2, or --hostfile FILE":
+    "--nnodes --num_nodes --num-nodes --num_machines --include --exclude -i -e --machinefile",
+    "leave it out: ranks find each other without it":
+    "--master_addr --master-addr --master_port --master-port --node_rank --node-rank --machine_rank --standalone "
+    "--main_process_port --rdzv_backend --rdzv-backend --rdzv_endpoint --rdzv-endpoint --rdzv_id --rdzv-id --gloo "
+    "--use-gloo --mpi --use-mpi --launcher --tcp --network-interface --network-interfaces --start-timeout "
+    "--no_ssh_check",
+    "leave it out: `whale run` sets it; the environment goes along to all ranks":
+    "--allow-run-as-root --oversubscribe --bind-to --map-by -x",
+    "leave it out: exchanges are ordered by the plan":
+    "--cycle-time-ms --cache-capacity --disable-cache --autotune --hierarchical-allreduce",
+    "write --hosts-from FILE: a file or a program that lists hosts": "--host-discovery-script --max-np --max-num-proc",
+    "write --min-ranks M": "--min-np --min-num-proc",
+    "write --max-restarts K": "--reset-limit --elastic-timeout",
+    "write --set elastic=memory": "--elastic_training",
+    "write --config whale.yaml, which `whale config --from ds_config.json` makes of a file of DeepSpeed's":
+    "--deepspeed --deepspeed_config --config_file --config-file",
+    "write --set auto_parallel=true": "--autotuning",
+    "write --set compute_dtype=bfloat16": "--mixed_precision --mixed-precision",
+    "write --set bucket_bytes=BYTES, if at all": "--fusion-threshold-mb",
+    "write --set log=debug": "--log-level",
+    "`whale doctor` says what works here": "--check-build -cb",
+    "write `> FILE`: each line has its rank": "--output-filename",
+    "name the port in ~/.ssh/config, which ssh reads": "--ssh-port",
+    "write -m": "--module",
+}  # fmt: skip
 
 
 def add_parser(verbs: Any) -> None:
     """Adds the verb to the command's parser."""
     verb = verbs.add_parser("run", help="start a script on every rank", description="Starts a script on every rank.")
-    verb.add_argument("-np", dest="ranks", type=int, metavar="N", help="number of ranks; all that --hosts-from lists")
+    verb.add_argument(
+        "-np", dest="ranks", type=int, metavar="N", help="number of ranks; all those of the hosts that are listed"
+    )
     verb.add_argument("-H", "--hosts", metavar="H:N,...", help="hosts and their ranks; this host unless given")
     verb.add_argument("--hostfile", metavar="FILE", help="the hosts as a file: a name and slots=N on each line")
     verb.add_argument(
@@ -72,6 +105,7 @@ def add_parser(verbs: Any) -> None:
     verb.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     verb.add_argument("script", help="the script to run")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    verb.others_options = {name: what for what, names in _OTHERS.items() for name in names.split()}
     verb.set_defaults(call=run_command, wrong=verb.error)
 
 
@@ -98,7 +132,7 @@ def run_command(given: argparse.Namespace) -> int:
     path = given.hosts_from or given.hostfile
     hosts = read_hosts(path) if path is not None else parse_hosts(given.hosts) if given.hosts is not None else ()
     if given.ranks is None:
-        if given.hosts_from is None:
+        if not hosts:
             behind = "; behind the script it is the script's own" if "-np" in given.arguments else ""
             given.wrong(f"the following arguments are required: -np{behind}")
         given.ranks = sum(host.slots for host in hosts)

@@ -17,8 +17,9 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from whale.config import deepspeed
 from whale.config.keys import KEYS, SECTIONS, Key
 from whale.config.values import EmulatedNetwork, Mesh, parse_network
 from whale.errors import ConfigError, find_similar
@@ -53,7 +54,7 @@ class Config(Mapping[str, Any]):
         # The weakest source first, so that a stronger one overwrites it.
         path = environment.get(FILE_VARIABLE)
         if path:
-            self._take(_read_file(path), f"file {path}")
+            self._take(_read_keys(path), f"file {path}")
         for key, text in _from_environment(environment):
             self._set(key, _parse(key, text), f"environment {key.variable}")
         self._take(values or {}, "code")
@@ -100,6 +101,8 @@ class Config(Mapping[str, Any]):
 
     def _take(self, values: Mapping[str, Any], origin: str) -> None:
         for name, value in values.items():
+            if isinstance(value, Mapping) and name in SECTIONS and not isinstance(value, Mesh):
+                _refuse_nested(name, value, origin)
             self._set(_find_key(name, origin), value, origin)
 
     def _set(self, key: Key, value: Any, origin: str) -> None:
@@ -110,20 +113,6 @@ class Config(Mapping[str, Any]):
 _BY_NAME = {key.name: key for key in KEYS}
 # Keys as scripts of the first Whale write them.
 _BARE = {"num_micro_batch": "pipeline.micro_batches", "num_task_graph": "pipeline.stages"}
-# What fields of DeepSpeed's configuration are here, by their first words.
-_THE_SCRIPTS = "nothing: it is the script's own, written for one device"
-_OF_DEEPSPEED = {
-    "train_batch_size": "nothing: the script's batch is the global one",
-    "train_micro_batch_size_per_gpu": "pipeline.micro_batches, a number of parts of the global batch",
-    "gradient_accumulation_steps": "pipeline.micro_batches",
-    "zero_optimization": "memory.zero for its stage, memory.offload for what it offloads",
-    "fp16": "precision.compute_dtype: float16",
-    "bf16": "precision.compute_dtype: bfloat16",
-    "activation_checkpointing": "memory.recompute",
-    "optimizer": _THE_SCRIPTS,
-    "scheduler": _THE_SCRIPTS,
-    "gradient_clipping": _THE_SCRIPTS,
-}
 
 
 def _find_key(name: object, origin: str) -> Key:
@@ -131,13 +120,12 @@ def _find_key(name: object, origin: str) -> Key:
         return _BY_NAME[_BARE[name]]
     if isinstance(name, str) and name in _BY_NAME:
         return _BY_NAME[name]
-    theirs = _OF_DEEPSPEED.get(str(name).partition(".")[0])
-    if theirs is not None:
+    if theirs := deepspeed.describe_field(str(name)):
         raise ConfigError(
             f"{name!r} is a field of DeepSpeed's configuration, and no key of Whale's",
             source=origin,
             expected=theirs,
-            action="write a file of Whale's keys; `whale config` asks a few questions and does (docs/migration.md)",
+            action="`whale config --from ds_config.json` writes a whole file of DeepSpeed's by Whale's keys",
         )
     near = nearest(str(name))
     raise ConfigError(
@@ -145,6 +133,27 @@ def _find_key(name: object, origin: str) -> Key:
         source=origin,
         expected=near or ", ".join(_BY_NAME),
         action=f"write {near!r}, if that is meant: {_BY_NAME[near].help}" if near else "use one of the known keys",
+    )
+
+
+def _refuse_nested(section: str, values: Mapping[str, Any], origin: str) -> NoReturn:
+    """Refuses keys below their section's name, and axes of a mesh without its name.
+
+    Raises:
+        ConfigError: always.
+    """
+    expected = ", ".join(f"{section}.{name}: {value}" for name, value in values.items()) or f"{section}.KEY: VALUE"
+    action = "write each key with its section's name and a dot in front"
+    if section in _BY_NAME and not any(f"{section}.{name}" in _BY_NAME for name in values):
+        axes = [f"{name}={size}" for name, size in values.items()]
+        expected = f"wh.Mesh({', '.join(axes)})" if origin == "code" else f"{section}: {','.join(axes)}"
+        action = "write that in its place"
+    raise ConfigError(
+        f"the section {section!r} is given with keys inside",
+        source=origin,
+        given=f"{section}: {', '.join(map(str, values))}",
+        expected=expected,
+        action=action,
     )
 
 
@@ -351,7 +360,32 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[Key, str]]:
     return found
 
 
-def _read_file(path: str) -> Mapping[str, Any]:
+def _read_keys(path: str) -> Mapping[str, Any]:
+    """Reads a file of Whale's keys.
+
+    Raises:
+        ConfigError: it cannot be read, or is a configuration of DeepSpeed's.
+    """
+    fields = read_file(path)
+    if fields.keys() - _BY_NAME.keys() and deepspeed.is_deepspeed(fields):
+        keys = deepspeed.translate(fields).keys
+        raise ConfigError(
+            "the configuration file is one of DeepSpeed's, with no keys of Whale's",
+            given=path,
+            expected="\n    ".join(["", *(f"{name}: {json.dumps(value)}" for name, value in keys.items())])
+            if keys
+            else "a file of Whale's keys; of this one's fields none has to be set here",
+            action=f"`whale config --from {path}` writes that, and says what becomes of the other fields",
+        )
+    return fields
+
+
+def read_file(path: str) -> Mapping[str, Any]:
+    """Reads a file of names and values, JSON or, where its name ends so, YAML.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     import msgspec  # only read when a file is named: `import whale` and the verbs stay fast
 
     try:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,11 +145,13 @@ def format_status(status: RunStatus, width: int, height: int | None = None) -> l
         "",
         f"{'rank':>4}  {'host':<12} {'steps':>9} {'ms/step':>9} {'waits ms':>9} {'MiB':>7}  now",
     ]
-    rows = [_format_rank(rank, rate) for rank, rate in zip(status.ranks, rates)]
-    lines = [one for line in head for one in fit([line], width)] + [row[:width] for row in rows]
+    lines = [one for line in head for one in fit([line], width)]
+    for rank, rate in zip(status.ranks, rates):
+        lines += _format_rank(rank, rate, width)
     if height is not None and len(lines) > height - 1:
-        hidden = len(lines) - (height - 2)
-        lines = [*lines[: height - 2], f"and {hidden} more ranks: make the window higher"]
+        shown = lines[: height - 2]
+        hidden = sum(not line.startswith(" " * 6) for line in lines[height - 2 :])  # those go on with the row above
+        lines = [*shown, f"and {hidden} more ranks: make the window higher"]
     return lines
 
 
@@ -175,7 +178,14 @@ def _summarise(ranks: Sequence[RankStatus], rates: Sequence[Rates | None]) -> li
     """Returns lines about all ranks: the step, and the rank that the others wait for."""
     known = {rank.rank: rate for rank, rate in zip(ranks, rates) if rate is not None}
     if not known:
-        return ["no step has ended yet"]
+        told = [rank.latest for rank in ranks if rank.latest is not None]
+        if not any(one["sent_bytes"] for one in told):
+            return ["no step has ended yet"]
+        sent_bytes, waits_s = max(one["sent_bytes"] for one in told), max(one["waiting_s"] for one in told)
+        return [
+            "no step of a wh.function has ended: the script may have steps of its own; "
+            f"up to now a rank has sent up to {format_bytes(sent_bytes)}, and waited up to {waits_s:,.1f} s"
+        ]
     step_s = max(rate.step_s for rate in known.values())
     first = next(iter(known.values()))
     lines = [
@@ -190,12 +200,15 @@ def _summarise(ranks: Sequence[RankStatus], rates: Sequence[Rates | None]) -> li
     return lines
 
 
-def _format_rank(rank: RankStatus, rate: Rates | None) -> str:
+def _format_rank(rank: RankStatus, rate: Rates | None, width: int) -> list[str]:
+    """Formats a row; what the rank does now goes on below where a terminal is too narrow for it."""
     figures = f"{'':>9} {'':>9} {'':>9}"
     if rate is not None:
         figures = f"{rate.steps:>9,} {1e3 * rate.step_s:>9,.1f} {1e3 * rate.waits_s:>9,.1f}"
     memory = f"{rank.latest['memory_bytes'] / 2**20:,.0f}" if rank.latest is not None else ""
-    return f"{rank.rank:>4}  {rank.host[:12]:<12} {figures} {memory:>7}  {describe_now(rank)}".rstrip()
+    row = f"{rank.rank:>4}  {rank.host[:12]:<12} {figures} {memory:>7}  "
+    text = textwrap.wrap(describe_now(rank), max(20, width - len(row)), break_on_hyphens=False) or [""]
+    return [row + text[0], *(" " * len(row) + part for part in text[1:])]
 
 
 def describe_now(rank: RankStatus) -> str:

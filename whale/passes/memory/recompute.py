@@ -37,7 +37,7 @@ def recompute(program: Program, kind: str) -> Program:
     """Adds copies of the forward nodes that the backward nodes of ``program`` read.
 
     Args:
-      kind: ``collection``: the checkpoints are those that the user marked, or all but what the user marked to be
+      kind: ``marked``: the checkpoints are those that the user marked, or all but what the user marked to be
         computed again; ``auto``: they are chosen by bytes;
         ``stage``: they are what one stage sends to another one.
 
