@@ -16,7 +16,7 @@ from whale.cli import main
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
-_BLOCK = re.compile(r'^```(python|yaml|console)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r'^```(python|yaml|console|text)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 HERE = {"plan", "show", "explain", "diff", "check", "html", "trace", "cluster"}
 
 
@@ -49,19 +49,35 @@ def _command(line: str) -> None:
 _LONG = {"plan_a_cluster.md": pytest.mark.long}
 
 
+def _find_unsaid(shown: str, said: str) -> list[str]:
+    """Returns the lines of a page that a command did not print; `...` stands for anything."""
+    lines = [re.escape(line).replace(r"\.\.\.", ".*") for line in shown.splitlines()]
+    return [line for line in lines if not re.search(f"^{line}$", said, re.MULTILINE)]
+
+
+def test_a_line_that_was_not_printed_is_found() -> None:
+    assert _find_unsaid("one\n...\n a ... c", "one\n a b c") == [] and _find_unsaid("on", "one") == ["on"]
+
+
 @pytest.mark.parametrize("page", [pytest.param(page, marks=_LONG.get(page, ())) for page in PAGES])
 def test_blocks_run(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    all_here, told = True, ""
     for number, (kind, title, text) in enumerate(_BLOCK.findall((FOLDER / page).read_text())):
         if kind == "console":
             for line in text.splitlines():
                 assert line.startswith("$ "), line
                 _command(line[2:])
+            all_here = any(line.split()[2] in HERE for line in text.splitlines())
+            continue
+        if kind == "text":
+            told += capsys.readouterr().out
+            assert not all_here or _find_unsaid(text, told) == []
             continue
         name = title or f"block{number}.py"
         Path(name).write_text(text)
         if kind == "python":
             _script(name, monkeypatch)
-    told = capsys.readouterr().out
+    told += capsys.readouterr().out
     losses = [float(one) for one in re.findall(r"step \d+  loss (\S+)", told)]
     assert losses == sorted(losses, reverse=True)
 

@@ -147,18 +147,21 @@ def _explain(given: argparse.Namespace) -> int:
 
 
 def _run_diff(given: argparse.Namespace) -> int:
+    from whale.ir.plan_text import fit
     from whale.planner.report import planfile
-    from whale.planner.report.show import diff
+    from whale.planner.report.show import diff, terminal_width
 
     one, other = planfile.load(given.plan), planfile.load(given.other)
     with refuse_inconsistent(given.plan, given.other):
-        print(diff(one, other))
+        print("\n".join(fit(diff(one, other).splitlines(), terminal_width())))
     return 0
 
 
 def _check(given: argparse.Namespace) -> int:
     from cost_model.cluster import cluster_file
+    from whale.ir.plan_text import fit
     from whale.planner.report import planfile
+    from whale.planner.report.show import terminal_width
 
     plan = planfile.load(given.plan)
     require_readable(given.cluster)
@@ -166,7 +169,7 @@ def _check(given: argparse.Namespace) -> int:
     with _import_plan_tools(plan, given.plan, given.cluster) as tools:
         problems = tools.problems(plan, given.plan, other)
         good = plan.strategy.format_summary()
-    print("\n".join(problems) or f"good: {good}")
+    print("\n".join(fit(problems or [f"good: {good}"], terminal_width())))
     return 1 if problems else 0
 
 
