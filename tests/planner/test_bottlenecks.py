@@ -162,6 +162,34 @@ def test_a_script_with_steps_of_its_own() -> None:
     assert "whose script takes 800.0 ms in all, the others 200.0 ms" in costs["the ranks wait for rank 1"].what
 
 
+def test_what_comes_before_the_first_step_is_no_time_between_steps() -> None:
+    run = Run(2, 2000.0)
+    for rank in range(2):
+        run.inside(rank, "wh.init", "init", 500.0)
+        run.now_ms[rank] += 4000.0  # the model is built
+        run.inside(rank, "compile train_step", "compile", 300.0)
+    for _ in range(10):
+        run.step([20.0, 20.0])
+        run.now_ms = [now + 3.0 for now in run.now_ms]
+    kinds_s = divide_time(run.events)[0].kinds_s
+    assert kinds_s["setup"] == pytest.approx(4.0) and kinds_s["script"] == pytest.approx(9 * 0.003)
+    assert "1. 4.00 s (57%): between wh.init and the first step" in format_costs(run.events, "out.json", 80)
+
+
+def test_a_script_with_steps_of_its_own_is_told_by_its_exchanges() -> None:
+    run = Run(2)
+    for rank in range(2):
+        run.inside(rank, "wh.init", "init", 500.0)
+    for _ in range(8):
+        run.step([20.0, 15.0])
+    for rank in range(2):
+        run.inside(rank, "wh.shutdown", "end", 1.0)
+    run.events = [event for event in run.events if event["name"].startswith(("wh.", "AllReduce"))]
+    said = format_costs(run.events, "out.json", 80)
+    assert "It exchanged '0:g' 8 times, once in 21.0 ms (median)." in said
+    assert "the script: its own steps" in said and "every\n     tenth step" not in said
+
+
 def test_a_trace_that_was_cut_off_in_a_step() -> None:
     run = _begun(2)
     run.step([20.0, 20.0])

@@ -33,15 +33,23 @@ _OF_A_STEP = {"computes": "computing", "waits": "waiting", "moves": "moving", "i
 _WORDS = {
     "before": "before wh.init: the processes start, the script imports and reads what it needs",
     "init": "in wh.init, where the ranks connect",
+    "setup": "between wh.init and the first step: the script builds its model and reads what it needs",
     "end": "in wh.shutdown",
     "input": "the steps wait for batches",
     "checkpoint": "checkpoints are saved and restored",
     "script": "the script itself, between the steps",
     "computes": "the steps compute",
 }
+# Of a script without steps of Whale's, as Horovod's are.
+_OWN_STEPS = (
+    "the script: its own steps, and all else between its exchanges",
+    "a trace has the exchanges of such a script alone: TensorFlow's profiler looks into its steps; the program written "
+    "for one device has a plan, and its steps in the trace (docs/guides/horovod.md)",
+)
 _ACTIONS = {
     "before": "a longer run pays for it once; import less, and read data inside of the input pipeline",
     "init": "`whale doctor` looks for what slows the start; hosts should find each other's names at once",
+    "setup": "a longer run pays for it once; read data inside of the input pipeline",
     "end": "ranks wait here for the last one: give all ranks the same number of steps",
     "input": "prefetch behind the last map, num_parallel_calls inside it, and `wh.shard`, by which each rank decodes "
     "its own rows only (docs/guides/data.md)",
@@ -95,6 +103,8 @@ class RankTime:
         blamed_s: seconds that its steps waited, by the rank that came last.
         staged_s: how much of that was for a tensor that another stage sends.
         moved: seconds and bytes that moved inside of its steps, by key.
+        repeated: of a script with steps of its own, the exchange that it made most often: key, times, seconds from one
+            to the next (median).
     """
 
     end_s: float
@@ -104,6 +114,7 @@ class RankTime:
     blamed_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     staged_s: float = 0.0
     moved: dict[str, tuple[float, float]] = field(default_factory=dict)
+    repeated: tuple[str, int, float] | None = None
 
     @property
     def main_program(self) -> str:
@@ -176,11 +187,27 @@ def divide_time(events: Sequence[Event]) -> dict[int, RankTime]:
                 time.kinds_s[span.kind] += span.own_s
         ordered = sorted(exchanges[rank], key=lambda exchange: exchange.start_s)
         _divide_steps(time, [span for span in spans if span.kind == "step"], ordered, last)
+        inits = [span.end_s for span in spans if span.kind == "init"]
         if not time.calls_s:  # a script with steps of its own, as Horovod's are
-            begun_s = max(span.end_s for span in spans if span.kind == "init") if time.kinds_s.get("init") else 0.0
-            _divide_stretch(time, begun_s, time.end_s, ordered, last)
+            _divide_stretch(time, max(inits, default=0.0), time.end_s, ordered, last)
+            time.repeated = _find_repeated(ordered)
+        elif inits:
+            later = [span.start_s for span in spans if span.kind not in ("init", "end")]
+            time.kinds_s["setup"] = max(0.0, min(later) - min(inits))
         time.kinds_s["script"] = max(0.0, time.end_s - sum(time.kinds_s.values()))
     return found
+
+
+def _find_repeated(exchanges: Sequence[Exchange]) -> tuple[str, int, float] | None:
+    """Returns the exchange that was made most often, how often, and how far apart; None where none was made thrice."""
+    begun_s: dict[str, list[float]] = defaultdict(list)
+    for exchange in exchanges:
+        begun_s[exchange.key].append(exchange.start_s)
+    key = max(begun_s, key=lambda key: len(begun_s[key]), default="")
+    if len(begun_s[key]) < FIRST + 2:
+        return None
+    apart_s = [after_s - before_s for before_s, after_s in itertools.pairwise(begun_s[key])]
+    return key, len(begun_s[key]), statistics.median(apart_s)
 
 
 def _divide_steps(
@@ -252,7 +279,9 @@ def list_costs(ranks: Mapping[int, RankTime]) -> list[Cost]:
     def mean(kind: str) -> float:
         return statistics.fmean(time.kinds_s.get(kind, 0.0) for time in ranks.values())
 
-    found = [Cost(mean(kind), what, _ACTIONS[kind]) for kind, what in _WORDS.items()]
+    found = [Cost(mean(kind), what, _ACTIONS[kind]) for kind, what in _WORDS.items() if kind != "script"]
+    own = not any(time.calls_s for time in ranks.values())
+    found.append(Cost(mean("script"), *(_OWN_STEPS if own else (_WORDS["script"], _ACTIONS["script"]))))
     found += [_describe_compilation(ranks, mean("compile")), _describe_first_calls(ranks, mean("first"))]
     found += [_describe_moves(ranks, mean("moves")), _describe_waits(ranks, mean("waits"))]
     return sorted((cost for cost in found if cost.seconds > 0), key=lambda cost: -cost.seconds)
@@ -365,7 +394,11 @@ def _describe_steps(ranks: Mapping[int, RankTime]) -> list[str]:
     """Returns lines about the calls of programs: how many, how long, and what a call is made of."""
     first = next(iter(ranks.values()))
     if not first.calls_s:
-        return ["No step of Whale's was called: what the script computes counts as its own time."]
+        lines = ["No step of Whale's was called: what the script computes counts as its own time."]
+        if first.repeated is not None:
+            key, times, apart_s = first.repeated
+            lines.append(f"It exchanged {key!r} {times:,} times, once in {format_seconds(apart_s)} (median).")
+        return lines
     name = first.main_program
     taken = [seconds for time in ranks.values() for seconds in (time.calls_s[name][FIRST:] or time.calls_s[name])]
     lines = [
