@@ -39,6 +39,8 @@ _PICTURE = re.compile(
     r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
     r'<img src="([^"]+)" (alt="[^"]*")></picture>'
 )
+_CODE = re.compile(r"<code>[^<]*</code>")
+_OPTION = re.compile(r"(?<![\w-])--?\w[\w-]*")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -95,6 +97,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     pictured = _PICTURE.sub(r'<img src="\2#only-light" \3><img src="\1#only-dark" \3>', markdown)
     return _LINK.sub(link, pictured)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Keeps options in code whole: a browser may end a line behind each of their hyphens."""
+    return _CODE.sub(lambda code: _OPTION.sub(r'<span class="whole">\g<0></span>', code[0]), html)
 
 
 def command_line() -> str:

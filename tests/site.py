@@ -47,6 +47,10 @@ addEventListener("load", () => setTimeout(() => {
 </script>"""
 _OUTSIDE = re.compile(r'(?:src|srcset)="(https?:)?//|<link[^>]+href="(https?:)?//(?!localhost)')
 
+# What markdown has taken for a paragraph of a list, and was indented as code: columns, lines of a terminal.
+_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+_OF_CODE = re.compile(r"\S {3,}\S|\n {2,}\[\d\]|^whale run: |```")
+
 
 def open_frames(site: Path, pages: Sequence[str], width: int, scheme: str, folder: Path) -> list[str]:
     """Writes a page of frames so wide, and returns Chromium's arguments for it: a window has 500 points at least."""
@@ -100,6 +104,12 @@ def main() -> int:
     pages = sorted(site.rglob("*.html"))
     outside = [str(page.relative_to(site)) for page in pages if _OUTSIDE.search(page.read_text())]
     wrong = [f"{len(outside)} pages ask other hosts: {', '.join(outside[:3])}"] if outside else []
+    wrong += [
+        f"{page.relative_to(site)}: code that is drawn as text: {text[:60]!r}"
+        for page in pages
+        for text in _PARAGRAPH.findall(page.read_text())
+        if _OF_CODE.search(text)
+    ]
     index = (site / "search" / "search_index.js").read_text()
     wrong += [f"{page}: is not in the search" for page in PAGES if f'"{page}.html' not in index]
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
