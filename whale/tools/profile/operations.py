@@ -2,14 +2,15 @@
 
 Each operation becomes a function with several copies of it, one after the other, on separate
 operands; the seconds of calling an empty function are subtracted. Operands that are constants in the program stay
-constants.
+constants. On a GPU operations on images have the layout that they have in steps (`layout`), and scratch memory is the
+GPU's.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,20 @@ import tensorflow as tf
 from cost_model.graph.buffers import find_copied_reads
 from cost_model.graph.executor_graph import make_copy_work
 from cost_model.graph.machine_profile import Operation
-from cost_model.graph.signature import signature
+from cost_model.graph.signature import dtype_of, signature
 from cost_model.graph.unroll_loops import unroll
 from cost_model.kernels.op_work import Work, estimate_work
-from whale.ir.ops import EXCHANGES, FUSED_LOOP, LISTS, ROW_LOOKUPS
+from whale.distributed.gpus import await_gpus, has_gpu
+from whale.errors import CommError
+from whale.ir.ops import CONVOLUTIONS, EXCHANGES, FUSED_LOOP, LISTS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable, make_const
 from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
 from whale.kernels.matmuls.einsums import EINSUM
 from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
 from whale.kernels.updates.fuse import UPDATE
 from whale.runtime.compile.measured_call import OF_CLASSES, compile_program_alone, draw_value, measure_call_s
-from whale_ops.memory import read_memory, reset_peak
+from whale.tools.profile.layout import find_channels_first, turn
+from whale_ops.memory import COUNTED_FROM_BYTES, read_memory, reset_peak
 
 COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps find most of theirs in a cache, too
 MOST_COPIES = 8
@@ -67,13 +71,16 @@ def measure(
     end_s = time.monotonic() + budget_s
     order = sorted(operations, key=lambda one: -_estimate_size(*one))
     found, skipped = [], []
+    place = _Place.find({dtype_of(signature(*one)) for one in operations if one[1].op in CONVOLUTIONS})
+    if not place.counts:
+        said("scratch memory is not measured: TensorFlow keeps no figures of this processor's memory")
     empty_s = measure_call_s(compile_program_alone(Program("empty", ()), []))
     for number, (program, node) in enumerate(order):
         if time.monotonic() > end_s:
             skipped += [f"{n.op}: out of time" for _, n in order[number:]]
             break
         try:
-            found.append(_measure_one(program, node, empty_s))
+            found.append(_measure_one(program, node, empty_s, place))
         except (tf.errors.OpError, _NotMeasurableError) as error:
             skipped.append(f"{node.op}: {str(error).splitlines()[0][:120]}")
         if number % 50 == 49:
@@ -83,6 +90,43 @@ def measure(
 
 class _NotMeasurableError(Exception):
     """Raised for an operation that cannot be run alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where operations are measured.
+
+    Attributes:
+      gpu: TensorFlow's name of the GPU; "" is the processor.
+      counts: whether the bytes that kernels allocate are known.
+      channels_first: the types of which images have the channels first in steps.
+    """
+
+    gpu: str
+    counts: bool
+    channels_first: frozenset[str]
+
+    @classmethod
+    def find(cls, dtypes: Iterable[str]) -> _Place:
+        """Looks for the GPU, or else the processor; ``dtypes`` are those of convolutions."""
+        gpu = "GPU:0" if has_gpu() else ""
+        try:
+            read_memory(gpu)
+        except (CommError, ValueError):  # an allocator without statistics
+            return cls(gpu, False, frozenset())
+        return cls(gpu, True, frozenset(one for one in dtypes if gpu and find_channels_first(one)))
+
+    def measure_scratch_bytes(self, call: Callable[[], Any], node: Node) -> int:
+        """Returns the most bytes that a call holds beside the results of an operation."""
+        if not self.counts:
+            return 0
+        reset_peak(self.gpu)
+        before = read_memory(self.gpu).live_bytes
+        call()
+        await_gpus()
+        counted_from = 0 if self.gpu else COUNTED_FROM_BYTES
+        made = sum(t.bytes for t in node.outputs if t.bytes >= counted_from)
+        return max(0, read_memory(self.gpu).peak_bytes - before - made)
 
 
 def _find_work(program: Program, node: Node) -> Work:
@@ -99,7 +143,10 @@ def _estimate_size(program: Program, node: Node) -> float:
     return done.flops / 10 + done.moved_bytes
 
 
-def _measure_one(program: Program, node: Node, empty_s: float) -> Operation:
+def _measure_one(program: Program, node: Node, empty_s: float, place: _Place) -> Operation:
+    known_as = signature(program, node)
+    if dtype_of(known_as) in place.channels_first:
+        program, node = turn(program, node)
     types = [program.find_type(r) for r in node.inputs]
     if not all(t.is_static for t in (*types, *node.outputs) if t.dtype not in ("resource", "variant")):
         raise _NotMeasurableError("unknown sizes")
@@ -108,24 +155,10 @@ def _measure_one(program: Program, node: Node, empty_s: float) -> Operation:
     chain, values, keep = _make_chain(program, node, types, copies)
     call = compile_program_alone(chain, values)
     call()
-    reset_peak()
-    before = read_memory().live_bytes
-    call()
-    scratch = read_memory().peak_bytes - before
+    scratch_bytes = place.measure_scratch_bytes(call, node)
     seconds = max(1e-7, measure_call_s(call) - empty_s) / copies
     del keep
-    return Operation(
-        signature(program, node),
-        node.op,
-        done.flops,
-        done.moved_bytes,
-        seconds,
-        max(0, scratch - _count_new_bytes(node)),
-    )
-
-
-def _count_new_bytes(node: Node) -> int:
-    return sum(t.bytes for t in node.outputs if t.bytes >= 256 << 10)
+    return Operation(known_as, node.op, done.flops, done.moved_bytes, seconds, scratch_bytes)
 
 
 def _make_chain(
