@@ -65,10 +65,15 @@ def parse_gpus(listing: str) -> list[DeviceEntry]:
     entries = []
     for line, count in counts.items():
         name, _, mebibytes = line.rpartition(",")
-        device = catalogue.find_device(re.sub(r"^nvidia (?=geforce)", "", name.strip().lower()))
+        device = find_gpu(name)
         memory_gb = min(device.memory_gb, float(mebibytes) * 2**20 / 1e9)
         entries.append(DeviceEntry(device.name, count, memory_gb=memory_gb))
     return entries
+
+
+def find_gpu(name: str) -> Device:
+    """Returns the catalogue's entry of a GPU by the driver's name; raises ClusterError if there is none."""
+    return catalogue.find_device(re.sub(r"^nvidia (?=geforce)", "", name.strip().lower()))
 
 
 def discover_processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:

@@ -136,7 +136,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         "  source: code\n"
         "  expected: communication.bucket_bytes\n"
         "  next: write 'communication.bucket_bytes', if that is meant: size in bytes up to which small tensors travel "
-        "together in one all-reduce, or all-gather of gradients"
+        "together in one all-reduce, or all-gather of gradients; of nccl 32 MiB unless it is set"
     )
     with pytest.raises(ConfigError, match=r"expected: mesh, .*debug\.emulate_network"):
         Config(environment={})["zzz"]

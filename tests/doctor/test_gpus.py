@@ -50,7 +50,8 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     monkeypatch.setattr(device_library, "PATH", tmp_path / "libwhale_cuda.so")
     monkeypatch.setattr(device_code, "find_nvrtcs", lambda: iter([device_code.Nvrtc("x", (13, 0), (90,))]))
     found = {one.name: one for one in gpus.look(driver(library, monkeypatch, 80, 80, 24))}
-    assert found["GPUs"].text.startswith("3: NVIDIA Something, 80.0 GiB, others; ")
+    assert found["GPUs"].text.startswith("3: NVIDIA Something, 80.0 GiB, others, compute capability 8.6; ")
+    assert "GPUs' instances (MIG)" not in found
     assert found["GPUs"].text.endswith("CUDA up to 13.0")
     assert "none between 0-2, 1-2" in found["GPUs' peer access"].text
     assert found["GPUs' peer access"].status == "warning" and '"pinned"' in (found["GPUs' peer access"].action or "")
@@ -59,6 +60,11 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     assert found["NCCL"].status in ("ok", "warning")
     assert found["GPUs' kernels"].status == "warning" and "pip install" in (found["GPUs' kernels"].action or "")
     assert gpus.check_peers(driver(library, monkeypatch, 80, 80)).text == "all read each other's memory"
+    monkeypatch.setenv("HOST_GPUS", str(HostGpu(10 << 30, name="NVIDIA A100-SXM4-40GB MIG 1g.10gb")))
+    instance = gpu_driver.look(library)
+    assert instance is not None
+    (part,) = gpus.check_instances(instance)
+    assert "1g.10gb" in part.text and '"pinned"' in (part.action or "")
 
     device_library.PATH.write_bytes(b"of some day")
     assert gpus.check_library(driver(library, monkeypatch, 80)).text == "libwhale_cuda.so is of other sources"

@@ -13,6 +13,8 @@ import pytest
 import tensorflow as tf
 
 import whale as wh
+from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
+from cost_model.cluster.discover import find_gpu
 from cost_model.graph.machine_profile import write
 from tests.cost_model.test_captured import TABLE
 from tests.oracle.metric import difference, limit
@@ -20,6 +22,7 @@ from tests.passes.autoshard.test_divide import scoped
 from tests.programs import mlp, planned
 from tests.runtime.compile.test_auto import THIN_LINK, Deep, double, speed
 from whale.cli import main
+from whale.distributed.device_exchange import OwnGpu
 from whale.errors import PlanError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.mesh import Axis
@@ -33,7 +36,7 @@ from whale.planner.report import analysis, planfile, show
 from whale.runtime import context
 from whale.runtime.compile import auto
 from whale.runtime.context import DryRun
-from whale.runtime.saved_plan import SavedPlan
+from whale.runtime.saved_plan import SavedPlan, warn_of_other_devices
 from whale.runtime.start import plan_only
 from whale.tools import analyze, dry_run
 
@@ -59,6 +62,28 @@ def fresh() -> Deep:
 def one_step() -> None:
     deep = fresh()
     deep.step(*deep.batch(0))
+
+
+def test_other_gpus_than_a_plan_was_made_for_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    v100, a100 = "Tesla V100-SXM2-16GB", "NVIDIA A100-SXM4-80GB"
+
+    def gpu(name: str) -> OwnGpu:
+        return OwnGpu("h", "0000:01:00.0", name, 1, 8)
+
+    def warned(*names: str) -> str:
+        caplog.clear()
+        warn_of_other_devices(cluster, [gpu(one) for one in names])
+        return caplog.text
+
+    entries = [DeviceEntry(find_gpu(name).name, 1) for name in (a100, v100)]
+    cluster = Cluster("two", [HostEntry("h", entries)])
+    assert warned(a100, v100) == "" and warned("of some day", v100) == ""
+    swapped = warned(v100, a100)
+    assert "rank 0 has" in swapped and "rank 1 has" in swapped and "in another order" in swapped
+    assert "nvidia-smi" in swapped
+    other = warned(v100, v100)
+    assert "rank 0 has" in other and "rank 1" not in other and "another order" not in other
+    warn_of_other_devices(None, [gpu(a100)])
 
 
 def test_a_step_runs_under_a_saved_plan_and_others_are_planned(ranks: Callable[..., None], tmp_path: Path) -> None:

@@ -255,7 +255,8 @@ KEYS: tuple[Key, ...] = (
         "communication.bucket_bytes",
         "int",
         4 << 20,
-        "size in bytes up to which small tensors travel together in one all-reduce, or all-gather of gradients",
+        "size in bytes up to which small tensors travel together in one all-reduce, or all-gather of gradients; of "
+        "nccl 32 MiB unless it is set",
         minimum=0,
     ),
     Key(

@@ -28,6 +28,7 @@ FILE_VARIABLE = "WHALE_CONFIG"
 # What `whale run --set` hands to the ranks: a JSON object of keys and their values as text.
 SETTINGS_VARIABLE = "WHALE_LAUNCHER_SETTINGS"
 COMMAND_LINE = "command line"
+NCCL_BUCKET_BYTES = 32 << 20  # what takes NCCL near its bandwidth: DDP's are 25 MiB, Horovod's 128
 # The first Whale had variables of this section that are no keys here, and job scripts still set them.
 _OF_FIRST_WHALE = "WHALE_COMMUNICATION_"
 
@@ -93,6 +94,13 @@ class Config(Mapping[str, Any]):
         or ``default``.
         """
         return self._origins[_find_key(name, "code").name]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Returns ``communication.bucket_bytes``, of NCCL `NCCL_BUCKET_BYTES` unless it is set."""
+        name = "communication.bucket_bytes"
+        with_nccl = self["communication.backend"] == "nccl" and self.origin(name) == "default"
+        return NCCL_BUCKET_BYTES if with_nccl else self[name]
 
     @property
     def network(self) -> EmulatedNetwork:

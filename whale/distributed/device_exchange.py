@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ def start_device_exchange(
         TensorFlow has started with several GPUs, or they cannot be connected.
     """
     backend, threads = config["communication.backend"], config["communication.in_process_ranks"] > 0
+    # As `whale` does for what it starts (whale/cli): under mpirun alone ranks have nvidia-smi's numbers, too, if CUDA
+    # has not started yet.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if backend not in DEVICE_BACKENDS:
         if (size > 1 or joins()) and not threads and (lacks := claim_gpu(place.local_rank).lacks):
             log.warning(f"all ranks of this host compute on its first GPU: {lacks}")
@@ -84,7 +88,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
     Raises:
       ClusterError: as `start_device_exchange`.
     """
-    backend, buffer_bytes = config["communication.backend"], config["communication.bucket_bytes"]
+    backend, buffer_bytes = config["communication.backend"], config.bucket_bytes
     lacks = gpu.lacks or ("" if gpu.ordinal is not None or backend == PINNED else NO_GPU)
     said = comm.allgather_bytes(
         "whale/device",
@@ -125,7 +129,7 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
 def count_device_buffer_bytes(config: Config) -> int:
     """Returns the bytes of GPU memory that exchanges take, beside what NCCL itself allocates."""
     copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # pinned: of the host
-    return copies * max(config["communication.bucket_bytes"], _LEAST_BUFFER_BYTES)
+    return copies * max(config.bucket_bytes, _LEAST_BUFFER_BYTES)
 
 
 def find_library() -> Path:
@@ -205,14 +209,14 @@ def list_visible_gpus() -> list[OwnGpu]:
     ]
 
 
-def find_own_gpu(comm: whale_ops.Communicator) -> OwnGpu | None:
-    """Returns the GPU of this rank, a process, and by how many ranks it is shared; None: it has none, or one that the
+def find_gpus(comm: whale_ops.Communicator) -> list[OwnGpu | None]:
+    """Returns the GPU of each rank, a process, and by how many ranks it is shared; None: it has none, or one that the
     driver does not list. Collective.
     """
     mine = next(iter(list_visible_gpus()), None)
     said = comm.allgather_bytes("whale/gpus", msgspec.json.encode(mine), purpose="the exchange of which GPU is whose")
     each = [msgspec.json.decode(one, type=OwnGpu | None) for one in said]
-    return None if mine is None else msgspec.structs.replace(mine, sharing=each.count(mine))
+    return [one and msgspec.structs.replace(one, sharing=each.count(one)) for one in each]
 
 
 class ExchangeOps:

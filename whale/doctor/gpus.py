@@ -22,6 +22,7 @@ def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
     yield check_gpus(driver)
     if driver is None or not driver.gpus:
         return
+    yield from check_instances(driver)
     yield check_peers(driver)
     yield check_library(driver)
     yield check_kernels(driver)
@@ -42,8 +43,19 @@ def check_gpus(driver: gpu_driver.Driver | None) -> Finding:
     more = "" if all((g.name, g.memory_bytes) == (first.name, first.memory_bytes) for g in driver.gpus) else ", others"
     version = read_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if listed else None
     driver_text = f"driver {version.splitlines()[0]}, " if version else ""
-    text = f"{len(driver.gpus)}: {first.name}, {format_bytes(first.memory_bytes)}{more}; {driver_text}"
+    capabilities = ", ".join(sorted({f"{g.capability}.{g.minor}" for g in driver.gpus}))
+    text = f"{len(driver.gpus)}: {first.name}, {format_bytes(first.memory_bytes)}{more}, "
+    text += f"compute capability {capabilities}; {driver_text}"
     return Finding("GPUs", "ok", f"{text}CUDA up to {driver.cuda[0]}.{driver.cuda[1]}")
+
+
+def check_instances(driver: gpu_driver.Driver) -> Iterator[Finding]:
+    """Reports parts of GPUs (MIG), of which a process sees one, and which no backend but one connects."""
+    parts = [gpu.name for gpu in driver.gpus if " MIG " in f"{gpu.name} "]
+    if parts:
+        action = 'set communication.backend to "pinned" (or "whale") where ranks compute on parts of one GPU'
+        text = f"{parts[0]}: parts of one GPU have neither NCCL nor cuda-ipc between them"
+        yield Finding("GPUs' instances (MIG)", "warning", text, action)
 
 
 def check_peers(driver: gpu_driver.Driver) -> Finding:

@@ -5,14 +5,20 @@ Decisions: 0049, 0099.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from whale.errors import PlanError
+from cost_model.cluster.cluster_file import Cluster
+from cost_model.cluster.discover import find_gpu
+from cost_model.cluster.pools import Machines
+from whale.distributed.device_exchange import OwnGpu
+from whale.errors import ClusterError, PlanError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.layout import Shard
 from whale.ir.plan import BatchInput, Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
+from whale.log import log
 from whale.passes.analysis.axes import project_to_axis
 from whale.passes.pass_manager import complete_plan
 from whale.passes.settings import PlanSettings
@@ -27,11 +33,13 @@ class SavedPlan:
 
     Attributes:
       path: of its file.
+      cluster: the devices that it was made for; None: it names none.
       used: whether that program was compiled already.
     """
 
     path: str
     plan: Plan
+    cluster: Cluster | None = None
     used: bool = False
 
     @property
@@ -119,4 +127,37 @@ def read_saved_plan(path: str, ranks: int) -> SavedPlan | PlanFile:
     """
     found = planfile.load(path)
     found.check_ranks(path, ranks)
-    return found if found.plan is None else SavedPlan(path, found.plan)
+    return found if found.plan is None else SavedPlan(path, found.plan, found.cluster)
+
+
+def warn_of_other_devices(cluster: Cluster | None, gpus: Sequence[OwnGpu | None]) -> None:
+    """Warns if ranks have other GPUs than a plan was made for: its shares would be those of other ranks.
+
+    Args:
+      cluster: of the plan, whose devices are the ranks' in order.
+      gpus: of the ranks; those that the catalogue does not know are not compared.
+    """
+    pools = () if cluster is None else Machines(cluster).pools
+    planned = [pool.entry.device.name for pool in pools for _ in range(pool.devices)]
+    found = [None if gpu is None else _find_catalogued(gpu.name) for gpu in gpus]
+    pairs = enumerate(zip(planned, found))
+    other = [
+        f"rank {rank} has {has}, planned was {wanted}" for rank, (wanted, has) in pairs if has not in (None, wanted)
+    ]
+    if not other:
+        return
+    same = sorted(planned[: len(found)]) == sorted(one or "" for one in found)
+    action = (
+        "they are the same in another order: list them in the cluster file as nvidia-smi does (and keep "
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID), then make the plan again"
+        if same
+        else "make the plan again with a cluster file that has these"
+    )
+    log.warning(f"the saved plan is for other GPUs: {'; '.join(other)}; {action}")
+
+
+def _find_catalogued(name: str) -> str | None:
+    try:
+        return find_gpu(name).name
+    except ClusterError:
+        return None

@@ -40,7 +40,7 @@ from whale.runtime.annotate import annotate, describe_unmatched, read_annotation
 from whale.runtime.context import Context, DryRun, OwnPrograms, PlanningState, local_ranks, process, require_current
 from whale.runtime.elastic.elastic_run import Elastic
 from whale.runtime.reinit import begin_again
-from whale.runtime.saved_plan import SavedPlan, read_saved_plan
+from whale.runtime.saved_plan import SavedPlan, read_saved_plan, warn_of_other_devices
 from whale.runtime.tf_config import check_alone
 from whale.runtime.unsynchronized_training import find_unsynchronized_training, watch_in_process_training
 from whale.runtime.variables import deferred
@@ -170,6 +170,8 @@ def _begin(
                 _share_random_state(context, solo)
             elif context.size > 1:
                 watch_in_process_training(context)
+            if saved is not None and context.rank == 0:
+                warn_of_other_devices(saved.cluster, context.first_gpus)
             if isinstance(saved, SavedPlan):
                 context.planning.saved, context.planning.auto = saved, saved.chosen_strategy
             elif saved is not None:
@@ -308,7 +310,8 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None:
         device_exchange.start_device_exchange(config, place, size, comms)
         if process.context.has_other_processes:
-            process.context.own_gpu = device_exchange.find_own_gpu(process.context.comms[0])
+            process.context.first_gpus = tuple(device_exchange.find_gpus(process.context.comms[0]))
+            process.context.own_gpu = process.context.first_gpus[process.context.rank]
     for comm in comms:
         configure_communicator(comm, config)
     _find_topology(process.context)

@@ -59,7 +59,7 @@ def settings_of(context: Context) -> PlanSettings:
         ),
         precision=PrecisionSettings(config["precision.compute_dtype"]),
         exchange=ExchangeSettings(
-            group_bytes=config["communication.bucket_bytes"],
+            group_bytes=config.bucket_bytes,
             backend=config["communication.backend"],
             wire_dtype=config["communication.wire_dtype"],
         ),
