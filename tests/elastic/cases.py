@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from tests.forkserver import plain_python, warm_python
+from tests.host_gpu.build import ROOT, HostGpu, build_host_cuda
 
 SCRIPT = Path(__file__).parent / "script.py"
+_ON_GPUS = (str(ROOT / "tests/host_gpu/on_host_gpus.py"), "none")
 MODES = ("loop", "shard", "save", "fit", "arrays")
 # Under which ranks hold parts of variables: of a rank and the one with its copies, one may go at a time.
 PARTS = tuple("zero1 zero3 stages split mesh zero3+save stages+save".split())
@@ -146,11 +148,12 @@ class Reference:
         return self._known[kind]
 
 
-def run(case: Case, reference: Reference, restarts: int = 0) -> Outcome:
+def run(case: Case, reference: Reference, restarts: int = 0, gpus: int = 0) -> Outcome:
     """Runs a case, and compares what its last ranks end with, bit by bit but for rounding, and what is left behind.
 
     Args:
       restarts: how often `whale run` may start it again, which it then has to do each time.
+      gpus: so many GPUs that are the host's (tests/host_gpu), which ranks have in turns.
     """
     expected = reference.of(case.mode)
     with tempfile.TemporaryDirectory(prefix="whale_elastic_") as folder:
@@ -163,9 +166,13 @@ def run(case: Case, reference: Reference, restarts: int = 0) -> Outcome:
         started += ["--max-restarts", str(restarts)] * (restarts > 0)
         # Who kills a host kills mpirun and all above its rank, which may be no fork server.
         python = sys.executable if "host" in case.faults else warm_python()
-        line = [python, "-m", "whale", "run", *started, "--", str(SCRIPT), case.mode, str(result), case.faults]
-        start_s = time.monotonic()
+        script = [*_ON_GPUS, str(SCRIPT)] if gpus else [str(SCRIPT)]
+        line = [python, "-m", "whale", "run", *started, "--", *script, case.mode, str(result), case.faults]
         environment = {**_environment(), "ELASTIC_HOSTS": str(hosts)}
+        if gpus:
+            environment |= build_host_cuda().variables(*[HostGpu(600 << 20, name=f"GPU {n}") for n in range(gpus)])
+            environment["PYTHONPATH"] = str(ROOT)
+        start_s = time.monotonic()
         ended = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, env=environment)
         seconds = time.monotonic() - start_s
         # Late in its last step a rank may be gone after the last exchange, and what it alone does is missing.
