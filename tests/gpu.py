@@ -120,7 +120,7 @@ def rates(machine: Machine) -> str:
     Raises:
       Failed: a rank says something else.
     """
-    from tests.whale_ops.gpu.test_cuda import Ranks
+    from tests.whale_ops.gpu.cuda_ranks import Ranks
 
     assert machine.library is not None and machine.image is not None
     gpus = len(machine.gpus)

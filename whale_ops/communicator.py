@@ -11,7 +11,9 @@ from typing import Any
 from whale.errors import CommError
 
 DEFAULT_TIMEOUT_S = 300.0
-COPIED = "device/copied "  # how keys begin of what is no exchange: copies between a device and the host's memory
+# How keys begin of what is no exchange of its own: copies between a device and the host's memory; ends of devices'
+# exchanges.
+NO_EXCHANGES = "device/copied ", "device/done "
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class OpCounter:
     """The counters of one operation key on this rank.
 
     Attributes:
-        calls: finished invocations; of copies (`COPIED`): pieces.
+        calls: finished invocations; of copies to and from devices: pieces.
         logical_bytes: this rank's part of the bytes that the operation has to move; the sum over ranks is 2(p-1)T for
             an all-reduce of T bytes over p ranks, (p-1)T for all-gather, reduce-scatter and broadcast, T for a send.
             Of copies what was copied.

@@ -45,7 +45,7 @@ def load_nccl() -> None:
     raise CommError(
         "NCCL was not found",
         given=reason,
-        expected="NCCL 2.10 or newer, for the driver's CUDA",
+        expected="NCCL 2.14 or newer, for the driver's CUDA",
         action="pip install nvidia-nccl-cu12 (nvidia-nccl-cu13 for CUDA 13)",
     )
 

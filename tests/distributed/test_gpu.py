@@ -111,7 +111,7 @@ SHORT = {("zero 3", "cuda-ipc"), ("stages", "pinned")}
     [
         pytest.param(name, backend, marks=() if (name, backend) in SHORT else pytest.mark.long)
         for name in RUNS
-        for backend in ("cuda-ipc", "pinned", "whale")
+        for backend in ("cuda-ipc", "pinned", "nccl", "whale")
     ],
 )
 def test_what_gpus_of_the_host_compute_is_what_one_device_computes(
@@ -121,6 +121,9 @@ def test_what_gpus_of_the_host_compute_is_what_one_device_computes(
 
     But for groups: copies that a GPU and a processor update each by itself are compared bit by bit, and Adam's differ.
     """
+    if backend == "nccl":  # a GPU for each rank, with room for what NCCL is predicted to take
+        gpus = [HostGpu(2 << 30, 1.0 + rank, name=f"GPU {rank}") for rank in range(4)]
+        on_host_gpus.environment |= build_host_cuda().variables(*gpus)
     without = "1,3" if backend == "pinned" and name != "groups" else "none"
     said = RUNS[name].check(on_host_gpus, pool, tmp_path, backend, (ON_HOST_GPUS, without))
     assert ("ranks without a GPU compute on their processors: 1" in said) == (without != "none")

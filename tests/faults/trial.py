@@ -19,7 +19,7 @@ from tests.launcher.helpers import PATIENT, ROOT, Launcher
 # Seconds from the fault to the error on every other rank, on a machine that does nothing else.
 LIMITS_S = {"kill": 1.0, "freeze": 5.0, "raise": 1.0, "shape": 2.0, "dtype": 2.0, "op": 2.0}
 TRANSPORTS = ("memory", "mpi")
-DEVICES = ("cuda-ipc", "pinned")  # between GPUs that are the host's
+DEVICES = ("cuda-ipc", "pinned", "nccl")  # between GPUs that are the host's
 _END_S = 60.0  # from the fault to the end of `whale run`
 _START_S = 240.0  # a loaded machine may take long to start ranks
 # What an error must say beside the rank: the operation that waited, or what differs.

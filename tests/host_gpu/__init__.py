@@ -8,9 +8,11 @@ early, computes something else than one device does.
   build.py          compiles what follows, once for the same sources
   streams.cc        GPUs, their memory, and their streams, which are threads
   driver.cc         libcuda.so.1 on them
+  nccl.cc           libnccl.so.2 on their streams
   kernels.cc        the device code of `whale_ops/gpu` as host code
   plugin.cc         devices of TensorFlow's on them (a PluggableDevice)
   late_kernels.cc   kernels for processors in the place of those for GPUs, whose results are late
+  cudnn_rnn.cc      cuDNN's LSTM and GRU, as kernels for processors
   kernels-*.txt     which kernels for GPUs there are (dump_kernels.py)
   on_host_gpus.py   a script as a rank of `whale run` that has such a GPU
 

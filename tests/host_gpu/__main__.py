@@ -24,7 +24,7 @@ from tests.oracle.execute import load
 from tests.oracle.metric import difference, limit
 from tests.oracle.pool import Pool, flavours
 
-BACKENDS = ("cuda-ipc", "pinned", "whale")
+BACKENDS = ("cuda-ipc", "pinned", "nccl", "whale")
 # case/optimizer/shares/scope, as of zoo_on_gpus.py.
 CASES = (
     "mlp_metrics/sgd/5,3/replica",
@@ -45,6 +45,9 @@ CASES = (
     "margin/sgd/even,even/split",
     "experts/sgd/5,3/split",
     "words/sgd/5,3/replica",
+    "lstm/sgd/5,3/replica",
+    "gru/adam/6,2/zero:3",
+    "masked_bilstm/sgd/5,3/replica",
     "module/sgd/5,3/replica",
     "einsum/sgd/5,3/split",
     "gather/sgd/5,3/replica",
@@ -63,7 +66,7 @@ IN_A_RUN, RUN_S = 5, 280.0
 def outcomes(cases: Sequence[str], backend: str, folder: Path, pool: Pool) -> Iterator[tuple[str, str]]:
     """Yields (case, what is wrong; "" and the error where nothing is) as runs tell."""
     launcher = Launcher(folder, warm_python())
-    gpus = HostGpu(1 << 30, name="A"), HostGpu(600 << 20, 2.0, name="B")
+    gpus = HostGpu(2 << 30, name="A"), HostGpu((1024 if backend == "nccl" else 600) << 20, 2.0, name="B")
     launcher.environment.pop("CUDA_VISIBLE_DEVICES", None)
     launcher.environment |= build_host_cuda().variables(*gpus)
     launcher.environment |= {"WHALE_COMMUNICATION_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests/host_gpu"
 _BUILT = ROOT / "build/host_gpu"
 _FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-pthread", f"-I{ROOT}")
-_DRIVER, _IMAGE = "libcuda.so.1", "image"
+_DRIVER, _IMAGE, _NCCL = "libcuda.so.1", "image", "libnccl.so.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,11 @@ class HostGpu:
 
 @dataclass(frozen=True, slots=True)
 class HostCuda:
-    """A folder with libcuda.so.1, and a file with what it takes for the kernels' machine code."""
+    """A folder with libcuda.so.1, a file with what it takes for the kernels' machine code, and NCCL on it."""
 
     folder: Path
     image: Path
+    nccl: Path
 
     @property
     def driver(self) -> Path:
@@ -55,23 +56,29 @@ class HostCuda:
         """Returns variables under which a process's driver finds these GPUs, or one of 8 GiB."""
         found = gpus or (HostGpu(8 << 30, late_us=60),)
         return {
-            "LD_LIBRARY_PATH": str(self.folder),
+            "LD_LIBRARY_PATH": f"{self.folder}:{self.nccl.parent}",
             "HOST_GPUS": ",".join(map(str, found)),
+            # What NCCL would take of a GPU's memory is counted, and tests have small ones.
+            "NCCL_MAX_NCHANNELS": "1",
+            "NCCL_BUFFSIZE": "65536",
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(found)))),  # other tests of a process hide all GPUs
         }
 
 
 @functools.cache
 def build_host_cuda() -> HostCuda:
-    """Compiles the driver and the kernels."""
-    folder = build_driver().parent
+    """Compiles the driver, the kernels and NCCL."""
+    driver = build_driver()
+    folder = driver.parent
     core = (f"-L{build.IN_PLACE}", f"-l:{build.CORE_NAME}", f"-Wl,-rpath,{build.IN_PLACE}")
     headers = [*build.list_core_headers(), *sorted((ROOT / "whale_ops/gpu").glob("kernel*"))]
     kernels = _build("libhost_kernels.so", ["kernels.cc"], core, headers)
     image = kernels.with_name(_IMAGE)
     if not image.exists():
         image.write_bytes(f"HOST:{kernels}".encode() + b"\0")
-    return HostCuda(folder, image)
+    on_streams = (*core, str(driver), f"-Wl,-rpath,{folder},-soname,{_NCCL}")
+    nccl = _build(_NCCL, ["nccl.cc"], on_streams, [*build.list_core_headers(), FOLDER / "streams.h"])
+    return HostCuda(folder, image, nccl)
 
 
 @functools.cache
@@ -101,7 +108,7 @@ def build_plugin() -> Path:
         *(f"-L{folder}", f"-l:{library}", str(cuda), f"-Wl,-rpath,{cuda.parent}", "-Wl,--no-undefined"),
     )
     name = f"libhost_gpu.{build.find_minor_version(version)}.so"
-    return _build(name, ["plugin.cc", "late_kernels.cc"], flags, sorted(FOLDER.glob("*.h")))
+    return _build(name, ["plugin.cc", "late_kernels.cc", "cudnn_rnn.cc"], flags, sorted(FOLDER.glob("*.h")))
 
 
 def list_kernels() -> Path:

@@ -98,6 +98,7 @@ void* map(Gpu* gpu, int file, size_t bytes, bool own) {
 }
 
 std::atomic<Fault> planted{Fault::kNone};
+std::atomic<int64_t> host_waits{0};
 
 }  // namespace
 
@@ -270,6 +271,8 @@ HOST_GPU_EXPORT void host_gpu_plant(int fault) { planted = static_cast<Fault>(fa
 HOST_GPU_EXPORT void host_gpu_be_late(int us) {
   for (const auto& gpu : gpus()) gpu->be_late(us);
 }
+// How often a thread of the host has waited for a stream.
+HOST_GPU_EXPORT int64_t host_gpu_waits() { return host_waits; }
 HOST_GPU_EXPORT void host_gpu_drain() {
   for (const auto& gpu : gpus()) gpu->drain();
 }
@@ -413,13 +416,20 @@ HOST_GPU_EXPORT int cuStreamDestroy_v2(void* stream) {
 }
 HOST_GPU_EXPORT int cuStreamSynchronize(void* stream) {
   if (stream == nullptr) return kInvalidHandle;
+  ++host_waits;
   return static_cast<Stream*>(stream)->drain(), 0;
 }
 HOST_GPU_EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
-  if (stream == nullptr || event == nullptr) return kInvalidHandle;
+  if (event == nullptr) return kInvalidHandle;
   const auto& one = *static_cast<Event*>(event);
-  auto* on = static_cast<Stream*>(stream);
+  auto* on = stream == nullptr && !contexts.empty() ? contexts.back()->compute_stream()
+                                                    : static_cast<Stream*>(stream);
+  if (on == nullptr) return kInvalidHandle;
   const Fault fault = planted_fault();
+  if (stream == nullptr && fault == Fault::kNoWaitInStream) return 0;
+  // TensorFlow's kernels compute at once: not into memory that is given back behind this.
+  std::unique_lock<std::mutex> between_kernels;
+  if (stream == nullptr) between_kernels = std::unique_lock(on->gpu()->memory_mutex());
   if (one.shared != nullptr) {
     if (fault == (one.shared->kind == 0 ? Fault::kNoWaitForWritten : Fault::kNoWaitForTaken))
       return 0;

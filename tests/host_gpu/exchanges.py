@@ -29,16 +29,19 @@ KERNELS = 8  # products before each exchange: streams are behind when it begins
 ROWS, EACH = 24, 8  # of what is exchanged, and columns; of each rank's part
 BUFFER_BYTES = 1024  # less than the tensors have: they travel in pieces
 LATE_US = (20_000, 200)
-# As streams.h numbers them; the transports that each is about.
-FAULTS = {
-    "none": ("cuda-ipc", "pinned"),
-    "no-wait-for-mark": ("cuda-ipc", "pinned"),
-    "no-wait-for-written": ("cuda-ipc",),
-    "no-wait-for-taken": ("cuda-ipc",),
-    "early-mark": ("cuda-ipc", "pinned"),
-    "mark-elsewhere": ("cuda-ipc", "pinned"),
-    "early-record": ("cuda-ipc", "pinned"),
-    "early-query": ("cuda-ipc", "pinned"),
+TRANSPORTS = ("cuda-ipc", "pinned", "nccl")
+WITH_STREAMS = ("cuda-ipc", "nccl")
+# As streams.h numbers them; the transports that each is about, and those with which it is tried in stream.
+FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": (TRANSPORTS, WITH_STREAMS),
+    "no-wait-for-mark": (TRANSPORTS, ()),
+    "no-wait-for-written": (("cuda-ipc",), ()),
+    "no-wait-for-taken": (("cuda-ipc",), ()),
+    "early-mark": (TRANSPORTS, ()),
+    "mark-elsewhere": (TRANSPORTS, ()),
+    "early-record": (TRANSPORTS, WITH_STREAMS),
+    "early-query": (TRANSPORTS, ()),
+    "no-wait-in-stream": ((), WITH_STREAMS),
 }
 # What is a matter of luck where streams are hardly late: so often is it tried before it counts as not found.
 TRIES = 20
@@ -46,15 +49,17 @@ TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of exchange, through a transport, with a fault."""
+    """A kind of exchange, through a transport, with a fault; ``in_stream``: done when it is queued."""
 
     kind: str
     transport: str
     fault: str
     late_us: int
+    in_stream: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} through {self.transport}, {self.late_us} us late, fault: {self.fault}"
+        how = " in stream" if self.in_stream else ""
+        return f"{self.kind}{how} through {self.transport}, {self.late_us} us late, fault: {self.fault}"
 
 
 Array = np.ndarray
@@ -67,6 +72,7 @@ def _split(array: Array, rank: int, axis: int) -> Array:
 # By kind: what each rank has after the exchange of what all ranks have, (ROWS, ROWS) each, as an array of that shape.
 EXPECTED: dict[str, Callable[[Sequence[Array], int], Array]] = {
     "all_reduce": lambda x, rank: np.sum(x, 0),
+    "all_reduce_of_one": lambda x, rank: np.sum(x, 0),  # which is not packed
     "all_gather": lambda x, rank: np.concatenate([one[:, :EACH] for one in x], 1),
     "reduce_scatter": lambda x, rank: np.tile(_split(np.sum(x, 0), rank, 1), (1, RANKS)),
     "all_to_all": lambda x, rank: np.tile(np.concatenate([_split(one[:, :EACH], rank, 0) for one in x], 1), (RANKS, 1)),
@@ -78,13 +84,14 @@ EXPECTED: dict[str, Callable[[Sequence[Array], int], Array]] = {
 class Exchanges:
     """The exchanges of ranks that have a GPU each, by TensorFlow's ops."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, in_stream: bool = False) -> None:
         from tests.whale_ops.gpu.opened import Opened, device_of, opened_ranks
         from whale_ops import device_library
 
         def open_device(comm: object) -> None:
             device_of(device_library.PATH, transport, comm.rank, BUFFER_BYTES)(comm)  # type: ignore[attr-defined]
 
+        self._order = {"in_stream": True} if in_stream else {}
         self._scope = opened_ranks(RANKS, open_device)
         self._opened: Opened = self._scope.__enter__()
 
@@ -96,11 +103,13 @@ class Exchanges:
         import tensorflow as tf
 
         everyone, even = list(range(RANKS)), [EACH] * RANKS
-        place = {"key": key, "ranks": everyone}
+        place = {"key": key, "ranks": everyone, **self._order}
         run = self._opened.exchange
         if kind == "all_reduce":
-            (first, second) = self._opened.reduce(rank, [x[:2], x[2:]], key)
+            (first, second) = self._opened.reduce(rank, [x[:2], x[2:]], key, **self._order)
             return tf.concat([first, second], 0)
+        if kind == "all_reduce_of_one":
+            return self._opened.reduce(rank, [x], key, **self._order)[0]
         if kind == "all_gather":
             return run(kind, rank, x[:, :EACH], axis=1, sizes=even, **place)
         if kind == "reduce_scatter":
@@ -152,7 +161,7 @@ def try_case(case: Case, driver: ctypes.CDLL, seed: int) -> str:
     weights = generator.standard_normal((ROWS, ROWS)) / 4
     first = [generator.standard_normal((ROWS, ROWS)) for _ in range(RANKS)]
     driver.host_gpu_be_late(case.late_us)
-    exchanges = Exchanges(case.transport)
+    exchanges = Exchanges(case.transport, case.in_stream)
     driver.host_gpu_plant([*FAULTS].index(case.fault))
     try:
         found = exchanges.run(case.kind, weights, first, f"{case.kind}/{seed}")
@@ -170,16 +179,17 @@ def list_cases(
     kinds: Sequence[str], transports: Sequence[str], faults: Sequence[str], late: Sequence[int]
 ) -> Iterator[Case]:
     for late_us, fault, kind in itertools.product(late, faults, kinds):
-        for transport in FAULTS[fault]:
-            if transport in transports:
-                yield Case(kind, transport, fault, late_us)
+        for in_stream, about in enumerate(FAULTS[fault]):
+            for transport in about if kind != "send" or not in_stream else ():
+                if transport in transports:
+                    yield Case(kind, transport, fault, late_us, bool(in_stream))
 
 
 def main() -> int:
     """Runs the cases; 1 where one is not as it has to be."""
     parser = argparse.ArgumentParser(prog="python -m tests.host_gpu.exchanges")
     parser.add_argument("--kinds", nargs="*", default=[*EXPECTED], choices=[*EXPECTED])
-    parser.add_argument("--transports", nargs="*", default=["cuda-ipc", "pinned"])
+    parser.add_argument("--transports", nargs="*", default=[*TRANSPORTS])
     parser.add_argument("--faults", nargs="*", default=[*FAULTS], choices=[*FAULTS])
     parser.add_argument("--late-us", nargs="*", type=int, default=[*LATE_US])
     asked = parser.parse_args()
@@ -190,6 +200,7 @@ def main() -> int:
     from whale_ops import device_library
 
     take_host_gpus()
+    device_library.load_nccl()
     for rank in range(RANKS):
         device_library.load_kernels(device_library.PATH, rank, cuda.image.read_bytes())
     driver = ctypes.CDLL(str(cuda.driver))

@@ -7,6 +7,7 @@ WITHOUT are ranks of the host without a GPU: none, or 1,3.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import sys
@@ -30,12 +31,14 @@ def take_host_gpus() -> None:
     load_library.load_pluggable_device_library(str(build_plugin()))
     # Kernels for processors know convolutions with the channels last only.
     tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
-    image = build_host_cuda().image.read_bytes()
+    cuda = build_host_cuda()
+    image = cuda.image.read_bytes()
 
     def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
         device_library.load_kernels(library, ordinal, image)
 
     device_exchange.load_kernels = load_kernels
+    device_library.load_nccl = lambda: ctypes.CDLL(str(cuda.nccl), ctypes.RTLD_GLOBAL)
 
 
 def main() -> None:

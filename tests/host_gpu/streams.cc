@@ -67,6 +67,11 @@ void Stream::settle() {
   settled_.wait(lock, [this] { return unsettled_ == 0; });
 }
 
+bool Stream::is_settled() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return unsettled_ == 0;
+}
+
 void Stream::queue(Item item) {
   const std::lock_guard<std::mutex> lock(mutex_);
   unsettled_ += item.kind == Kind::kCall || item.kind == Kind::kWait;

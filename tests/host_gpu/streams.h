@@ -55,6 +55,7 @@ class HOST_GPU_EXPORT Stream {
   void drain() { record()->wait(); }
   // Returns when nothing is queued but what `write` has.
   void settle();
+  bool is_settled();
 
  private:
   enum class Kind { kCall, kWrite, kWait, kPoint };
@@ -87,6 +88,7 @@ enum class Fault : int {
   kMarkElsewhere,     // they are made on another stream, which is idle
   kEarlyRecord,       // marks on all other streams have come when they are made
   kEarlyQuery,        // whoever asks whether a mark has come hears yes
+  kNoWaitInStream,    // TensorFlow's stream does not wait for marks on others
 };
 HOST_GPU_EXPORT Fault planted_fault();
 

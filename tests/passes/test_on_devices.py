@@ -9,7 +9,13 @@ import pytest
 from whale.ir.ops import EXCHANGES, ON_DEVICE
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, TensorType
-from whale.passes.resharding.on_devices import host_exchanges, mark_device_exchanges, on_devices, partners
+from whale.passes.resharding.on_devices import (
+    find_in_stream,
+    host_exchanges,
+    mark_device_exchanges,
+    on_devices,
+    partners,
+)
 
 pytestmark = pytest.mark.core
 X = TensorType("float32", (4,))
@@ -94,6 +100,48 @@ def test_micro_batches_go_to_devices_and_loops_do_not() -> None:
     assert after.functions["loop_body"] == body
     (left,) = host_exchanges(before)
     assert (left.graph, left.why) == ("loop_body", "in a loop or a branch")
+
+
+def test_streams_wait_for_what_lies_between_products() -> None:
+    """And the host for gradients, weights that are gathered, what micro-batches exchange, and the last of a step."""
+
+    def node(name: str, op: str, *inputs: str, **attrs: object) -> Node:
+        return Node(name, op, tuple(map(Ref, inputs)), (), attrs, (X,))
+
+    def moved(name: str, op: str, of: str) -> Node:
+        return replace(exchange(op, name, axis=0, sizes=(2, 2), reduction="sum"), inputs=(Ref("comm"), Ref(of)))
+
+    handle = Node("w", "VarHandleOp", outputs=(TensorType("resource", ()),), stateful=True)
+    forward = (
+        node("read", "ReadVariableOp", "w"),
+        moved("gathered", "WhaleAllGather", "read"),
+        node("first", "MatMul", "x", "gathered"),
+        moved("between", "WhaleAllReduce", "first"),
+        node("second", "MatMul", "between", "gathered"),
+        node("back", "MatMul", "second", "gathered"),
+        moved("routed", "WhaleAllToAll", "back"),
+        node("slope", "MatMul", "routed", "x"),
+        moved("gradient", "WhaleAllReduce", "slope"),
+        node("update", "AssignSubVariableOp", "w", "gradient"),
+    )
+    whole = program(handle, *forward)
+    assert find_in_stream(whole) == {"between", "routed"}
+    after = on_devices(whole, "c", 0)
+    assert {n.name for n in after.nodes if n.attrs.get("in_stream")} == {"between", "routed"}
+    # Without gradients to exchange the last one is waited for: else a step could end before an error of it.
+    shorter = program(handle, *forward[:8])
+    assert find_in_stream(shorter) == {"between"}
+    # Products may be in functions; what these exchange is waited for.
+    body = Program(
+        "body", (node("x", "Placeholder"), node("product", "MatMul", "x", "x")), ("x",), (), (Ref("product"),)
+    )
+    call = node("call", "PartitionedCall", "between", f=Func("body"))
+    called = program(handle, *forward[:4], call, moved("last", "WhaleAllReduce", "call"), functions={"body": body})
+    assert find_in_stream(called) == {"between"}
+    micro = Node("call", "WhaleCall", (Ref("comm"), Ref("x")), (), {"f": Func("micro")}, (X,), "", True)
+    inner = replace(program(handle, *forward), inputs=("x",))
+    batched = on_devices(program(micro, functions={"micro": inner}), "c", 0)
+    assert not any(n.attrs.get("in_stream") for n in batched.functions["micro"].nodes)
 
 
 def test_predictions_tell_apart_what_devices_exchange() -> None:

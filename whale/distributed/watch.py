@@ -41,7 +41,7 @@ from whale.log import log
 from whale.replicas import Said
 from whale.started import CONTROL_VARIABLE, COUNTERS_VARIABLE, PLANS_VARIABLE, own_descriptor
 from whale_ops import Communicator, Wait
-from whale_ops.communicator import COPIED
+from whale_ops.communicator import NO_EXCHANGES
 
 _T = TypeVar("_T")
 _NAME_LIMIT = 100  # characters of a program's name: a session's run bears those of all its fetches
@@ -328,13 +328,13 @@ class StepProgress:
             return None
         self._told, self._told_more = programs, more
         counters = comm.counters() if comm is not None else []
-        exchanged = [c for c in counters if not c.key.startswith(COPIED)]
+        exchanged = [c for c in counters if not c.key.startswith(NO_EXCHANGES)]
         return {
             "begun_ns": self._begun_ns,
             "programs": programs,
             "logical_bytes": sum(c.logical_bytes for c in exchanged),
             "sent_bytes": sum(c.wire_bytes for c in counters),
-            "waiting_s": sum(c.waiting_seconds for c in counters),
+            "waiting_s": sum(c.waiting_seconds for c in exchanged),
             "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "doing": (doing[0], time.perf_counter() - doing[1]) if doing is not None else None,

@@ -52,7 +52,8 @@ Status count(int* devices) {
 }
 
 Status open(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes,
-            whale::DeviceGather gather, std::unique_ptr<whale::Device>* device) {
+            whale::DeviceGather gather, whale::DeviceFailure failure,
+            std::unique_ptr<whale::Device>* device) {
   const Gpu* gpu = nullptr;
   Status status = Gpu::find(ordinal, &gpu);
   if (!status.ok()) return status;
@@ -64,7 +65,7 @@ Status open(const char* transport, int rank, int size, int ordinal, size_t buffe
   if (std::strcmp(transport, "cuda-ipc") == 0) {
     status = whale::cuda::open_ipc(*gpu, rank, size, buffer_bytes, std::move(gather), &opened);
   } else {
-    status = whale::cuda::open_nccl(rank, size, std::move(gather), &opened);
+    status = whale::cuda::open_nccl(rank, size, std::move(gather), std::move(failure), &opened);
   }
   if (status.ok())
     status = whale::cuda::Exchanger::open(std::move(opened), *gpu, buffer_bytes, &exchanger);
@@ -295,7 +296,9 @@ WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int 
   made->size = size;
   Status status = Gpu::find(ordinal, &made->gpu);
   if (status.ok())
-    status = open(transport, rank, size, ordinal, buffer_bytes, exchange, &made->device);
+    status = open(
+        transport, rank, size, ordinal, buffer_bytes, exchange, [] { return Status::Ok(); },
+        &made->device);
   if (!status.ok()) return report(status);
   const Current current(*made->gpu);
   status = made->gpu->create_stream(&made->computation);

@@ -44,14 +44,7 @@ Status Exchanger::launch(const DeviceOperation& what, void* mark) {
   for (const DeviceCopy& one : what.before) {
     if (status.ok()) status = queue_copy(one, stream_);
   }
-  if (reduces) {
-    for (const DeviceOperation& chunk :
-         in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
-      if (status.ok()) status = all_reduce(chunk);
-    }
-  } else if (status.ok()) {
-    status = transport_->exchange(what, stream_);
-  }
+  if (status.ok()) status = reduces ? all_reduce(what) : transport_->exchange(what, stream_);
   for (const DeviceCopy& one : what.after) {
     if (status.ok()) status = queue_copy(one, stream_);
   }
@@ -59,8 +52,31 @@ Status Exchanger::launch(const DeviceOperation& what, void* mark) {
   return status.ok() ? recorded : status;
 }
 
+Status Exchanger::let_wait(void* stream, void* mark) {
+  const Current current(gpu_);
+  const Status status = current.status();
+  return status.ok() ? check(driver().cuStreamWaitEvent(static_cast<CUstream>(stream),
+                                                        static_cast<CUevent>(mark), 0),
+                             "cuStreamWaitEvent")
+                     : status;
+}
+
+Status Exchanger::all_reduce(const DeviceOperation& what) {
+  const bool as_it_is = what.tensors.size() == 1 && what.wire == what.dtype && what.scale == 1.0f;
+  Status status;
+  for (const DeviceOperation& chunk :
+       in_chunks(what, static_cast<int64_t>(buffer_bytes_ / bytes_of(what.wire)))) {
+    if (!status.ok()) break;
+    const DeviceTensor& first = chunk.tensors[0];
+    status = as_it_is
+                 ? transport_->all_reduce(chunk, first.input, first.output, first.count, stream_)
+                 : packed(chunk);
+  }
+  return status;
+}
+
 // What follows on the stream uses the buffer when this has been unpacked.
-Status Exchanger::all_reduce(const DeviceOperation& chunk) {
+Status Exchanger::packed(const DeviceOperation& chunk) {
   std::vector<Span> inputs, outputs;
   int64_t count = 0;
   for (const DeviceTensor& tensor : chunk.tensors) {
@@ -69,10 +85,18 @@ Status Exchanger::all_reduce(const DeviceOperation& chunk) {
     count += tensor.count;
   }
   void* buffer = reinterpret_cast<void*>(buffer_);
-  Status status = pack(gpu_, inputs, chunk.dtype, buffer, chunk.wire, 1.0f, stream_);
-  if (status.ok()) status = transport_->all_reduce(chunk, buffer, count, stream_);
+  // Sums in float16 end at 65504: with as many ranks or more as divisor, which is a power of two,
+  // they are no larger than what is added.
+  float divisor = 1.0f;
+  if (chunk.reduction == Reduction::kSum && chunk.wire == DType::kFloat16 &&
+      chunk.wire != chunk.dtype) {
+    while (divisor < static_cast<float>(chunk.size())) divisor *= 2.0f;
+  }
+  Status status = pack(gpu_, inputs, chunk.dtype, buffer, chunk.wire, 1.0f / divisor, stream_);
+  if (status.ok()) status = transport_->all_reduce(chunk, buffer, buffer, count, stream_);
   if (status.ok())
-    status = unpack(gpu_, buffer, chunk.wire, outputs, chunk.dtype, chunk.scale, stream_);
+    status =
+        unpack(gpu_, buffer, chunk.wire, outputs, chunk.dtype, chunk.scale * divisor, stream_);
   return status;
 }
 

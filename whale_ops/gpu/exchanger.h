@@ -11,9 +11,11 @@
 
 namespace whale::cuda {
 
-// Packs, sends and unpacks on a stream of its own, which the computation's stream is never made to
-// wait for: an operation is told to be done when its event has come. A mark is an event, of the
-// computation first and of this stream when its operation is queued.
+// Packs, sends and unpacks on a stream of its own. An operation is told to be done when its event
+// has come, so that the computation goes on meanwhile, or when the computation's stream has been
+// made to wait for that (`let_wait`). A mark is an event, of the computation first and of this
+// stream when its operation is queued. An all-reduce of one tensor that travels as it is is not
+// packed.
 class Exchanger final : public Device {
  public:
   // `buffer_bytes`: of the packed tensors; those of longer all-reduces travel in parts.
@@ -29,11 +31,14 @@ class Exchanger final : public Device {
     const Status status = Marks::finished(mark, yes);
     return status.ok() && !*yes ? transport_->failure() : status;
   }
+  bool orders_streams() const override { return true; }
+  Status let_wait(void* stream, void* mark) override;
   void abandon() override;
 
  private:
   explicit Exchanger(const Gpu& gpu) : gpu_(gpu), marks_(gpu) {}
-  Status all_reduce(const DeviceOperation& chunk);
+  Status all_reduce(const DeviceOperation& what);
+  Status packed(const DeviceOperation& chunk);
 
   std::unique_ptr<DeviceTransport> transport_;
   const Gpu& gpu_;

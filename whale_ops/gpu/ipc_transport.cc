@@ -77,7 +77,7 @@ class IpcTransport final : public DeviceTransport {
 
   const char* name() const override { return "ipc"; }
 
-  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count,
+  Status all_reduce(const DeviceOperation& what, const void* input, void* output, int64_t count,
                     CUstream stream) override {
     const auto bytes = static_cast<size_t>(count) * bytes_of(what.wire);
     if (bytes_of(what.wire) == 0 || bytes > max_bytes_) {
@@ -87,9 +87,9 @@ class IpcTransport final : public DeviceTransport {
                                " bytes, or are no floats; divide or cast them");
     }
     return in_turn(
-        what.group, stream, [&] { return show(buffer, 0, bytes, stream); },
+        what.group, stream, [&] { return show(input, 0, bytes, stream); },
         [&] {
-          return reduce(gpu_, at(what.group, 0), buffer, count, what.wire, what.reduction, stream);
+          return reduce(gpu_, at(what.group, 0), output, count, what.wire, what.reduction, stream);
         });
   }
 

@@ -1,6 +1,6 @@
 // As much of NCCL as exchanges need, found in libnccl.so.2 when a run asks for it: no NCCL has to
 // be installed where this is compiled. Names, numbers and layouts are those of nccl.h since
-// NCCL 2.10.
+// NCCL 2.14.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +16,21 @@ struct ncclUniqueId {
   char internal[128];
 };
 constexpr ncclResult_t ncclSuccess = 0, ncclInProgress = 7;
+// ncclConfig_t as NCCL 2.14 had it: later ones take their defaults for what they have beyond it.
+struct ncclConfig {
+  size_t size = sizeof(ncclConfig);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21400;
+  int blocking = 0;
+};
 constexpr int ncclSum = 0, ncclProd = 1, ncclMax = 2, ncclMin = 3;
 constexpr int ncclInt8 = 0, ncclFloat16 = 6, ncclFloat32 = 7, ncclFloat64 = 8, ncclBfloat16 = 9;
 
 #define WHALE_NCCL_CALLS(CALL)                                                                     \
   CALL(ncclGetErrorString, const char*, (ncclResult_t result))                                     \
   CALL(ncclGetUniqueId, ncclResult_t, (ncclUniqueId * id))                                         \
-  CALL(ncclCommInitRank, ncclResult_t, (ncclComm_t * made, int ranks, ncclUniqueId id, int rank))  \
+  CALL(ncclCommInitRankConfig, ncclResult_t,                                                       \
+       (ncclComm_t * made, int ranks, ncclUniqueId id, int rank, ncclConfig* config))              \
   CALL(ncclCommDestroy, ncclResult_t, (ncclComm_t communicator))                                   \
   CALL(ncclCommAbort, ncclResult_t, (ncclComm_t communicator))                                     \
   CALL(ncclCommGetAsyncError, ncclResult_t, (ncclComm_t communicator, ncclResult_t * error))       \

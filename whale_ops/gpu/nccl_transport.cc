@@ -1,7 +1,9 @@
 #include <dlfcn.h>
 
+#include <chrono>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,8 +39,9 @@ Status load_nccl() {
   return Status::Ok();
 }
 
+// A communicator goes on with the call by itself where it says so: NcclTransport::settle.
 Status check_nccl(ncclResult_t result, const char* call, ncclComm_t communicator) {
-  if (result == ncclSuccess) return Status::Ok();
+  if (result == ncclSuccess || result == ncclInProgress) return Status::Ok();
   const char* more =
       nccl().ncclGetLastError == nullptr ? nullptr : nccl().ncclGetLastError(communicator);
   return Status::Error(
@@ -90,14 +93,17 @@ class NcclGroup {
 
 // A communicator for each group of ranks that reduces or gathers, made when the first operation of
 // the group is launched: at that time all its ranks launch it, and no others take part, as they
-// would have to in ncclCommSplit. What goes from rank to rank needs none.
+// would have to in ncclCommSplit. What goes from rank to rank needs none. Calls of communicators
+// return at once: they connect, and queue, meanwhile, and whoever waits for that also looks whether
+// a rank is gone.
+// Decision: 0184 (docs/decisions).
 class NcclTransport final : public DeviceTransport {
  public:
-  NcclTransport(int rank, int size, DeviceGather gather)
-      : rank_(rank), size_(size), gather_(std::move(gather)) {}
+  NcclTransport(int rank, int size, DeviceGather gather, DeviceFailure failure)
+      : rank_(rank), size_(size), gather_(std::move(gather)), ranks_failure_(std::move(failure)) {}
   ~NcclTransport() override {
     // The ranks of a communicator destroy it together, and some may be gone.
-    if (!failure().ok()) abandon();
+    if (!failure().ok() || !ranks_failure_().ok()) abandon();
     for (const auto& [group, communicator] : communicators_) nccl().ncclCommDestroy(communicator);
   }
 
@@ -106,27 +112,52 @@ class NcclTransport final : public DeviceTransport {
     return communicator_of({}, rank_, &made);
   }
 
-  const char* name() const override { return "nccl"; }
-
-  Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count,
+  Status all_reduce(const DeviceOperation& what, const void* input, void* output, int64_t count,
                     CUstream stream) override {
     int type = 0;
     if (!type_of(what.wire, &type)) return no_floats();
     ncclComm_t communicator = nullptr;
-    const Status status = communicator_of(what.group, what.index, &communicator);
+    Status status = communicator_of(what.group, what.index, &communicator);
     if (!status.ok()) return status;
-    return check_nccl(nccl().ncclAllReduce(buffer, buffer, static_cast<size_t>(count), type,
-                                           operation_of(what.reduction), communicator, stream),
-                      "ncclAllReduce", communicator);
+    status = check_nccl(nccl().ncclAllReduce(input, output, static_cast<size_t>(count), type,
+                                             operation_of(what.reduction), communicator, stream),
+                        "ncclAllReduce", communicator);
+    return status.ok() ? settle(communicator) : status;
   }
 
   Status exchange(const DeviceOperation& what, CUstream stream) override {
     const bool alone =
         what.kind == OpKind::kSend || what.kind == OpKind::kRecv || what.kind == OpKind::kAllToAll;
     ncclComm_t communicator = nullptr;
-    const Status status = alone ? communicator_of({}, rank_, &communicator)
-                                : communicator_of(what.group, what.index, &communicator);
-    if (!status.ok()) return status;
+    Status status = alone ? communicator_of({}, rank_, &communicator)
+                          : communicator_of(what.group, what.index, &communicator);
+    if (status.ok()) status = queue(what, communicator, stream);
+    return status.ok() ? settle(communicator) : status;
+  }
+
+  const char* name() const override { return "nccl"; }
+
+  // What NCCL's own threads have met, as a connection that is gone, while kernels wait.
+  Status failure() override {
+    for (const auto& [group, communicator] : communicators_) {
+      ncclResult_t state = ncclSuccess;
+      const Status status = state_of(communicator, &state);
+      if (!status.ok()) return status;
+    }
+    return Status::Ok();
+  }
+
+  // Its kernels wait for other ranks' as long as nobody tells them to end. All at once: to abort
+  // one alone waits for the stream, on which a kernel of another one may hang.
+  void abandon() override {
+    nccl().ncclGroupStart();
+    for (const auto& [group, communicator] : std::exchange(communicators_, {}))
+      nccl().ncclCommAbort(communicator);
+    nccl().ncclGroupEnd();
+  }
+
+ private:
+  static Status queue(const DeviceOperation& what, ncclComm_t communicator, CUstream stream) {
     switch (what.kind) {
       case OpKind::kReduceScatter: return reduce_scatter(what, communicator, stream);
       case OpKind::kAllGather: return all_gather(what, communicator, stream);
@@ -151,29 +182,27 @@ class NcclTransport final : public DeviceTransport {
     }
   }
 
-  // What NCCL's own threads have met, as a connection that is gone, while kernels wait.
-  Status failure() override {
-    for (const auto& [group, communicator] : communicators_) {
-      ncclResult_t error = ncclSuccess;
-      const Status asked = check_nccl(nccl().ncclCommGetAsyncError(communicator, &error),
-                                      "ncclCommGetAsyncError", communicator);
-      if (!asked.ok()) return asked;
-      if (error != ncclInProgress && error != ncclSuccess)
-        return check_nccl(error, "an exchange through NCCL", communicator);
+  static Status state_of(ncclComm_t communicator, ncclResult_t* state) {
+    const Status asked = check_nccl(nccl().ncclCommGetAsyncError(communicator, state),
+                                    "ncclCommGetAsyncError", communicator);
+    return asked.ok() ? check_nccl(*state, "an exchange through NCCL", communicator) : asked;
+  }
+
+  // Returns when the communicator has done what it was last called for: when it is connected, and
+  // kernels are queued. What follows on the stream is behind them then.
+  Status settle(ncclComm_t communicator) const {
+    constexpr int kTries = 100;  // a connected one is through after a few
+    constexpr auto kPause = std::chrono::microseconds(20);
+    for (int number = 0;; ++number) {
+      ncclResult_t state = ncclSuccess;
+      Status status = state_of(communicator, &state);
+      if (!status.ok() || state == ncclSuccess) return status;
+      status = ranks_failure_();
+      if (!status.ok()) return status;
+      if (number > kTries) std::this_thread::sleep_for(kPause);
     }
-    return Status::Ok();
   }
 
-  // Its kernels wait for other ranks' as long as nobody tells them to end. All at once: to abort
-  // one alone waits for the stream, on which a kernel of another one may hang.
-  void abandon() override {
-    nccl().ncclGroupStart();
-    for (const auto& [group, communicator] : std::exchange(communicators_, {}))
-      nccl().ncclCommAbort(communicator);
-    nccl().ncclGroupEnd();
-  }
-
- private:
   static Status no_floats() {
     return Status::Error(Code::kInvalidArgument, "NCCL adds floats here; cast the tensor first");
   }
@@ -281,26 +310,29 @@ class NcclTransport final : public DeviceTransport {
     // Also when the first rank has none: the others wait for it.
     Status status = gather_(group, &mine, sizeof(mine), all.data());
     if (status.ok()) status = check_nccl(made, "ncclGetUniqueId", nullptr);
+    ncclConfig config;
     if (status.ok())
-      status = check_nccl(
-          nccl().ncclCommInitRank(communicator, static_cast<int>(members), all[0], index),
-          "ncclCommInitRank", nullptr);
-    if (status.ok()) communicators_[group] = *communicator;
-    return status;
+      status = check_nccl(nccl().ncclCommInitRankConfig(communicator, static_cast<int>(members),
+                                                        all[0], index, &config),
+                          "ncclCommInitRankConfig", nullptr);
+    if (!status.ok()) return status;
+    communicators_[group] = *communicator;  // given up with all others if it does not connect
+    return settle(*communicator);
   }
 
   const int rank_, size_;
   const DeviceGather gather_;
+  const DeviceFailure ranks_failure_;
   std::map<std::vector<int>, ncclComm_t> communicators_;  // by group
 };
 
 }  // namespace
 
-Status open_nccl(int rank, int size, DeviceGather gather,
+Status open_nccl(int rank, int size, DeviceGather gather, DeviceFailure failure,
                  std::unique_ptr<DeviceTransport>* transport) {
   static const auto* found = new Status(load_nccl());
   if (!found->ok()) return *found;
-  auto made = std::make_unique<NcclTransport>(rank, size, std::move(gather));
+  auto made = std::make_unique<NcclTransport>(rank, size, std::move(gather), std::move(failure));
   const Status status = made->open();
   if (status.ok()) *transport = std::move(made);
   return status;

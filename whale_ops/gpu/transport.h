@@ -16,10 +16,10 @@ class DeviceTransport {
  public:
   virtual ~DeviceTransport() = default;
   virtual const char* name() const = 0;
-  // Adds `buffer`, of `count` elements of dtype `what.wire`, up over the ranks of `what.group`, in
-  // place, on the stream.
-  virtual Status all_reduce(const DeviceOperation& what, void* buffer, int64_t count,
-                            CUstream stream) = 0;
+  // Adds `input`, of `count` elements of dtype `what.wire`, up over the ranks of `what.group`, into
+  // `output`, which may be the same, on the stream.
+  virtual Status all_reduce(const DeviceOperation& what, const void* input, void* output,
+                            int64_t count, CUstream stream) = 0;
   // All other kinds, from and to the operation's own tensors, whose parts lie side by side.
   virtual Status exchange(const DeviceOperation& what, CUstream stream) = 0;
   // An error of what is under way, which would not end by itself.
@@ -29,8 +29,9 @@ class DeviceTransport {
 };
 
 // Ranks with a GPU each, on one host or several. Collective. An error where libnccl.so.2 is neither
-// loaded nor found. The GPU's context is current, also whenever a transport is called.
-Status open_nccl(int rank, int size, DeviceGather gather,
+// loaded nor found. `failure`: asked while others are waited for. The GPU's context is current, also
+// whenever a transport is called.
+Status open_nccl(int rank, int size, DeviceGather gather, DeviceFailure failure,
                  std::unique_ptr<DeviceTransport>* transport);
 
 // Ranks of one host whose GPUs can read each other's memory, or that share a GPU, which NCCL

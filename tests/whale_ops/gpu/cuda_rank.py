@@ -4,6 +4,8 @@ IMAGE is a file with the kernels' machine code for the GPU. Needs no TensorFlow 
 socket (file descriptor FD) whose other end the test holds. MODE is one of
 
 * ``short``: every exchange once, as for compute-sanitizer;
+* ``buckets``: many tensors in all-reduces of several sizes, and the first rank prints seconds of all of them by the
+  bytes of one;
 * ``rates``: all-reduces are measured, and the first rank prints a line of JSON: seconds by bytes;
 * ``lost``: all-reduces until one fails; the last rank stops taking part after the third, and says so before. What the
   others say of it is printed with the time;
@@ -28,6 +30,8 @@ from whale_ops import device_library
 from whale_ops._native import DTYPES, KINDS, REDUCTIONS
 
 BUFFER_BYTES = 1 << 20  # less than the tensors have: they travel in parts
+BUCKETED, BUCKETED_BYTES = 160, 100 << 20
+BUCKETS_BYTES = [4 << 20, 16 << 20, 32 << 20, 64 << 20]
 RATED_BYTES = [1 << 16, 1 << 20, 1 << 24, 1 << 26]
 GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 COUNTS = (1, 0, 1000, 257, 300_001)  # of the tensors that travel together
@@ -40,7 +44,9 @@ CASES = (
     ("bfloat16", "bfloat16", "sum", 0.5),
     ("float64", "float64", "prod", 1.0),
     ("float64", "float64", "min", 1.0),
+    ("float32", "float16", "sum", 1.0),
 )
+LARGE, TIMES = len(CASES) - 1, 8192  # of which two ranks' sum is too large for float16
 # Kinds and dtypes of the others; the parts have the same size on all ranks, or not.
 OTHERS = [
     (kind, dtype, even)
@@ -84,7 +90,8 @@ def values(count: int, dtype: str, *seed: int) -> np.ndarray:
 
 
 def inputs(rank: int, case: int) -> list[np.ndarray]:
-    return [values(n, CASES[case][0], rank, case, i) for i, n in enumerate(COUNTS)]
+    times = TIMES if case == LARGE else 1
+    return [times * values(n, CASES[case][0], rank, case, i) for i, n in enumerate(COUNTS)]
 
 
 def expected(size: int, case: int) -> list[np.ndarray]:
@@ -182,7 +189,7 @@ class Rank:
         self._library.whale_cuda_last_error.restype = ctypes.c_char_p
         self._gather = GATHER(self._meet)  # as long as the library may call it
         self._handle = ctypes.c_void_p()
-        limit = ctypes.c_size_t(max(RATED_BYTES) if self.mode == "rates" else BUFFER_BYTES)
+        limit = ctypes.c_size_t(max(RATED_BYTES) if self.mode in ("rates", "buckets") else BUFFER_BYTES)
         place = transport.encode(), self.rank, self.size, device, limit, self._gather
         self._check(self._library.whale_cuda_open(*place, ctypes.byref(self._handle)))
 
@@ -241,6 +248,23 @@ class Rank:
         if self.rank == 0:
             print(json.dumps(seconds), flush=True)
 
+    def buckets(self) -> None:
+        """Tensors of BUCKETED_BYTES in all, as gradients are, in groups of at most so many bytes."""
+        count = BUCKETED_BYTES // BUCKETED // 4
+        seconds = {}
+        for bucket_bytes in BUCKETS_BYTES:
+            together = max(1, bucket_bytes // (4 * count))
+            for _ in range(2):  # the first time makes what the second uses again
+                seconds[bucket_bytes] = 0.0
+                for begin in range(0, BUCKETED, together):
+                    size = min(together, BUCKETED - begin)
+                    tensors, results = np.ones((2, size, count), np.float32)
+                    one = operation("AllReduce", "float32", [*tensors], [*results])
+                    self.run(one)
+                    seconds[bucket_bytes] += one.seconds
+        if self.rank == 0:
+            print(json.dumps(seconds), flush=True)
+
     def lost(self) -> None:
         """All-reduces until a rank is gone."""
         tensor, result = np.ones((2, BUFFER_BYTES), np.float32)
@@ -276,7 +300,13 @@ class Rank:
 
 def main() -> None:
     rank = Rank(sys.argv[1:])
-    modes = {"rates": rank.rates, "lost": rank.lost, "abandon": rank.abandon, "short": lambda: rank.check_all(1)}
+    modes = {
+        "buckets": rank.buckets,
+        "rates": rank.rates,
+        "lost": rank.lost,
+        "abandon": rank.abandon,
+        "short": lambda: rank.check_all(1),
+    }
     modes.get(rank.mode, lambda: rank.check_all(3))()
     rank.close()
 

@@ -20,7 +20,7 @@ class Opened:
     def __init__(self, comms: Sequence[Communicator]) -> None:
         self.comms, self.ops = comms, whale_ops.load_ops()
 
-    def reduce(self, rank: int, tensors: Sequence[tf.Tensor], key: str, **attrs: str) -> list[tf.Tensor]:
+    def reduce(self, rank: int, tensors: Sequence[tf.Tensor], key: str, **attrs: object) -> list[tf.Tensor]:
         name = self.comms[rank].name
         return self.ops.whale_device_all_reduce(tensors, communicator=name, rank=rank, key=key, **attrs)
 

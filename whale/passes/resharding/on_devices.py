@@ -5,12 +5,13 @@ back. It runs last, on each rank's program by itself, and depends only on proper
 exchange: kind, dtype, attributes.
 
   on_devices       replaces Whale's ops by device ops in a rank's program
+  find_in_stream   finds the exchanges for which a device's stream waits, and not the host
   told_apart       marks the same exchanges as the device's, for predictions
   partners         counts the groups and ranks that a rank's device communicates with
   host_exchanges   lists the exchanges through the host, and why
   host_lines       formats those of all ranks, with their bytes
 
-Decision: 0111.
+Decisions: 0111, 0183.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whale.ir.exchanged_bytes import count_rank_bytes
-from whale.ir.ops import CALLS, EXCHANGES, ON_DEVICE, POINT_TO_POINT, RANK_REDUCTIONS, ROW_EXCHANGES
+from whale.ir.ops import (
+    CALLS,
+    COLLECTIVES,
+    CONTRACTIONS,
+    EXCHANGES,
+    ON_DEVICE,
+    POINT_TO_POINT,
+    RANK_REDUCTIONS,
+    ROW_EXCHANGES,
+)
 from whale.ir.plan_text import format_bytes
-from whale.ir.program import Node, Program, Ref
+from whale.ir.program import Node, Program, Ref, find_called_functions
 from whale.ir.values import Func
 
 # Values of `communication.backend` that mean accelerators. With the last one ranks that have none take part.
@@ -55,11 +65,46 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
     """
     direct = _find_called_directly(program)
 
-    def rewrite_graph(graph: Program) -> Program:
-        return graph.replace_nodes(tuple(_on_device(n, comm, rank) if _why_not(n) == "" else n for n in graph.nodes))
+    def rewrite_graph(graph: Program, in_stream: frozenset[str] = frozenset()) -> Program:
+        moved = (_on_device(n, comm, rank, n.name in in_stream) if _why_not(n) == "" else n for n in graph.nodes)
+        return graph.replace_nodes(tuple(moved))
 
     functions = {name: rewrite_graph(body) if name in direct else body for name, body in program.functions.items()}
-    return _drop_handles(replace(rewrite_graph(program), functions=functions), direct)
+    return _drop_handles(replace(rewrite_graph(program, find_in_stream(program)), functions=functions), direct)
+
+
+def find_in_stream(program: Program) -> frozenset[str]:
+    """Finds the exchanges of a rank's program for which a device's stream may wait in the host's place, by name.
+
+    They are those on the critical path: products follow from their results, so that the device has little else to do
+    meanwhile. To the executor they are done when they are queued, and the host is ahead of the device. Others are done
+    when they have happened, and what does not depend on them is computed meanwhile:
+
+      gradients, which only updates wait for
+      weights that are gathered ahead of their use (ZeRO 3), and all else that follows from variables alone
+      what micro-batches exchange, beside which others are computed, and what stages send each other
+      the last ones of a step, on which no other exchange depends: no step ends before it is known how they ended
+    """
+    multiplies = {name for name, body in program.functions.items() if any(n.op in CONTRACTIONS for n in body.nodes)}
+    varies: set[str] = set()  # what follows from more than variables and constants
+    for node in program.nodes:
+        is_given = not node.inputs and node.op != "Const" and all(t.dtype != "resource" for t in node.outputs)
+        if is_given or node.op == "WhaleRecv" or any(ref.node in varies for ref in node.inputs):
+            varies.add(node.name)
+    before_products: set[str] = set()
+    before_exchanges: set[str] = set()
+    found = []
+    for node in reversed(program.nodes):
+        is_between = node.name in varies and node.name in before_products and node.name in before_exchanges
+        if is_between and node.op in COLLECTIVES and _why_not(node) == "":
+            found.append(node.name)
+        operands = [ref.node for ref in node.inputs]
+        called = find_called_functions((node,), program.functions)
+        if node.name in before_products or node.op in CONTRACTIONS or not multiplies.isdisjoint(called):
+            before_products.update(operands)
+        if node.name in before_exchanges or node.op in EXCHANGES:
+            before_exchanges.update(operands)
+    return frozenset(found)
 
 
 def mark_device_exchanges(program: Program, backend: str) -> Program:
@@ -187,9 +232,11 @@ def _why_not(node: Node) -> str:
     return ""
 
 
-def _on_device(node: Node, comm: str, rank: int) -> Node:
+def _on_device(node: Node, comm: str, rank: int, in_stream: bool) -> Node:
     """Replaces a communication op by the op of devices, which takes no handle of the communicator."""
     attrs = {**node.attrs, "communicator": comm, "rank": rank}
+    if in_stream:
+        attrs["in_stream"] = True
     if node.op in ("WhaleSend", "WhaleRecv"):
         attrs.pop("ranks", None)
     if node.op == "WhaleAllGather":

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from whale.ir.plan_text import format_bytes
 from whale.log import log
 from whale_ops import Communicator
-from whale_ops.communicator import COPIED
+from whale_ops.communicator import NO_EXCHANGES
 
 _T = TypeVar("_T")
 # So many steps are looked at, after the first ones, which compile and fault memory in. Steps are far off if they take
@@ -67,7 +67,7 @@ class StepForecast:
 
     def _count_exchanges(self) -> tuple[float, int]:
         """Returns the seconds of exchanges so far, of which several may go on at a time, and the bytes sent."""
-        found = [] if self.comm is None else [c for c in self.comm.counters() if not c.key.startswith(COPIED)]
+        found = [] if self.comm is None else [c for c in self.comm.counters() if not c.key.startswith(NO_EXCHANGES)]
         return sum(c.seconds for c in found), sum(c.wire_bytes for c in found)
 
     def _compare(self, name: str) -> None:

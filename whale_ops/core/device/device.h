@@ -109,6 +109,13 @@ class Device {
   virtual Status launch(const DeviceOperation& what, void* mark) = 0;
   // Whether the device has come to the mark; does not wait.
   virtual Status finished(void* mark, bool* yes) = 0;
+  // Whether streams can wait for an operation by themselves: all of it is queued when it is
+  // launched.
+  virtual bool orders_streams() const { return false; }
+  // What is queued on the stream from now on waits for the mark, and the host does not.
+  virtual Status let_wait(void* /*stream*/, void* /*mark*/) {
+    return Status::Error(Code::kInternal, "this device lets no stream wait");
+  }
   // Ends what is under way, whose results do not count any more: when this returns the device does
   // not use its tensors. Nothing is launched afterwards.
   virtual void abandon() = 0;
@@ -139,6 +146,10 @@ class DeviceCopies {
 using DeviceGather =
     std::function<Status(const std::vector<int>& group, const void* mine, size_t bytes, void* all)>;
 
+// What another rank's end, or an error there, has made of the communicator: whoever waits for a
+// device asks it now and then. Any thread.
+using DeviceFailure = std::function<Status()>;
+
 // What a device's library offers under the name `whale_device_plugin`.
 struct DevicePlugin {
   const char* core;  // digest of the core's headers that it was built from (whale_ops/build.py)
@@ -147,7 +158,7 @@ struct DevicePlugin {
   // `transport`: a name that the library knows; `ordinal`: of the device; `buffer_bytes`: what it
   // may hold packed. Collective.
   Status (*open)(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes,
-                 DeviceGather gather, std::unique_ptr<Device>* device);
+                 DeviceGather gather, DeviceFailure failure, std::unique_ptr<Device>* device);
   // The same device, to be staged. Not collective.
   Status (*copies)(int ordinal, std::unique_ptr<DeviceCopies>* copies);
 };

@@ -40,6 +40,7 @@ Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DeviceP
   DeviceRank* self = made.get();  // the device lives as long as it
   const DeviceGather gather = [self](const std::vector<int>& group, const void* mine, size_t bytes,
                                      void* all) { return self->gather(group, mine, bytes, all); };
+  const DeviceFailure failure = [self] { return self->endpoint_->failure(); };
   Status status;
   if (std::strcmp(transport, kPinned) == 0) {
     std::unique_ptr<DeviceCopies> copies = plugin == nullptr ? host_copies() : nullptr;
@@ -52,7 +53,7 @@ Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DeviceP
         std::string("a rank without a device takes part in exchanges by '") + kPinned + "' only");
   } else {
     status = plugin->open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes,
-                          gather, &made->device_);
+                          gather, failure, &made->device_);
   }
   if (!status.ok()) return status;
   made->thread_ = std::thread([self] { self->run(); });
@@ -88,6 +89,7 @@ void DeviceRank::close(const Endpoint& endpoint) {
 void DeviceRank::start(DeviceCall call) {
   auto running = std::make_shared<Running>();
   running->call = std::move(call);
+  running->ready_ns = now_ns();
   const auto mark = [self = shared_from_this(), running] {
     return self->device_->mark(running->call.stream, &running->mark);
   };
@@ -121,6 +123,7 @@ void DeviceRank::start(DeviceCall call) {
                                            "the device was closed before this operation began")
                            : status);
   };
+  running->start_ns = now_ns() - running->ready_ns;
   order_->ready(std::move(order));
 }
 
@@ -168,8 +171,14 @@ void DeviceRank::run() {
 void DeviceRank::begin(RunningPtr running) {
   const Status turn = running->turn;
   if (!failure_.ok() || !turn.ok()) return end(running, failure_.ok() ? turn : failure_);
-  const Status status = device_->launch(running->call.what, running->mark);
-  running_.push_back(std::move(running));  // part of it may have been queued
+  running->launch_ns = now_ns();
+  Status status = device_->launch(running->call.what, running->mark);
+  running_.push_back(running);  // part of it may have been queued
+  if (status.ok() && running->call.in_stream && device_->orders_streams()) {
+    // In front of all that reads the results, or is given the inputs' memory.
+    status = device_->let_wait(running->call.stream, running->mark);
+    if (status.ok()) tell(running, status);
+  }
   if (!status.ok()) {
     failure_ = status;
     endpoint_->abort(status);  // the other ranks have queued it, or will
@@ -198,6 +207,25 @@ void DeviceRank::look() {
 
 void DeviceRank::end(const RunningPtr& running, const Status& status) {
   if (running->mark != nullptr) device_->release(running->mark);
+  if (!running->told) tell(running, status);
+}
+
+void DeviceRank::tell(const RunningPtr& running, const Status& status) {
+  running->told = true;
+  if (status.ok()) {
+    const DeviceOperation& what = running->call.what;
+    Record record;
+    record.key = running->call.in_stream && device_->orders_streams() ? kInStream : kWaitedFor;
+    record.kind = what.kind;
+    record.algorithm = "device";
+    record.call = told_++;
+    for (const DeviceTensor& tensor : what.tensors)
+      record.logical_bytes += tensor.count * static_cast<int64_t>(what.element_bytes);
+    record.ready_ns = running->ready_ns;
+    record.first_ns = std::max(running->ready_ns, running->launch_ns - running->start_ns);
+    record.end_ns = now_ns();
+    endpoint_->recorder().add(record);
+  }
   running->call.done(status);
 }
 

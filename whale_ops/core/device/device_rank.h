@@ -20,17 +20,26 @@ struct DeviceCall {
   std::string text;  // what must be equal on all ranks of the group (shapes, dtype)
   DeviceOperation what;
   void* stream = nullptr;  // the operation starts behind what is queued there
+  // The operation is done when it has been queued: what is queued on `stream` afterwards waits for
+  // it there. Where the device does not order streams it is done as all others are. An error that
+  // comes later is that of the operations after it.
+  bool in_stream = false;
   // What the rank tells its group before the operation starts: so many numbers on all ranks.
   std::vector<int64_t> tells;
   // Where the operation is not complete before: called when all are ready, on the engine's thread,
   // with what they tell.
   std::function<Status(const LaunchOrder::Told&, DeviceOperation*)> complete;
-  // Called once, on any thread, when the device has written the results, or with an error; must not
-  // block.
+  // Called once, on any thread, when the device has written the results, or, of what is in stream,
+  // will write them; or with an error. Must not block.
   std::function<void(const Status&)> done;
 };
 
 constexpr char kPinned[] = "pinned";  // the transport through the host's memory
+
+// Under these keys the recorder counts operations when they are told to be done: from the call of
+// `start`, waiting for their turn. What is left is this rank's own time, and, of what is waited for,
+// the device's.
+constexpr char kInStream[] = "device/done in stream", kWaitedFor[] = "device/done waited for";
 
 class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> {
  public:
@@ -59,6 +68,9 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
     DeviceCall call;
     void* mark = nullptr;
     Status turn;  // the error because of which it cannot start
+    bool told = false;  // whether `done` has been called
+    int64_t ready_ns = 0, launch_ns = 0;
+    int64_t start_ns = 0;  // that `start` has taken
   };
   using RunningPtr = std::shared_ptr<Running>;
 
@@ -68,6 +80,7 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
   void begin(RunningPtr running);
   void look();
   void end(const RunningPtr& running, const Status& status);
+  void tell(const RunningPtr& running, const Status& status);
   void stop();
 
   const std::shared_ptr<Endpoint> endpoint_;
@@ -82,6 +95,7 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
 
   // The thread's.
   std::deque<RunningPtr> running_;
+  uint64_t told_ = 0;
   Status failure_;
 };
 

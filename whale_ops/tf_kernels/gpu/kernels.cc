@@ -60,10 +60,11 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     call.what.index = static_cast<int>(own - call.what.group.begin());
     call.what.key = key_for(call.what.group);
     OP_REQUIRES_OK_ASYNC(ctx, prepare(ctx, prepared.get()), done);
+    call.in_stream = in_stream();
     call.text = absl::StrCat(name_, " of ", tensorflow::DataTypeString(dtype_), ": ", call.text);
     // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads
-    // them only after `done`, which comes when they are written: what does not depend on them is
-    // computed meanwhile.
+    // them only after `done`, which comes when they are written, and what does not depend on them is
+    // computed meanwhile; or, in stream, when its stream waits for them.
     const auto* context = ctx->op_device_context();
     call.stream = context == nullptr || context->stream() == nullptr
                       ? nullptr
@@ -85,6 +86,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
   }
 
  protected:
+  virtual bool in_stream() const { return false; }
   // The ranks that take part, in group order.
   virtual std::vector<int> group_of(int size) const = 0;
   virtual std::string key_for(const std::vector<int>& group) const { return key_; }
@@ -105,14 +107,15 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
   DataType dtype_ = tensorflow::DT_INVALID;
 };
 
-// Of those of a group: attribute `ranks`.
+// Of those of a group: attributes `ranks` and `in_stream`.
 class DeviceGroupOp : public DeviceOp {
  public:
   DeviceGroupOp(OpKernelConstruction* ctx, const char* name) : DeviceOp(ctx, name) {
-    read(ctx, "ranks", &ranks_);
+    read(ctx, "ranks", &ranks_, "in_stream", &in_stream_);
   }
 
  protected:
+  bool in_stream() const override { return in_stream_; }
   std::vector<int> group_of(int size) const override {
     if (!ranks_.empty()) return ranks_;
     std::vector<int> all(static_cast<size_t>(size));
@@ -122,6 +125,7 @@ class DeviceGroupOp : public DeviceOp {
 
  private:
   std::vector<int> ranks_;
+  bool in_stream_ = false;
 };
 
 class DeviceAllReduceOp : public DeviceGroupOp {

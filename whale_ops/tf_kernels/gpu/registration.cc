@@ -18,6 +18,8 @@ namespace whale_ops {
 namespace {
 
 constexpr char kRanks[] = "ranks: list(int) = []";
+// Done as soon as it is queued: TensorFlow's stream waits for it, and its executor does not.
+constexpr char kInStream[] = "in_stream: bool = false";
 constexpr char kReductionOfDevices[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
 constexpr char kFloats[] = "T: {half, bfloat16, float, double}";
 constexpr char kAny[] = "T: type";
@@ -28,6 +30,7 @@ WHALE_DEVICE_OP("WhaleDeviceAllReduce")
     .Input("inputs: N * T")
     .Output("outputs: N * T")
     .Attr(kRanks)
+    .Attr(kInStream)
     .Attr(kReductionOfDevices)
     .Attr("N: int >= 1")
     .Attr(kFloats)
@@ -41,6 +44,7 @@ WHALE_DEVICE_OP("WhaleDeviceAllGather")
     .Input("input: T")
     .Output("output: T")
     .Attr(kRanks)
+    .Attr(kInStream)
     .Attr("axis: int = 0")
     .Attr("sizes: list(int) >= 1")
     .Attr(kAny)
@@ -51,6 +55,7 @@ WHALE_DEVICE_OP("WhaleDeviceReduceScatter")
     .Input("input: T")
     .Output("output: T")
     .Attr(kRanks)
+    .Attr(kInStream)
     .Attr(kReductionOfDevices)
     .Attr("axis: int = 0")
     .Attr("sizes: list(int)")
@@ -63,6 +68,7 @@ WHALE_DEVICE_OP("WhaleDeviceAllToAll")
     .Input("input: T")
     .Output("output: T")
     .Attr(kRanks)
+    .Attr(kInStream)
     .Attr("split_axis: int")
     .Attr("split_sizes: list(int)")
     .Attr("concat_axis: int")
@@ -77,6 +83,7 @@ WHALE_DEVICE_OP("WhaleDeviceBroadcast")
     .Input("inputs: N * T")
     .Output("outputs: N * T")
     .Attr(kRanks)
+    .Attr(kInStream)
     .Attr("root: int = 0")
     .Attr("shapes: list(shape) >= 1")
     .Attr("N: int >= 1")
