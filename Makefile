@@ -11,7 +11,8 @@
 # make bench-comm      all-reduces beside Horovod, TensorFlow's ring and MPI; writes docs/communication.md (BENCH_ARGS=...)
 # make horovod         builds Horovod for that TensorFlow (make bench and bench-comm do without it)
 # make gpu             GPUs: tests (without one: with stand-ins), writes docs/gpu.md's table
-# make gpu-first       the first quarter of an hour on a machine with a GPU: parts that stand alone, a line each
+# make gpu-first       the first quarter of an hour on a machine with a GPU: parts that stand alone, a line each; for one
+#                      without a network make gpu-first-pack (GPU_PYTHON=3.12: for its Python) says what to carry
 # make gpu-bundle      all that make gpu installs, for a machine without a network (GPU_PYTHON=3.12: its Python;
 #                      make gpu-bundle-list: only names it)
 # make sanitize        the core under the thread and the address sanitizer
@@ -45,6 +46,10 @@ NVRTC_PACKAGE := 'nvidia-cuda-nvrtc-cu12==12.9.*'
 # Keras 2 for TensorFlow 2.16 and later: without its dependency, which would be a second TensorFlow.
 TF_KERAS := $(if $(filter-out 2.15.%,$(TF)),'tf_keras==$(basename $(TF)).*')
 TF_FOR_GPUS := tensorflow[and-cuda]
+GPU_ENVIRONMENT = VENV=.venv-gpu TF_PACKAGE='$(TF_FOR_GPUS)' \
+  $(if $(wildcard $(BUNDLE)/bundle.json),PIP_NO_INDEX=1 PIP_FIND_LINKS='$(CURDIR)/$(BUNDLE)/wheels')
+FIRST := build/gpu-first
+FIRST_ARGS ?=
 BUNDLE := build/gpu-bundle
 BUNDLED = --wheels $(TOOLS) '$(TF_FOR_GPUS)==$(TF)' $(MPI_PACKAGE) $(CUDA_PACKAGES) --alone $(TF_KERAS) \
   --extras test bench $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
@@ -64,7 +69,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check test-all coverage times mutants oracle bench bench-comm horovod gpu gpu-here gpu-first gpu-first-here gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheels test-wheels check-bazel check-python check-compiler
+.PHONY: demo test check test-all coverage times mutants oracle bench bench-comm horovod gpu gpu-here gpu-first gpu-first-here gpu-first-pack gpu-bundle gpu-bundle-list gpu-bundled sanitize docs lint bazel clean setup build wheels test-wheels check-bazel check-python check-compiler
 
 demo: build
 	@$(RUN) examples/demo.py
@@ -113,17 +118,26 @@ horovod: $(VENV)/.horovod
 # TensorFlow that sees GPUs has an environment of its own, where there is one; where a bundle lies, pip takes all from it.
 gpu:
 	@$(MAKE) --no-print-directory $(if $(wildcard $(BUNDLE)/bundle.json),gpu-bundled,gpu-here) \
-	  $(if $(wildcard /dev/nvidiactl),VENV=.venv-gpu TF_PACKAGE='$(TF_FOR_GPUS)')
+	  $(if $(wildcard /dev/nvidiactl),$(GPU_ENVIRONMENT))
 
 gpu-here: $(VENV)/.cuda $(if $(wildcard /dev/nvidiactl),$(VENV)/.bench) build
 	@$(RUN) -m tests.gpu
 
-# Parts that need no TensorFlow come first, and each ends within a limit of its own.
+# Parts that need no TensorFlow come first, and each ends within a limit of its own. Where TensorFlow for GPUs cannot be
+# installed, within minutes, they are all, by the Python that is there.
+gpu-first: export PIP_RETRIES = 1
+gpu-first: export PIP_DEFAULT_TIMEOUT = 15
 gpu-first:
-	@$(MAKE) --no-print-directory gpu-first-here $(if $(wildcard /dev/nvidiactl),VENV=.venv-gpu TF_PACKAGE='$(TF_FOR_GPUS)')
+	@if [ ! -e /dev/nvidiactl ]; then $(MAKE) --no-print-directory gpu-first-here; \
+	elif [ -e $(FIRST) ] || ! timeout 240 $(MAKE) --no-print-directory $(GPU_ENVIRONMENT) .venv-gpu/.cuda build; then \
+	  echo "without TensorFlow:"; python3 -m tests.gpu_first $(FIRST_ARGS); \
+	else $(MAKE) --no-print-directory $(GPU_ENVIRONMENT) gpu-first-here; fi
 
 gpu-first-here: $(VENV)/.cuda build
-	@$(RUN) -m tests.gpu_first
+	@$(RUN) -m tests.gpu_first $(FIRST_ARGS)
+
+gpu-first-pack: $(VENV)/.nvrtc build
+	@$(RUN) -m tests.gpu_first --pack $(GPU_PYTHON)
 
 # The libraries come with the bundle: no C++ compiler is needed.
 gpu-bundled: export PIP_NO_INDEX = 1

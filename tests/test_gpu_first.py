@@ -18,9 +18,24 @@ def test_parts_run_with_the_host_as_gpu() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line.partition(":")[0] for line in done.stdout.splitlines()]
     peers = ["cuda-ipc, the peer is killed", "nccl, the peer is killed"]
-    assert said == ["GPUs", "device code by NVRTC", "kernels against NumPy", *peers]
-    assert "154 results: all right" in done.stdout and "cannot run: the GPU is the host" in done.stdout
+    assert said == ["Python", "GPUs", "device code by NVRTC", "kernels against NumPy", *peers]
+    assert "154 results: all right" in done.stdout and "cannot run" not in done.stdout
     assert "the ranks could not meet" in done.stdout
+
+
+def test_nothing_is_tried_without_a_gpu_or_the_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(machine: gpu_first.Machine) -> str:
+        raise gpu_first.CannotRun("no driver of NVIDIA")
+
+    monkeypatch.setattr(gpu_first, "driver", without)
+    monkeypatch.setattr(sys, "argv", ["gpu_first"])
+    assert gpu_first.main() == 2
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["Python", "GPUs"]
+    monkeypatch.setattr(sys, "argv", ["gpu_first", "--minutes", "0", "pinned"])
+    assert gpu_first.main() == 0
+    assert capsys.readouterr().out.count("left out: 0 minutes are over") == 4
 
 
 def test_what_fails_is_told_and_the_others_run(

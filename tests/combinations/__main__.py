@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.combinations.features import BY_NAME, FEATURES, RANKS, Feature, clash
+from tests.combinations.features import BY_NAME, FEATURES, ON_GPUS, RANKS, Feature, clash
 from tests.forkserver import warm_python
+from tests.host_gpu.build import HostGpu, build_host_cuda, build_plugin
 from whale.python import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,11 @@ def main() -> int:
         print(f"{len(without)} runs are left out: Horovod is not installed (python -m whale_ops.build_horovod)")
     between = [c for c in combinations if c not in without and _between_processes(c)]
     inside = [c for c in combinations if c not in without and c not in between]
-    for names, (kind, what) in itertools.chain(in_this_process(inside, asked.jobs), on_ranks(between)):
+    on_gpus = [c for c in between if ON_GPUS in c]
+    between = [c for c in between if c not in on_gpus]
+    for names, (kind, what) in itertools.chain(
+        in_this_process(inside, asked.jobs), on_ranks(between), on_ranks(on_gpus)
+    ):
         done[names] = kind, what
         print(f"{kind:8}{' + '.join(names):60}{what.splitlines()[0]}", flush=True)
         if asked.kept:
@@ -132,6 +137,11 @@ def _of_processes(combinations: Sequence[Names], folder: str) -> list[Outcome]:
     Path(folder, "asked.json").write_text(json.dumps(combinations))
     command = [warm_python(), "-m", "whale", "run", "-np", str(RANKS), str(ROOT / "tests/combinations/on_ranks.py")]
     known = environment() | {"CUDA_VISIBLE_DEVICES": "-1"}
+    if all(ON_GPUS in names for names in combinations):
+        build_plugin()
+        known |= build_host_cuda().variables(*[HostGpu(2 << 30, name=f"GPU {rank}") for rank in range(RANKS)])
+        known["PYTHONPATH"] = str(ROOT)
+        command[-1:] = [str(ROOT / "tests/host_gpu/on_host_gpus.py"), "none", command[-1]]
     done = subprocess.run([*command, folder], cwd=ROOT, env=known, capture_output=True, text=True)
     ranks = [_said(Path(folder, f"rank{rank}.jsonl")) for rank in range(RANKS)]
     found: list[Outcome] = []
@@ -175,7 +185,8 @@ def page(rows: dict[Names, Outcome]) -> str:
         "Written by `python -m tests.combinations --triples 300 --out docs/combinations.md`: eight ranks, a program of",
         "eight layers in float64, two steps. `=`: losses and weights are those of one device to 1e-10 (16 bits on the",
         "wire and amp: to 2 %); a number: refused, with the reason below; empty: the two say the same thing in two",
-        "ways; ?: not run. Ranks are threads of one process; with shard, local batch and horovod they are processes.",
+        "ways; ?: not run. Ranks are threads of one process; with shard, local batch, horovod and the host's GPUs they",
+        "are processes. The last column is a GPU for each rank, of the tests' own (`tests/host_gpu`), and NCCL.",
         "",
         "| | " + " | ".join(str(i + 1) for i in range(len(names_of))) + " |",
         "|---" * (len(names_of) + 1) + "|",

@@ -41,6 +41,7 @@ def _set(name: str, *marks: str, limit: float = 1e-10, instead: Iterable[str] = 
     return Feature(name, {}, keys, frozenset(marks), limit, frozenset(instead))
 
 
+ON_GPUS = "host's GPUs"  # of the tests' own, one for each rank
 _ROUNDED = 2e-2  # to 16 bits, in float32
 _CHOSEN_ANEW = 5e-2  # the same, where one of few tokens may choose another expert: what its router reads is rounded
 _IN_STAGES = ("4 stages", "unequal stages", "interleaved")
@@ -89,6 +90,7 @@ FEATURES: tuple[Feature, ...] = (
     _of("hot table", "hot", instead=["session"]),
     _of("xla", "xla", instead=["session"]),
     _set("table on host", "table", memory__offload="tables", instead=["offload", "growing table", "hot table"]),
+    _set(ON_GPUS, "processes", communication__backend="nccl", instead=["devices", "mixed devices", "horovod"]),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 
