@@ -78,6 +78,18 @@ def test_the_host_keeps_the_others_and_says_why(node: Node, why: str) -> None:
     assert left.node == node and why in left.why
 
 
+def test_gathers_of_several_tensors_are_one_for_each() -> None:
+    gather = exchange("WhaleAllGather", axis=0, sizes=(1, 3), N=2)
+    both = replace(gather, inputs=(*gather.inputs, Ref("x")), outputs=gather.outputs * 2)
+    reader = Node("sum", "AddV2", (Ref("moved", 0), Ref("moved", 1)), ("moved",), {"T": DType("float32")}, (X,))
+    after = on_devices(program(both, reader), "c", 0)
+    first, second = (node for node in after.nodes if node.op == "WhaleDeviceAllGather")
+    assert first.inputs == second.inputs == (Ref("x"),) and first.outputs == second.outputs == gather.outputs
+    assert first.attrs["key"] != second.attrs["key"] and "N" not in second.attrs
+    assert after.by_name["sum"].inputs == (Ref(first.name), Ref(second.name))
+    assert after.by_name["sum"].controls == (first.name, second.name)
+
+
 def test_micro_batches_go_to_devices_and_loops_do_not() -> None:
     """No handle goes with a call that has no use for it: it would hold the micro-batch on the host."""
     given = replace(HANDLE, op="Placeholder")

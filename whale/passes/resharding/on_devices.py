@@ -64,6 +64,8 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
       comm: name of the communicator.
     """
     direct = _find_called_directly(program)
+    bodies = {name: _gather_one_by_one(body) if name in direct else body for name, body in program.functions.items()}
+    program = _gather_one_by_one(replace(program, functions=bodies))
 
     def rewrite_graph(graph: Program, in_stream: frozenset[str] = frozenset()) -> Program:
         moved = (_on_device(n, comm, rank, n.name in in_stream) if _why_not(n) == "" else n for n in graph.nodes)
@@ -223,13 +225,44 @@ def _why_not(node: Node) -> str:
         return f"{dtype}: elements have no fixed size"
     if node.op == "WhaleAllGather" and not node.attrs.get("sizes"):
         return "sizes that only the run knows"
-    if node.op == "WhaleAllGather" and len(node.outputs) > 1:
-        return "several tensors as one message"
     if node.op == "WhaleBroadcast":
         shapes = node.attrs.get("shapes", ())
         if not shapes or any(s.dims is None or None in s.dims for s in shapes):
             return "shapes that only the run knows"
     return ""
+
+
+def _gather_one_by_one(graph: Program) -> Program:
+    """Returns a graph in which all-gathers that devices carry out have one tensor each, as the op of devices does."""
+    parts: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "WhaleAllGather" and len(node.outputs) > 1 and _why_not(node) == "":
+            comm, *tensors = node.inputs
+            parts[node.name] = [
+                replace(
+                    node,
+                    name=node.name if k == 0 else f"{node.name}/{k}",
+                    inputs=(comm, tensor),
+                    attrs={**node.attrs, "N": 1, "key": node.attrs["key"] if k == 0 else f"{node.attrs['key']}/{k}"},
+                    outputs=(node.outputs[k],),
+                )
+                for k, tensor in enumerate(tensors)
+            ]
+    if not parts:
+        return graph
+
+    def follow(name: str) -> list[str]:
+        return [part.name for part in parts[name]] if name in parts else [name]
+
+    def rewrite(node: Node) -> Node:
+        inputs = tuple(Ref(parts[r.node][r.index].name) if r.node in parts else r for r in node.inputs)
+        controls = tuple(one for name in node.controls for one in follow(name))
+        return replace(node, inputs=inputs, controls=controls)
+
+    nodes = tuple(rewrite(one) for node in graph.nodes for one in parts.get(node.name, [node]))
+    outputs = tuple(Ref(parts[r.node][r.index].name) if r.node in parts else r for r in graph.outputs)
+    effects = tuple(one for name in graph.effects for one in follow(name))
+    return graph.replace_nodes(nodes, outputs=outputs, effects=effects)
 
 
 def _on_device(node: Node, comm: str, rank: int, in_stream: bool) -> Node:
