@@ -32,7 +32,7 @@ def test_streams_wait_on_the_critical_path_and_the_host_for_gradients(
     for said in ranks:
         np.testing.assert_allclose(said["losses"], wanted, rtol=1e-12)
         # Of each layer two sums forward and two backward, one of the embedding, three of the loss, one of the head's
-        # slope. Behind the last ones backward, gathers of what updates take, and the result's sum, there are no products.
+        # slope. Behind the last ones backward, gathers for updates, and the sum of the result there are no products.
         assert said["exchanges"]["AllReduce tensor"] >= 4 * layers + 5
         assert said["waited for"] == sum(said["not in stream"].values())
         assert said["in stream"] == sum(said["exchanges"].values()) - said["waited for"]
