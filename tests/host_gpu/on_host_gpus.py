@@ -37,8 +37,11 @@ def take_host_gpus() -> None:
     def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
         device_library.load_kernels(library, ordinal, image)
 
+    def load_nccl() -> None:
+        ctypes.CDLL(str(cuda.nccl), ctypes.RTLD_GLOBAL)
+
     device_exchange.load_kernels = load_kernels
-    device_library.load_nccl = lambda: ctypes.CDLL(str(cuda.nccl), ctypes.RTLD_GLOBAL)
+    device_library.load_nccl = load_nccl
 
 
 def main() -> None:
