@@ -37,7 +37,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no-wait-for-mark": (TRANSPORTS, ()),
     "no-wait-for-written": (("cuda-ipc",), ()),
     "no-wait-for-taken": (("cuda-ipc",), ()),
-    "early-mark": (TRANSPORTS, ()),
+    "early-mark": (TRANSPORTS, WITH_STREAMS),
     "mark-elsewhere": (TRANSPORTS, ()),
     "early-record": (TRANSPORTS, WITH_STREAMS),
     "early-query": (TRANSPORTS, ()),
