@@ -46,6 +46,7 @@ def test_ranks_with_a_gpu_each_exchange_through_nccl(size: int) -> None:
     assert ranks.run("short") == [f"rank {rank}: all right\n" for rank in range(size)]
 
 
+@pytest.mark.long
 def test_two_communicators_are_given_up_at_once() -> None:
     """One by one would hang: to abort one waits for the GPU, where the other one's kernel waits for a lost rank."""
     cuda = build_host_cuda()
