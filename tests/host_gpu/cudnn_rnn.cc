@@ -49,7 +49,9 @@ struct Layer {
   int64_t rows = 0, steps = 0, inputs = 0, units = 0;
 
   int64_t gates() const { return lstm ? 4 : 3; }
-  int64_t kept() const { return (lstm ? 5 : 4) * units; }  // of a row and step, in the reserve space
+  int64_t kept() const {
+    return (lstm ? 5 : 4) * units;
+  }  // of a row and step, in the reserve space
   int64_t at(int64_t row, int64_t step) const {
     return time_major ? step * rows + row : row * steps + step;
   }
@@ -124,8 +126,7 @@ class Forward final : public CudnnRnn {
       std::vector<T> h(data<T>(ctx->input(1)) + row * units,
                        data<T>(ctx->input(1)) + (row + 1) * units),
           c(static_cast<size_t>(units));
-      if (layer.lstm)
-        std::copy_n(data<T>(ctx->input(2)) + row * units, units, c.data());
+      if (layer.lstm) std::copy_n(data<T>(ctx->input(2)) + row * units, units, c.data());
       for (int64_t step = 0; step < lengths(row); ++step) {
         T* kept = reserve->flat<T>().data() + layer.at(row, step) * layer.kept();
         turn(layer, x + layer.at(row, step) * layer.inputs, w, h.data(), c.data(), kept);
@@ -181,7 +182,8 @@ class Backward final : public CudnnRnn {
     const auto size = static_cast<size_t>(units);
     std::vector<Tensor*> made(4);
     for (int i = 0; i < 4; ++i) {
-      OP_REQUIRES_OK(ctx, ctx->allocate_output(i, ctx->input(i).shape(), &made[static_cast<size_t>(i)]));
+      OP_REQUIRES_OK(ctx,
+                     ctx->allocate_output(i, ctx->input(i).shape(), &made[static_cast<size_t>(i)]));
       auto flat = made[static_cast<size_t>(i)]->flat<T>();
       std::fill_n(flat.data(), flat.size(), T(0));
     }
@@ -201,7 +203,7 @@ class Backward final : public CudnnRnn {
         const int64_t at = layer.at(row, step);
         for (int64_t u = 0; u < units; ++u) dh[static_cast<size_t>(u)] += d_output[at * units + u];
         const T* h = step == 0 ? first_h : output + layer.at(row, step - 1) * units;
-        const T* c = !layer.lstm  ? nullptr
+        const T* c = !layer.lstm ? nullptr
                      : step == 0 ? first_c
                                  : reserve + layer.at(row, step - 1) * layer.kept() + 4 * units;
         turn(layer, x + at * layer.inputs, w, h, c, reserve + at * layer.kept(), dh.data(),
@@ -259,11 +261,12 @@ class Backward final : public CudnnRnn {
   }
 };
 
-#define HOST_GPU_RNN(T)                                                              \
-  REGISTER_KERNEL_BUILDER(                                                           \
+#define HOST_GPU_RNN(T)                                                                      \
+  REGISTER_KERNEL_BUILDER(                                                                   \
       Name("CudnnRNNV3").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), Forward<T>); \
-  REGISTER_KERNEL_BUILDER(                                                           \
-      Name("CudnnRNNBackpropV3").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), Backward<T>)
+  REGISTER_KERNEL_BUILDER(                                                                   \
+      Name("CudnnRNNBackpropV3").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"),      \
+      Backward<T>)
 
 HOST_GPU_RNN(float);
 HOST_GPU_RNN(double);

@@ -111,7 +111,8 @@ class LateKernel : public OpKernel {
     Gpu* gpu = gpu_of(ctx);
     Stream* stream = gpu == nullptr ? nullptr : gpu->compute_stream();
     if (stream == nullptr || hands_on_) return inner_->Compute(ctx);
-    // What the stream is to wait for from now on, it waits for behind this kernel (cuStreamWaitEvent).
+    // What the stream is to wait for from now on, it waits for behind this kernel
+    // (cuStreamWaitEvent).
     std::unique_lock<std::mutex> lock(gpu->memory_mutex());
     while (!stream->is_settled()) {
       lock.unlock();

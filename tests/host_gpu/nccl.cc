@@ -30,7 +30,8 @@ using whale::Reduction;
 constexpr int kSuccess = 0, kSystemError = 2, kInvalidArgument = 4, kInProgress = 7;
 constexpr size_t kPieceBytes = size_t{64} << 10;
 constexpr int kMostRanks = 16, kFaultAt = 4;
-constexpr auto kPause = std::chrono::microseconds(20), kFirstLaunch = std::chrono::microseconds(3000);
+constexpr auto kPause = std::chrono::microseconds(20),
+               kFirstLaunch = std::chrono::microseconds(3000);
 
 // From one rank to another, in pieces; all ranks of a communicator have it mapped.
 struct Channel {
@@ -65,7 +66,8 @@ Fault planted() {
   const char* text = std::getenv("HOST_NCCL_FAULT");
   Fault fault;
   char where[16] = "";
-  if (text == nullptr || std::sscanf(text, "%d:%15[a-z]:%d", &fault.rank, where, &fault.signal) != 3)
+  if (text == nullptr ||
+      std::sscanf(text, "%d:%15[a-z]:%d", &fault.rank, where, &fault.signal) != 3)
     return {};
   fault.connects = std::strcmp(where, "connect") == 0;
   return fault;
@@ -97,8 +99,9 @@ struct Communicator {
     const Fault fault = planted();
     if (fault.rank == rank && fault.connects) std::raise(fault.signal);
     const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    void* made = file < 0 ? MAP_FAILED
-                          : mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    void* made = file < 0
+                     ? MAP_FAILED
+                     : mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (file >= 0) close(file);
     if (made == MAP_FAILED) {
       state = kSystemError;
@@ -113,7 +116,8 @@ struct Communicator {
   // On the stream.
   void carry_out(const std::vector<Task>& tasks) {
     const Fault fault = planted();
-    if (++carried_out == kFaultAt && fault.rank == rank && !fault.connects) std::raise(fault.signal);
+    if (++carried_out == kFaultAt && fault.rank == rank && !fault.connects)
+      std::raise(fault.signal);
     std::vector<std::deque<Transfer>> out(kMostRanks), in(kMostRanks);
     for (const Task& task : tasks) {
       for (const auto& [at, bytes] : task.results) poison(at, bytes);

@@ -95,8 +95,7 @@ Status Exchanger::packed(const DeviceOperation& chunk) {
   Status status = pack(gpu_, inputs, chunk.dtype, buffer, chunk.wire, 1.0f / divisor, stream_);
   if (status.ok()) status = transport_->all_reduce(chunk, buffer, buffer, count, stream_);
   if (status.ok())
-    status =
-        unpack(gpu_, buffer, chunk.wire, outputs, chunk.dtype, chunk.scale * divisor, stream_);
+    status = unpack(gpu_, buffer, chunk.wire, outputs, chunk.dtype, chunk.scale * divisor, stream_);
   return status;
 }
 

@@ -29,8 +29,8 @@ class DeviceTransport {
 };
 
 // Ranks with a GPU each, on one host or several. Collective. An error where libnccl.so.2 is neither
-// loaded nor found. `failure`: asked while others are waited for. The GPU's context is current, also
-// whenever a transport is called.
+// loaded nor found. `failure`: asked while others are waited for. The GPU's context is current,
+// also whenever a transport is called.
 Status open_nccl(int rank, int size, DeviceGather gather, DeviceFailure failure,
                  std::unique_ptr<DeviceTransport>* transport);
 

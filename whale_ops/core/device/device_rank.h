@@ -37,8 +37,8 @@ struct DeviceCall {
 constexpr char kPinned[] = "pinned";  // the transport through the host's memory
 
 // Under these keys the recorder counts operations when they are told to be done: from the call of
-// `start`, waiting for their turn. What is left is this rank's own time, and, of what is waited for,
-// the device's.
+// `start`, waiting for their turn. What is left is this rank's own time, and, of what is waited
+// for, the device's.
 constexpr char kInStream[] = "device/done in stream", kWaitedFor[] = "device/done waited for";
 
 class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> {
@@ -67,7 +67,7 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
   struct Running {
     DeviceCall call;
     void* mark = nullptr;
-    Status turn;  // the error because of which it cannot start
+    Status turn;        // the error because of which it cannot start
     bool told = false;  // whether `done` has been called
     int64_t ready_ns = 0, launch_ns = 0;
     int64_t start_ns = 0;  // that `start` has taken

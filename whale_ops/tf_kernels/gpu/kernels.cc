@@ -63,8 +63,8 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     call.in_stream = in_stream();
     call.text = absl::StrCat(name_, " of ", tensorflow::DataTypeString(dtype_), ": ", call.text);
     // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads
-    // them only after `done`, which comes when they are written, and what does not depend on them is
-    // computed meanwhile; or, in stream, when its stream waits for them.
+    // them only after `done`, which comes when they are written, and what does not depend on them
+    // is computed meanwhile; or, in stream, when its stream waits for them.
     const auto* context = ctx->op_device_context();
     call.stream = context == nullptr || context->stream() == nullptr
                       ? nullptr
