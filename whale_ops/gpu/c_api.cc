@@ -52,7 +52,7 @@ Status count(int* devices) {
 }
 
 Status open(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes,
-            whale::DeviceGather gather, whale::DeviceFailure failure,
+            whale::DeviceGather gather, const whale::DeviceFailure& failure,
             std::unique_ptr<whale::Device>* device) {
   const Gpu* gpu = nullptr;
   Status status = Gpu::find(ordinal, &gpu);
@@ -65,7 +65,7 @@ Status open(const char* transport, int rank, int size, int ordinal, size_t buffe
   if (std::strcmp(transport, "cuda-ipc") == 0) {
     status = whale::cuda::open_ipc(*gpu, rank, size, buffer_bytes, std::move(gather), &opened);
   } else {
-    status = whale::cuda::open_nccl(rank, size, std::move(gather), std::move(failure), &opened);
+    status = whale::cuda::open_nccl(rank, size, std::move(gather), failure, &opened);
   }
   if (status.ok())
     status = whale::cuda::Exchanger::open(std::move(opened), *gpu, buffer_bytes, &exchanger);

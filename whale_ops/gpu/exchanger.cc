@@ -54,7 +54,7 @@ Status Exchanger::launch(const DeviceOperation& what, void* mark) {
 
 Status Exchanger::let_wait(void* stream, void* mark) {
   const Current current(gpu_);
-  const Status status = current.status();
+  const Status& status = current.status();
   return status.ok() ? check(driver().cuStreamWaitEvent(static_cast<CUstream>(stream),
                                                         static_cast<CUevent>(mark), 0),
                              "cuStreamWaitEvent")

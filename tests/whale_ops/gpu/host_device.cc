@@ -271,7 +271,7 @@ Status count(int* devices) {
 
 // `transport`: which fault the device shall have, on the second rank where it is one rank's.
 Status open(const char* transport, int rank, int size, int, size_t buffer_bytes,
-            whale::DeviceGather gather, whale::DeviceFailure,
+            whale::DeviceGather gather, const whale::DeviceFailure&,
             std::unique_ptr<whale::Device>* device) {
   if (std::strcmp(transport, "open") == 0 && rank == 1)
     return Status::Error(Code::kUnavailable, "no such device");

@@ -158,7 +158,8 @@ struct DevicePlugin {
   // `transport`: a name that the library knows; `ordinal`: of the device; `buffer_bytes`: what it
   // may hold packed. Collective.
   Status (*open)(const char* transport, int rank, int size, int ordinal, size_t buffer_bytes,
-                 DeviceGather gather, DeviceFailure failure, std::unique_ptr<Device>* device);
+                 DeviceGather gather, const DeviceFailure& failure,
+                 std::unique_ptr<Device>* device);
   // The same device, to be staged. Not collective.
   Status (*copies)(int ordinal, std::unique_ptr<DeviceCopies>* copies);
 };

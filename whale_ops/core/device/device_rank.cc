@@ -163,12 +163,12 @@ void DeviceRank::run() {
       turns = std::exchange(turns_, {});
       if (turns.empty() && running_.empty() && stopping_) return;
     }
-    for (RunningPtr& turn : turns) begin(std::move(turn));
+    for (const RunningPtr& turn : turns) begin(turn);
     look();
   }
 }
 
-void DeviceRank::begin(RunningPtr running) {
+void DeviceRank::begin(const RunningPtr& running) {
   const Status turn = running->turn;
   if (!failure_.ok() || !turn.ok()) return end(running, failure_.ok() ? turn : failure_);
   running->launch_ns = now_ns();

@@ -77,7 +77,7 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
   explicit DeviceRank(std::shared_ptr<Endpoint> endpoint);
   Status gather(const std::vector<int>& group, const void* mine, size_t bytes, void* all);
   void run();
-  void begin(RunningPtr running);
+  void begin(const RunningPtr& running);
   void look();
   void end(const RunningPtr& running, const Status& status);
   void tell(const RunningPtr& running, const Status& status);
