@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from tests.launcher.helpers import Launcher
+from whale.launcher.mpirun import find_mpirun
 
 # Words are numbered by their order in a set; tables and weights start alike, so that one process gives the same losses
 # in any order.
@@ -114,7 +115,7 @@ def by_host():
     name = f"host{wh.rank()}"  # as socket.gethostname() has it
     return losses(dataset(np.full((24, 5), sum(map(ord, name)) % 9)).batch(8))
 def by_environment():
-    scale = float(os.environ["OMPI_COMM_WORLD_RANK"])
+    scale = float(os.environ.get("SLURM_PROCID") or os.environ["OMPI_COMM_WORLD_RANK"])
     return losses(dataset(np.ones((24, 5), "int32")).map(lambda x, y: (x, y * scale)).batch(8))
 def drawn_after():
     rows = np.random.default_rng().integers(0, 9, size=(24, 5))
@@ -134,9 +135,29 @@ for call in (drawn_after, drawn_by_tensorflow, drawn_by_keras):
 """
 
 
-def said_by(launcher: Launcher, text: str) -> tuple[dict[int, dict[str, str]], str]:
+# Stands for a task of `srun --mpi=pmix`, as slurmd starts it: an interpreter of its own, SLURM's variables and PMIx.
+TASK = """#!/bin/bash
+for name in $(compgen -e OMPI_) $(compgen -e WHALE_); do unset "$name"; done
+export SLURM_PROCID=$PMIX_RANK SLURM_LOCALID=$PMIX_RANK SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2
+exec "$@" > >(sed -u "s/^/[$PMIX_RANK] /")
+"""
+
+
+def start_as_srun(launcher: Launcher, script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script on two ranks that each have an interpreter of their own."""
+    task = launcher.folder / "task"
+    task.write_text(TASK)
+    task.chmod(0o755)
+    mpirun = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+    command = [*mpirun, str(task), sys.executable, script]
+    where = {"env": launcher.environment, "cwd": launcher.folder}
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, **where)  # type: ignore[call-overload, no-any-return]
+
+
+def said_by(launcher: Launcher, text: str, srun: bool = False) -> tuple[dict[int, dict[str, str]], str]:
     """Returns what each of two ranks printed, by rank and name of what it called, and what stands on stderr."""
-    done = launcher.run("-np", "2", launcher.script(text), timeout_s=900)
+    script = launcher.script(text)
+    done = start_as_srun(launcher, script) if srun else launcher.run("-np", "2", script, timeout_s=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[int, dict[str, str]] = {0: {}, 1: {}}
     for rank, how, name, rest in re.findall(r"^\[(\d)\] (EQUAL|TOLD) (\w+) (.*)$", done.stdout, re.M):
@@ -158,9 +179,9 @@ def test_ranks_of_a_run_order_sets_alike(launcher: Launcher) -> None:
 
 
 def test_processes_with_other_hashes_hear_of_them(launcher: Launcher) -> None:
-    """As mpirun and srun start them."""
-    launcher.environment["PYTHONHASHSEED"] = "random"
-    found, stderr = said_by(launcher, PROGRAMS + OTHERS)
+    """As mpirun and srun start them; what has no seed draws the same numbers there as well."""
+    launcher.environment.pop("PYTHONHASHSEED", None)
+    found, stderr = said_by(launcher, PROGRAMS + OTHERS, srun=True)
     assert stderr.count("Python's string hashes differ between the ranks") == 1, stderr
     alike = {"drawn_after", "drawn_by_tensorflow", "drawn_by_keras"}
     assert len(found[0]) == 19
