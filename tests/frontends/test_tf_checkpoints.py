@@ -27,6 +27,10 @@ class Model(tf.Module):
     def __call__(self, x):
         return x @ self.w
 
+    @wh.function
+    def half(self, x):
+        return x @ self.w / 2
+
 checkpoint = tf.train.Checkpoint(w=w)
 
 def restored(read):
@@ -56,9 +60,13 @@ checkpoint.save(own + "/ckpt")
 restored(lambda: checkpoint.restore(tf.train.latest_checkpoint(own)))
 if wh.rank() == 0:
     checkpoint.save("alone/ckpt")
+model = Model()
+half = model.half(x).numpy()
 for _ in range(2):
-    tf.saved_model.save(Model(), "model")
-np.testing.assert_allclose(tf.saved_model.load("model")(x), x @ w.numpy())
+    tf.saved_model.save(model, "model")
+loaded = tf.saved_model.load("model")
+np.testing.assert_allclose(loaded(x), x @ w.numpy())
+np.testing.assert_allclose(loaded.half(x), half)
 
 layer = keras.layers.Dense(2, input_shape=(3,))
 warnings.warn("of the script")

@@ -110,7 +110,7 @@ class Recording:
                 self._timed = False
                 self.first_s += time.process_time() - begin_s
                 self.first_wall_s += time.perf_counter() - begin_wall_s
-        if outermost:
+        if outermost and not _is_of_whale(step):
             self._note_call(_name_step(step), result)
         return result
 
@@ -151,6 +151,11 @@ class Recording:
         if value.size > _LARGEST:
             value = np.array([part.sum() for part in np.array_split(value.reshape(-1), _LARGEST)])
         self.values[name] = value
+
+
+def _is_of_whale(step: Any) -> bool:
+    """Tells whether a step is none of the program's: gradients of steps are steps that Whale makes."""
+    return getattr(getattr(step, "_python_function", None), "__module__", "") == "whale.runtime.taped_calls"
 
 
 def _name_step(step: Any) -> str:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
 import whale as wh
-from whale.errors import CaptureError, ProgramError
+from whale.errors import CaptureError
 from whale.runtime.function import Function
 
 pytestmark = pytest.mark.core
@@ -198,19 +198,3 @@ def test_sizes_of_one_trace_are_traced_with_the_same_draws_of_python(ranks: Call
     expected = run(tf.function(step, input_signature=[tf.TensorSpec([None])]))
     ranks(2)
     assert run(Function(step, one_trace=True)) == expected
-
-
-def test_a_tape_around_a_step_is_told_that_it_sees_nothing(ranks: Callable[..., None]) -> None:
-    ranks(2)
-    weight = tf.Variable(tf.ones([2, 2]))
-    predict = wh.function(lambda x: tf.reduce_sum(tf.matmul(x, weight)))
-    with tf.GradientTape() as tape:
-        loss = predict(X) * 2.0
-        other = tf.reduce_sum(weight)
-    assert float(loss) == 2.0 * 2.0 * X.sum()
-    with pytest.raises(ProgramError, match=r"tape outside a step(.|\n)*inside the function that wh.function decorates"):
-        tape.gradient(loss, weight)
-    with tf.GradientTape() as tape:
-        predict(X)
-        other = tf.reduce_sum(weight)
-    np.testing.assert_array_equal(tape.gradient(other, weight), np.ones((2, 2)))

@@ -21,12 +21,12 @@ RACING = 1_000_000
 class State:
     """What the draws of a step keep: variables, generators, layers."""
 
-    def __init__(self, keras: Any, keras_2: Any) -> None:
+    def __init__(self, keras: Any, keras_2: Any, function: Any) -> None:
         self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.generator = tf.random.Generator.from_seed(5)
         self.dropout = keras.layers.Dropout(0.4, seed=3)
         self.dropout_2 = keras_2.layers.Dropout(0.4, seed=3)
-        self.nested = _called()
+        self.nested = function(_add_noise)
 
 
 def _shape(x: tf.Tensor) -> tf.Tensor:
@@ -48,12 +48,12 @@ def _branch(state: State | None, x: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _called() -> Any:
-    return tf.function(lambda x: x + tf.random.normal(_shape(x), dtype=x.dtype))
+def _add_noise(x: tf.Tensor) -> tf.Tensor:
+    return x + tf.random.normal(_shape(x), dtype=x.dtype)
 
 
 def _nested(state: State | None, x: tf.Tensor) -> tf.Tensor:
-    called = _called() if state is None else state.nested
+    called = tf.function(_add_noise) if state is None else state.nested
     return called(x) + 2 * called(x)
 
 
@@ -113,7 +113,7 @@ class Program:
 CASES = (
     Program("fit", ("normal",), ("uniform",), (4, 3), (0,), -1, 4),
     Program("signature", ("gamma", "loop"), ("branch",), (4, 1, 3, 4), (1, 2), 3, 4),
-    Program("relaxed", ("nested", "recomputed", "dropout"), ("normal",), (3, 5, 3, 2, 5), (2,), -1, 4),
+    Program("relaxed", ("nested", "recomputed", "dropout"), ("normal",), (3, 5, 3, 2, 5), (2,), -1, 3),
     Program("fit of Keras 2", ("one number",), ("truncated",), (4, 3), (1,), -1, 3),
     Program("session", ("normal", "poisson"), ("integers",), (4, 2, 1, 4), (1, 3), -1, 4),
     Program("session", ("loop", "branch"), ("nested", "branch"), (1, 4, 2, 1), (1, 3), -1, 4),
@@ -165,8 +165,13 @@ class Run:
             return self._session(program, batches)
         return self._function(program, batches)
 
+    def _make_state(self, program: Program) -> State:
+        """Returns what keeps the draws; a function that the step calls is a step itself in some programs."""
+        is_step = self._wh is not None and program.batch % 2
+        return State(self._keras, self._keras_2, self._wh.function if is_step else tf.function)
+
     def _function(self, program: Program, batches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        state, w = State(self._keras, self._keras_2), tf.Variable(np.full((3, 1), 0.3))
+        state, w = self._make_state(program), tf.Variable(np.full((3, 1), 0.3))
         function = self._wh.function if self._wh is not None else tf.function
         signature = [tf.TensorSpec([None, 3], tf.float64)] if program.step == "signature" else None
         wrap = {"relaxed": {"reduce_retracing": True}, "signature": {"input_signature": signature}}
@@ -198,7 +203,7 @@ class Run:
         keras = self._keras if program.step == "fit" else self._keras_2
         keras.backend.set_floatx("float64")
         keras.utils.set_random_seed(program.batch)
-        state = State(self._keras, self._keras_2)
+        state = self._make_state(program)
 
         class Noise(keras.layers.Layer):  # type: ignore[name-defined,misc]
             def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:

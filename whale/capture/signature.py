@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.util import nest
 
 from whale.capture.sharded import ShardedTensor, is_iterator
@@ -139,6 +140,22 @@ def flatten_arguments(
             key.append(_make_value_key(leaf))
     skeleton = tf.nest.map_structure(lambda _: 0, structure)
     return Arguments(tuple(tensors), make_distinct_names(labels), (repr(skeleton), *key), structure, tuple(leaves))
+
+
+def describe_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns (args, kwargs) with a TypeSpec for each tensor and iterator, as ``get_concrete_function`` takes them."""
+    found: tuple[Any, Any] = tf.nest.map_structure(_describe_leaf, (args, kwargs))
+    return found
+
+
+def _describe_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, tf.Variable | tf.TypeSpec):
+        return leaf
+    if isinstance(leaf, _TENSORS):
+        return tf.TensorSpec(leaf.shape, tf.dtypes.as_dtype(leaf.dtype))
+    if is_iterator(leaf):
+        return iterator_ops.IteratorSpec(leaf.element_spec)
+    return tf.type_spec_from_value(leaf) if isinstance(leaf, tf.__internal__.CompositeTensor) else leaf
 
 
 def _cast_arguments(bound: inspect.BoundArguments, signature: Sequence[Any], op: str) -> None:

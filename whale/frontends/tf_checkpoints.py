@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint as checkpoint_lib
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
+from tensorflow.python.saved_model import save as save_lib
 
 from whale.distributed.collective_call_check import call_together
 from whale.distributed.ranks import WRITE_TIMEOUT_S
@@ -44,7 +45,7 @@ def install() -> None:
     ):
         setattr(checkpoint_management, name, _during_run(getattr(checkpoint_management, name), new))
     tf.train.get_checkpoint_state = checkpoint_management.get_checkpoint_state
-    tf.saved_model.save = _during_run(tf.saved_model.save, _save_model)
+    tf.saved_model.save = _capturing(_during_run(tf.saved_model.save, _save_model))
     tf.saved_model.load = _during_run(tf.saved_model.load, _load_model)
 
 
@@ -64,6 +65,17 @@ def _during_run(original: Callable[..., Any], new: Callable[..., Any]) -> Callab
     return call_original_or_new
 
 
+def _capturing(saves: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``saves`` so that steps are parts of the functions that are saved, which call them."""
+
+    @functools.wraps(saves)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with captures_steps(nested=True):
+            return saves(*args, **kwargs)
+
+    return save
+
+
 def _write(
     context: Context, original: Callable[..., Any], checkpoint: Any, file_prefix: Any, options: Any = None
 ) -> Any:
@@ -74,7 +86,7 @@ def _write(
         found.append(original(checkpoint, prefix, options))
 
     if context.saves_apart:
-        with gather_on_first_rank(holders, context), captures_steps():
+        with gather_on_first_rank(holders, context), captures_steps(nested=True):
             _write_at_each_path(write, prefix, context)
     else:
         _write_on_first_rank(write, holders, prefix, context)
@@ -112,26 +124,47 @@ def _get_state(context: Context, original: Callable[..., Any], checkpoint_dir: A
 
 
 def _save_model(
-    context: Context, original: Callable[..., Any], obj: Any, export_dir: Any, *args: Any, **kw: Any
+    context: Context,
+    original: Callable[..., Any],
+    obj: Any,
+    export_dir: Any,
+    signatures: Any = None,
+    options: Any = None,
 ) -> None:
+    def write() -> None:
+        original(obj, export_dir, signatures, options)
+
+    def trace() -> None:
+        # Where one process traces what it saves, functions draw seeds of Python's generators and may create variables.
+        save_lib._build_meta_graph(obj, signatures, options or tf.saved_model.SaveOptions())
+
     holders = ObjectGraphView(obj).breadth_first_traversal()[0]
-    _write_on_first_rank(lambda: original(obj, export_dir, *args, **kw), holders, os.fspath(export_dir), context)
+    _write_on_first_rank(write, holders, os.fspath(export_dir), context, trace)
 
 
 def _load_model(context: Context, original: Callable[..., Any], export_dir: Any, *args: Any, **kwargs: Any) -> Any:
     return original(find_written(export_dir), *args, **kwargs)
 
 
-def _write_on_first_rank(write: Callable[[], None], holders: Iterable[Any], path: str, context: Context) -> None:
-    """Writes on the first rank, whose others go on; collective where a variable has to be gathered for it."""
+def _write_on_first_rank(
+    write: Callable[[], None],
+    holders: Iterable[Any],
+    path: str,
+    context: Context,
+    elsewhere: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes on the first rank; collective where a variable has to be gathered for it.
+
+    Args:
+      elsewhere: what other ranks do meanwhile.
+    """
     holders = list(holders)
     if why := describe_unreadable(holders):
         line = find_script_line()
         call_together(context, "save", f"the saving of {path}" + (f" at {line}" if line else ""), why)
-    with gather_on_first_rank(holders, context), captures_steps():
+    with gather_on_first_rank(holders, context), captures_steps(nested=True):
         context.written[normalize_path(path)] = None
-        if context.rank == 0:
-            write()
+        write() if context.rank == 0 else elsewhere()
 
 
 def _write_at_each_path(write: Callable[[], None], prefix: str, context: Context) -> None:

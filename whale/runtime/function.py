@@ -5,23 +5,29 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from whale.capture.sharded import IteratorReads
-from whale.capture.signature import Arguments, flatten_arguments, read_tracing_options
-from whale.errors import ProgramError
+from whale.capture.signature import Arguments, describe_arguments, flatten_arguments, read_tracing_options
+from whale.errors import CaptureError, ProgramError
 from whale.ir.plan import Plan
 from whale.runtime.compile.offload import has_compute_device
-from whale.runtime.compile.step import Step, compile_step, tensors_of
+from whale.runtime.compile.step import Step, are_steps_nested, captures_steps, compile_step, tensors_of
+from whale.runtime.concrete_steps import route_calls_to_step
 from whale.runtime.context import Context, require_current
+from whale.runtime.graphs_without_steps import is_graph_without_steps
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.input.many_sizes import are_processors, may_share_sizes
-from whale.runtime.input.traces import SharedTrace, Traces
+from whale.runtime.input.traces import SharedTrace, Traces, number_operations_anew
+from whale.runtime.taped_calls import TapedCalls
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 
@@ -30,10 +36,19 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
 _UNSPECIFIED = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
+# Attributes that a copy of a step begins without.
+_OF_RUNS = (
+    "_traces", "_inside", "_taped", "_called", "_steps", "_quick", "_sources", "_context", "_division", "_bound",
+)  # fmt: skip
 
 
-class Function(Generic[P, R]):
+class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[misc]
     """A step that runs on all ranks; see ``function``.
+
+    It is one of TensorFlow's functions too, which is what TensorFlow looks for where it saves, converts or keeps track
+    of functions: there it is what one process would have, the function as it was written, with whole variables.
+
+    Decision: 0181.
 
     Args:
       one_trace: whether one process serves all shapes of its arguments with one trace, so that random streams go on.
@@ -41,11 +56,24 @@ class Function(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], one_trace: bool = False):
         functools.update_wrapper(self, fn if hasattr(fn, "__name__") else getattr(fn, "python_function", fn))
-        self._fn = fn
-        self._python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
+        self._fn, self._one_trace = fn, one_trace
         self._options = read_tracing_options(fn)
-        self._one_trace, self._traces = one_trace, Traces(fn, one_trace)
-        self._inside = _unwrap(fn, self._options)
+        python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
+        super().__init__(  # behind what is copied of another function, which has traces of its own
+            python_function,
+            str(getattr(python_function, "__name__", "function")),
+            reduce_retracing=getattr(fn, "_reduce_retracing", False),
+            experimental_attributes=getattr(fn, "_attributes", None),
+            **self._options,
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins without any step."""
+        self._traces = Traces(self._fn, self._one_trace)
+        self._inside = _unwrap(self._fn, self._options)
+        self._taped = TapedCalls(getattr(self, "__name__", "function"), self._call_inside, Function)
+        self._called: dict[Hashable, tuple[SharedTrace, Any, Any]] = {}  # what one process has a trace for
         self._steps: dict[Hashable, Step] = {}
         self._quick: dict[Hashable, Step] = {}
         self._sources: dict[Hashable, tuple[Source, ...] | None] = {}  # None: read inside loops, where nothing is drawn
@@ -65,12 +93,28 @@ class Function(Generic[P, R]):
             return self
         if instance not in self._bound:
             method = functools.partial(self._python_function, weakref.proxy(instance))
-            bound: Any = method
-            if self._options:
-                relaxed = getattr(self._fn, "_reduce_retracing", False)
-                bound = tf.function(method, reduce_retracing=relaxed, **self._options)
-            self._bound[instance] = Function(bound, self._one_trace)
+            self._bound[instance] = Function(self._trace_alike(method), self._one_trace)
         return self._bound[instance]
+
+    def _trace_alike(self, python_function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns another Python function as it is, or as a tf.function if this step was made of one."""
+        if not self._options:
+            return python_function
+        made: Any = tf.function(python_function, reduce_retracing=self._reduce_retracing, **self._options)
+        return made  # type: ignore[no-any-return]
+
+    def _decorate(self, decorator: Callable[..., Any]) -> None:
+        super()._decorate(decorator)  # changes `_python_function`, and refuses it once there are traces
+        self._fn = self._trace_alike(self._python_function)
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _OF_RUNS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Takes a step; compiles it first if its arguments have new shapes, types or Python values. Collective."""
@@ -80,10 +124,10 @@ class Function(Generic[P, R]):
     def _take(self, args: Any, kwargs: Any) -> Any:
         context = self._attach()
         if context.elastic is not None:
-            return context.elastic.retry(lambda *given: self._call(self._attach(), *given), args, kwargs)
-        return self._call(context, args, kwargs)
+            return context.elastic.retry(lambda *given: self._call_step(self._attach(), *given), args, kwargs)
+        return self._call_step(context, args, kwargs)
 
-    def _call(self, context: Context, args: Any, kwargs: Any) -> Any:
+    def _call_step(self, context: Context, args: Any, kwargs: Any) -> Any:
         if context.has_local_batch:
             args, kwargs = local_arguments(self._take_apart(args, kwargs), context)
         if not kwargs:  # tensors only, the usual case: found without taking the arguments apart
@@ -93,9 +137,15 @@ class Function(Generic[P, R]):
             except AttributeError:
                 quick = step = None
             if step is not None:
-                return step.call(step.own(args, context))
+                result = step.call(step.own(args, context))
+                if record.could_possibly_record():
+                    self._taped.record_call(step.captured, args, kwargs, result)
+                return result
         arguments, step, drawn = self._find_step(args, kwargs, context, shares=True)
         result = step.call(tensors_of(arguments, step, context, drawn))
+        if record.could_possibly_record():
+            why = "it reads an iterator" if drawn else 'batch.mode is "local"' if context.has_local_batch else ""
+            self._taped.record_call(step.captured, args, kwargs, result, why)
         if step.is_first:
             self._forget(step, arguments)
         elif (
@@ -120,7 +170,44 @@ class Function(Generic[P, R]):
     @property
     def python_function(self) -> Callable[P, R]:
         """Returns the function that this step was made of."""
-        return self._python_function
+        return self._python_function  # type: ignore[no-any-return]
+
+    def experimental_get_tracing_count(self) -> int:
+        """Returns how many traces one process would have."""
+        return max(len(self._function_cache), len({id(shared) for shared, _, _ in self._called.values()}))
+
+    def _get_concrete_function_garbage_collected(self, *args: Any, **kwargs: Any) -> Any:
+        shared = self._find_shared_trace(args, kwargs)
+        with captures_steps(nested=True), nullcontext() if shared is None else shared.trace_with_seed():
+            found = super()._get_concrete_function_garbage_collected(*args, **kwargs)
+        if shared is not None:
+            shared.note_traced()
+        route_calls_to_step(found, self, args, kwargs)
+        return found
+
+    def _list_all_concrete_functions(self) -> Any:
+        """Returns one process's traces of all calls so far: what SavedModels are made of."""
+        for _, args, kwargs in list(self._called.values()):
+            self.get_concrete_function(*args, **kwargs)
+        return super()._list_all_concrete_functions()
+
+    def _find_shared_trace(self, args: Any, kwargs: Any) -> SharedTrace | None:
+        """Returns the trace that one process has for arguments of a trace; None: sizes are not known, as those of none
+        that it has for calls.
+        """
+        signature = self._options.get("input_signature")
+        if signature is not None and not args and not kwargs:
+            args = tf.nest.map_structure(_with_sizes, tuple(signature))
+        try:
+            arguments = self._take_apart(args, kwargs)
+        except (CaptureError, ValueError):  # of unknown rank
+            return None
+        known = self._called.get(arguments.key)
+        return self._traces.find(arguments) if known is None else known[0]
+
+    def _note_called(self, arguments: Arguments, shared: SharedTrace, args: Any, kwargs: Any) -> None:
+        if arguments.key not in self._called:
+            self._called[arguments.key] = shared, *describe_arguments(args, kwargs)
 
     def _take_apart(self, args: Any, kwargs: Any, draws: bool = True) -> Arguments:
         return flatten_arguments(self._python_function, args, kwargs, self._options.get("input_signature"), draws)
@@ -146,6 +233,7 @@ class Function(Generic[P, R]):
         shared = self._traces.find(arguments)
         may_share = shares and may_share_sizes(context) and not any(self._sources.values())
         if may_share and (common := self._of_many_sizes(shared, arguments, args, kwargs, context)):
+            self._note_called(arguments, shared, args, kwargs)
             return arguments, common, []
         drawing = IteratorReads(functools.partial(draw, context=context), batches)
         step = compile_step(self._fn, arguments, args, kwargs, context, shared, drawing)
@@ -155,6 +243,7 @@ class Function(Generic[P, R]):
             return self._find_reading_step(args, kwargs, context)
         self._sources[kind] = sources(drawing, arguments)
         self._steps[kind, batches_key(drawing.batches)] = step
+        self._note_called(arguments, shared, args, kwargs)
         return arguments, step, drawing.tensors
 
     def _of_many_sizes(
@@ -181,9 +270,11 @@ class Function(Generic[P, R]):
         """Does the same for a step whose loops read iterators given as arguments: every rank reads them."""
         arguments = self._take_apart(args, kwargs, draws=False)
         if arguments.key not in self._steps:
-            step = compile_step(self._fn, arguments, args, kwargs, context, self._traces.find(arguments))
+            shared = self._traces.find(arguments)
+            step = compile_step(self._fn, arguments, args, kwargs, context, shared)
             self._attach()
             self._steps[arguments.key] = step
+            self._note_called(arguments, shared, args, kwargs)
         return arguments, self._steps[arguments.key], []
 
     def _forget(self, step: Step, arguments: Arguments) -> None:
@@ -204,13 +295,18 @@ class Function(Generic[P, R]):
             self._steps.clear()
             self._quick.clear()
             self._sources.clear()
-            if self._context is None or self._context() is not context:
+            if self._context is not None and self._context() is not context:  # inside of other steps it has no context
                 self._traces = Traces(self._fn, self._one_trace)
             self._context, self._division = weakref.ref(context), context.division
         return context
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def _inside_graph(self, args: Any, kwargs: Any) -> Any:
-        """Calls the step while a graph is built: it becomes part of that program, if Whale captures it."""
+        """Calls the step while a graph is built: it becomes part of that program, if Whale captures it, or a function
+        of what TensorFlow saves or runs on a dataset's rows.
+        """
+        if are_steps_nested() or (not capturing.get() and is_graph_without_steps()):
+            return polymorphic_function.Function.__call__(self, *args, **kwargs)
         if not capturing.get():
             raise ProgramError(
                 "a step of wh.function is called while TensorFlow builds a graph that Whale does not see",
@@ -219,7 +315,26 @@ class Function(Generic[P, R]):
                 expected="a call from Python, or inside another wh.function",
                 action="decorate the outer function with wh.function too",
             )
-        return self._inside(*args, **kwargs)
+        return self._call_inside(*args, **kwargs)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
+    def _call_inside(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function in the graph of another step, and draws what it would in a graph of its own, as one
+        process has it.
+        """
+        shared = self._find_shared_trace(args, kwargs)
+        with number_operations_anew(), nullcontext() if shared is None else shared.trace_with_seed():
+            found = self._inside(*args, **kwargs)
+        if shared is not None:
+            shared.note_traced()
+        return found
+
+
+def _with_sizes(spec: Any) -> Any:
+    """Returns a spec with some size in each unknown one's place; no trace of an ``input_signature`` depends on it."""
+    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+        return spec
+    return tf.TensorSpec([1 if size is None else size for size in spec.shape], spec.dtype)
 
 
 def _unwrap(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

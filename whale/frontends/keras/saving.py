@@ -36,7 +36,7 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
         call_together(context, original.__name__, describe_call(original.__name__, model), why)
     token = _saving.set(model)
     try:
-        with gather_on_first_rank(variables, context), captures_steps():
+        with gather_on_first_rank(variables, context), captures_steps(nested=True):
             context.written[normalize_path(filepath)] = None
             try:
                 return original(model, filepath, *args, **kwargs) if context.rank == 0 else None

@@ -62,13 +62,13 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
     with open_span(context.trace, "export", "checkpoint"):
         failure: Exception | None = None
         try:
-            with captures_steps():
+            with captures_steps(nested=True):
                 module = _make_module(what, specs) if is_function else what
             holders = ObjectGraphView(module).breadth_first_traversal()[0]
             refuse_different_copies(holders, context, f"an export to {directory}")
             with gather_on_first_rank(holders, context):
                 if context.rank == 0:
-                    with captures_steps():
+                    with captures_steps(nested=True):
                         _write(module, directory)
         except (OSError, tf.errors.OpError) as error:
             failure = error

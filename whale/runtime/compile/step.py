@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,14 +85,28 @@ class Step:
         ]
 
 
+# Whether steps that are called while a graph is captured are functions of their own in it.
+_nested: contextvars.ContextVar[bool] = contextvars.ContextVar("whale_nested", default=False)
+
+
 @contextlib.contextmanager
-def captures_steps() -> Iterator[None]:
-    """Makes steps that a graph's function calls inside this context part of that graph."""
-    token = capturing.set(True)
+def captures_steps(nested: bool = False) -> Iterator[None]:
+    """Makes steps that a graph's function calls inside this context part of that graph.
+
+    Args:
+      nested: as functions that it calls, as one process has them: the graph is TensorFlow's, to save or to show.
+    """
+    tokens = capturing.set(True), _nested.set(nested)
     try:
         yield
     finally:
-        capturing.reset(token)
+        capturing.reset(tokens[0])
+        _nested.reset(tokens[1])
+
+
+def are_steps_nested() -> bool:
+    """Tells whether steps are functions of their own in the graph that is captured."""
+    return _nested.get()
 
 
 def tensors_of(arguments: Arguments, step: Step, context: Context, drawn: Sequence[Any] = ()) -> list[Any]:

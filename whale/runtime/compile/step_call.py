@@ -9,12 +9,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context as tf_context
-from tensorflow.python.eager import record, tape
-from tensorflow.python.ops import gradients_util
 
 from whale.capture.captured import Traced
 from whale.distributed.faults import raise_comm_error
-from whale.errors import ProgramError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.kernels.updates.last import list_early_writes
@@ -65,9 +62,6 @@ def callable_step(
         early = [(by_node[n].handle, by_node[n].variable.dtype) for n in list_early_writes(ranks[0])]
 
     def call(tensors: list[Any]) -> Any:
-        taped = record.could_possibly_record()
-        if taped and gradients_util.PossibleTapeGradientTypes(tensors):
-            raise _make_tape_error(what, "a call under a GradientTape that watches an argument")
         try:
             assigned = context.variables.settle()
             if outside is not None and outside.written:
@@ -77,8 +71,6 @@ def callable_step(
             def run() -> Any:
                 results = tf_ctx.call_function(name, tensors + fixed, outputs)
                 context.variables.note_step(uses)
-                if taped:
-                    _record_on_tapes(results, tied, what)
                 return results
 
             if elastic is not None:
@@ -88,8 +80,6 @@ def callable_step(
             context.variables.follow()
             results = tf_ctx.call_function(name, tensors + fixed, outputs)
             context.variables.note_step(uses)
-            if taped:
-                _record_on_tapes(results, tied, what)
             context.variables.leave()
             return pack(results)
         except tf.errors.OpError as error:
@@ -102,33 +92,6 @@ def callable_step(
     if ready.rolled:
         found = _as_lowered(found)
     return context.watch_calls(found, what, number, plan)
-
-
-def _record_on_tapes(results: Sequence[tf.Tensor] | None, tied: Traced, what: str) -> None:
-    """Records on the tapes around a call that its results hang on variables, so that who asks them for gradients with
-    respect to these is told that there are none, and does not get None.
-    """
-    trained = [one.variable for one in tied.variables if getattr(one.variable, "trainable", False)]
-    found = [tensor for tensor in results or () if tensor.dtype.is_floating]
-    if not trained or not found:
-        return
-
-    def refuse(*gradients: Any) -> Any:
-        raise _make_tape_error(what, "gradients of its results with respect to variables, of a GradientTape around it")
-
-    for variable in trained:
-        tape.variable_accessed(variable)
-    record.record_operation(what, found, [variable.handle for variable in trained], refuse)
-
-
-def _make_tape_error(what: str, given: str) -> ProgramError:
-    return ProgramError(
-        "a gradient tape outside a step cannot see into it",
-        op=what,
-        given=given,
-        expected="the tape inside the step",
-        action="compute the gradient inside the function that wh.function decorates",
-    )
 
 
 def _forget(context: Any, names: Sequence[str]) -> None:

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.framework import random_seed
 
 from whale.capture.signature import Arguments
 from whale.runtime.context import make_unique_name
 from whale.runtime.input.many_sizes import SizesOfTrace
 
 _DIGITS = 8
+_SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
 # What the trace that goes on has drawn, and what is left of it where it is traced again.
 _drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
 
@@ -113,6 +115,18 @@ def once_in_a_trace(draw: Callable[[], Any]) -> Any:
         return known
     drawn.append(draw())
     return drawn[-1]
+
+
+@contextmanager
+def number_operations_anew() -> Iterator[None]:
+    """Inside, random operations without a seed get the seeds of the first ones in a graph: TensorFlow numbers them."""
+    graph = tf.compat.v1.get_default_graph()
+    before = _SEEDS_OF_GRAPHS.get(graph, 0)
+    _SEEDS_OF_GRAPHS[graph] = 0
+    try:
+        yield
+    finally:
+        _SEEDS_OF_GRAPHS[graph] = before
 
 
 class Traces:

@@ -149,6 +149,12 @@ class VariableParts:
         part = self._parts[rank]
         return copy_part(part, self.folder) if self.folder else part.read_value()
 
+    def read_own(self) -> list[tf.Tensor]:
+        """Returns snapshots of the parts of this process's ranks, which may be those of a whole value."""
+        held = self._read_held()
+        places = self._list_own_parts()
+        return [self.read_value(r) if held is None else cut_part(held, self.tiles, place) for r, place in places]
+
     def free_files(self) -> None:
         """Deletes the files now, because ending a process with large files takes long."""
         for part in self._parts.values() if self.folder else ():
