@@ -19,7 +19,7 @@ import faulthandler
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -253,6 +253,27 @@ def forget_streams() -> None:
     """Random streams that programs share begin anew, in what runs eagerly; sessions keep theirs."""
     if load_ops.cache_info().currsize:  # else there are none
         load_ops().whale_forget_streams()
+
+
+def read_streams() -> tuple[dict[str, int], dict[str, int]]:
+    """Returns where random streams that programs share are, and how often kernels drew from those without a counter.
+
+    By name, of what runs eagerly.
+    """
+    if not load_ops.cache_info().currsize:
+        return {}, {}
+    counted, positions, drawn, draws = load_ops().whale_read_streams()
+
+    def pair(names: Any, values: Any) -> dict[str, int]:
+        return {name.decode(): int(value) for name, value in zip(names.numpy(), values.numpy())}
+
+    return pair(counted, positions), pair(drawn, draws)
+
+
+def set_streams(positions: Mapping[str, int]) -> None:
+    """Random streams that have counters go on from there, by name, in what runs eagerly."""
+    if positions:
+        load_ops().whale_set_streams(counted=list(positions), positions=list(positions.values()))
 
 
 @functools.cache

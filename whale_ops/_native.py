@@ -141,6 +141,7 @@ def load_core() -> ctypes.CDLL:
         "whale_device_open": (integer, [pointer, text, text, text, integer, long]),
         "whale_device_close": (None, [pointer]),
         "whale_set_link": (None, [pointer, double, double]),
+        "whale_set_network": (None, [pointer, double, double]),
         "whale_set_algorithm": (integer, [pointer, text]),
         "whale_lose": (integer, [pointer, integer, text]),
         "whale_read_lent": (integer, [pointer, integer, long, pointer, long]),

@@ -239,6 +239,14 @@ class Communicator:
         """
         self._check(self._core.whale_set_algorithm(self._handle, name.encode()))
 
+    def set_network(self, step_s: float, bytes_per_s: float) -> None:
+        """Sets by what figures algorithms of collectives between hosts are chosen from now on; equal on all ranks.
+
+        Args:
+            step_s: seconds until a small message is there; bytes_per_s: of one host, in each direction.
+        """
+        self._core.whale_set_network(self._handle, step_s, bytes_per_s)
+
     def set_link(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
         """Emulates a slower network for this rank's outgoing messages.
 

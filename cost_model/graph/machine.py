@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from cost_model.cluster.cluster_file import Cluster, DeviceEntry, HostEntry
@@ -73,13 +73,26 @@ class Machine:
 
 
 def make_measured_machine(
-    table: MachineProfile, ranks: int, marks: Sequence[str] = (), counted_from_bytes: int = 0
+    table: MachineProfile,
+    ranks: int,
+    marks: Sequence[str] = (),
+    counted_from_bytes: int = 0,
+    topology: Topology | None = None,
 ) -> Machine:
     """Returns ``ranks`` ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`.
 
     Where it has GPUs the ranks take turns with them, as ``wh.init`` deals them out.
+
+    Args:
+        topology: the hosts of the ranks, by whose links exchanges of some ranks are priced, as the table's are of all;
+            None: the table's hold for any ranks.
     """
     known = Measured(table, marks, ranks)
+
+    def exchange_s(what: Exchange) -> float:
+        of_some = topology is not None and len(what.ranks) < ranks and not what.through
+        return topology_exchange_s(topology, what) if of_some and topology else known.exchange_s(what)
+
     sharing = Sharing([0] * ranks, [table.cores], slice_s=table.slice_s, wake_s=table.wake_s)
     memory_bytes = [table.memory_gb * 1e9 / ranks] * ranks
     if table.gpus:
@@ -89,7 +102,7 @@ def make_measured_machine(
     return Machine(
         operations=[known.operation] * ranks,
         sharing=sharing,
-        exchange_s=known.exchange_s,
+        exchange_s=exchange_s,
         memory_bytes=memory_bytes,
         call_s=table.call_s,
         counted_from_bytes=counted_from_bytes,
@@ -116,6 +129,19 @@ class Rates:
     origin: str
     exchanges_compute: bool = True
     devices: Link | None = None
+
+    def slow_down(self, computing: float, exchanging: float) -> Rates:
+        """Returns the rates of a rank that takes so many times as long for what it computes, and for exchanges."""
+        link = Link(self.exchange_s, self.exchanged_bytes_per_s).slow_down(exchanging)
+        return replace(
+            self,
+            flops_per_s=self.flops_per_s / computing,
+            bytes_per_s=self.bytes_per_s / computing,
+            start_s=self.start_s * computing,
+            exchange_s=link.exchange_s,
+            exchanged_bytes_per_s=link.bytes_per_s,
+            devices=self.devices and self.devices.slow_down(exchanging),
+        )
 
     def link(self, through: str) -> Link:
         """Returns the link of exchanges: between devices, or through the host if ``through`` is ""."""

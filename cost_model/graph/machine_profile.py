@@ -21,6 +21,7 @@ from cost_model.kernels.op_work import Work
 from whale.errors import ClusterError
 from whale.ir.ops import CONTRACTIONS, EINSUMS, FUSED_LOOP, MATMULS
 from whale.ir.program import Node, Program
+from whale.ir.topology import Link
 
 FORMAT_VERSION = 3
 _GPU = "GPU:"  # in TensorFlow's names of devices
@@ -69,6 +70,15 @@ class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: Annotated[list[tuple[Amount, Positive]], Meta(min_length=1)]
 
 
+class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The link between two hosts, by their names: as of ``whale.ir.topology.Link``."""
+
+    one: str
+    other: str
+    exchange_s: Amount
+    bytes_per_s: Positive
+
+
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whole steps without exchanges: measured seconds, and the seconds predicted from their operations alone.
 
@@ -97,6 +107,7 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         operations, curves, steps: see there.
         gpus, copies: of a machine that has GPUs, which operations were measured on then.
         hosts: on how many the ranks of `curves` were; where there are several, each had one of them.
+        links: between each two of these.
     """
 
     host: str
@@ -112,7 +123,33 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: list[Gpu] = []
     copies: list[Copies] = []
     hosts: int = 1
+    links: list[HostLink] = []
     version: int = FORMAT_VERSION
+
+    def find_links(self, names: Sequence[str]) -> dict[tuple[int, int], Link]:
+        """Returns the links between hosts of these names, by their positions; {}: not all of them were measured."""
+        known = {frozenset((one.one, one.other)): Link(one.exchange_s, one.bytes_per_s) for one in self.links}
+        pairs = [(i, j) for j in range(len(names)) for i in range(j)]
+        found = {(i, j): link for i, j in pairs if (link := known.get(frozenset((names[i], names[j])))) is not None}
+        return found if len(found) == len(pairs) else {}
+
+    def slow_down(self, computing: float, exchanging: float) -> MachineProfile:
+        """Returns the profile of a machine that takes so many times as long to compute, and for exchanges."""
+        return msgspec.structs.replace(
+            self,
+            call_s=self.call_s * computing,
+            node_s=self.node_s * computing,
+            operations=[msgspec.structs.replace(one, seconds=one.seconds * computing) for one in self.operations],
+            curves=[
+                msgspec.structs.replace(one, samples=[(at, s * exchanging) for at, s in one.samples])
+                for one in self.curves
+            ],
+            links=[
+                HostLink(one.one, one.other, link.exchange_s, link.bytes_per_s)
+                for one in self.links
+                for link in [Link(one.exchange_s, one.bytes_per_s).slow_down(exchanging)]
+            ],
+        )
 
     def merge(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:
         """Returns the profile with further measurements, which replace older ones of the same name."""

@@ -173,6 +173,34 @@ def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -
     return max(one.end_s for one in played) + machine.call_s
 
 
+class PricedStep:
+    """A step of ``size`` ranks whose kernels and exchanges are priced, predicted with either of them slower.
+
+    Args:
+        programs: as of ``step_seconds``.
+
+    Attributes:
+        exchanges_s: of the rank with most, the seconds of all its exchanges, alone and one after the other.
+    """
+
+    def __init__(self, programs: Mapping[int, Program], size: int, machine: Machine) -> None:
+        self._machine, self._ranks = machine, list(programs)
+        self._steps = [steps_of(program, rank, size, strict=False) for rank, program in programs.items()]
+        self._seconds = [_seconds(one, _prices(one, machine, rank)) for one, rank in zip(self._steps, programs)]
+        self.exchanges_s = max(sum(map(machine.exchange_s, one.exchanges.values())) for one in self._steps)
+
+    def predict_s(self, computing: float, exchanging: float) -> float:
+        """Predicts the seconds of a step where kernels, and exchanges, take so many times as long.
+
+        Raises:
+            PlanError: the ranks wait for each other.
+        """
+        seconds = [[computing * s for s in one] for one in self._seconds]
+        machine = self._machine
+        played = run(self._steps, seconds, partial(_faster, machine, 1 / exchanging), machine.sharing, self._ranks)
+        return max(one.end_s for one in played) + computing * machine.call_s
+
+
 def what_if_seconds(
     programs: Sequence[Program], machine: Machine, exchanges: Sequence[float], paces: Sequence[Sequence[float]]
 ) -> list[float]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
+import msgspec
 import pytest
 
 from cost_model.cluster.cluster_file import Attachment, Cluster, DeviceEntry, HostEntry, NetworkEntry
-from cost_model.graph.machine import Rates, cluster_topology, make_rated_machine
+from cost_model.graph.machine import Rates, cluster_topology, make_measured_machine, make_rated_machine
+from cost_model.graph.machine_profile import HostLink, MachineProfile
 from cost_model.graph.traffic import Exchange
-from whale.ir.topology import Link, Topology
+from tests.cost_model.test_captured import TABLE
+from whale.ir.topology import Link, Topology, make_topology
 
 FAST, SLOW, INSIDE = Link(1e-4, 1e8), Link(1e-3, 1e6), Link(1e-5, 1e9)
 T = 4_000_000
@@ -35,6 +40,38 @@ def test_the_slowest_of_the_links_between_a_groups_hosts_counts() -> None:
     three = Topology((0, 1, 2), ("a", "b", "c"), {(0, 1): FAST, (0, 2): SLOW, (1, 2): SLOW})
     assert seconds(three, "all_reduce", 0, 1) == pytest.approx(1e-4 + T / 1e8)
     assert seconds(three, "all_reduce", 0, 1, 2) == pytest.approx(2e-3 + 2 * (2 / 3) * T / 1e6)
+
+
+def test_links_of_a_profile_price_exchanges_of_some_ranks() -> None:
+    """Those of all ranks were measured themselves."""
+    links = [HostLink("b", "a", *astuple(SLOW)), HostLink("a", "c", *astuple(FAST)), HostLink("c", "b", *astuple(FAST))]
+    profile = msgspec.structs.replace(TABLE, hosts=3, links=links)
+    assert profile.find_links(("a", "b", "c")) == {(0, 1): SLOW, (0, 2): FAST, (1, 2): FAST}
+    assert profile.find_links(("a", "d")) == {}
+    topology = make_topology("abc", profile.find_links("abc"))
+
+    def seconds(profile: MachineProfile, topology: Topology | None, *ranks: int) -> float:
+        machine = make_measured_machine(profile, 3, topology=topology)
+        return machine.exchange_s(Exchange("all_reduce", "key", ranks, T, T))
+
+    assert seconds(profile, topology, 0, 1) == pytest.approx(1e-3 + T / 1e6)
+    assert seconds(profile, topology, 0, 2) == pytest.approx(1e-4 + T / 1e8)
+    assert seconds(profile, topology, 0, 1, 2) == seconds(profile, None, 0, 1, 2) < 0.1
+    # All of them take three times as long, and computing twice.
+    slower = profile.slow_down(2.0, 3.0)
+    assert topology is not None and topology.slow_down(3.0).links == slower.find_links("abc")
+    for ranks in ((0, 1), (0, 1, 2)):
+        found = seconds(slower, topology.slow_down(3.0), *ranks)
+        assert found == pytest.approx(3 * seconds(profile, topology, *ranks))
+    assert [one.seconds for one in slower.operations] == [2 * one.seconds for one in profile.operations]
+
+
+def test_rates_are_slower_as_asked() -> None:
+    rates = Rates(1e9, 2e9, 1e-6, 1e-4, 1e8, "for the test", devices=Link(1e-5, 1e10))
+    found = Rates(5e8, 1e9, 2e-6, 3e-4, 1e8 / 3, "for the test", devices=Link(3e-5, 1e10 / 3))
+    slower = rates.slow_down(2.0, 3.0)
+    assert astuple(slower)[:5] == pytest.approx(astuple(found)[:5]) and slower.devices is not None
+    assert astuple(slower.devices) == pytest.approx(astuple(found.devices or FAST))
 
 
 def test_a_cluster_file_has_a_topology() -> None:

@@ -77,8 +77,16 @@ def draw(seed: int, count: int) -> list[Case]:
     return found
 
 
-def run(case: Case, folder: Path) -> str:
-    """Runs a case; returns what is wrong, or ""."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is wrong with a run, or "", and the seconds from the fault to its error; None: it was to have none."""
+
+    problem: str
+    named_s: float | None = None
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """Runs a case."""
     with Hosts(folder, case.hosts) as hosts:
         launcher = HostLauncher(hosts, python=forkserver.warm_python())
         names = [f"{name}:{case.each}" for name in hosts.names]
@@ -96,12 +104,13 @@ def run(case: Case, folder: Path) -> str:
                 _befall(case, hosts, launcher)
                 output, errors = lines.read_to_end(_LIMIT_S)
             except AssertionError as error:
-                return f"{error}{process.communicate()[1]}"
+                return Outcome(f"{error}{process.communicate()[1]}")
         took_s, said = time.monotonic() - begun_s, "".join([*(line for _, line in errors), *output])
         named_s = next((at_s - begun_s for at_s, line in errors if line.startswith("whale run: ")), float("inf"))
         wrong = _judge(case, process.returncode, took_s, named_s, folder)
         left = hosts.await_none("h0", 10.0)
-        return f"{wrong or f'left on h0: {left}'}\n{said}" if wrong or left else ""
+        problem = f"{wrong or f'left on h0: {left}'}\n{said}" if wrong or left else ""
+        return Outcome(problem, None if case.elastic or case.fault in PASSING else named_s)
 
 
 class _Lines:
@@ -179,17 +188,21 @@ def main() -> int:
         return 0
     cases = [Case.parse(text) for text in asked.cases or ()] or draw(asked.seed, asked.count)
     forkserver.open_folder()
-    problems = 0
+    outcomes: list[Outcome] = []
     try:
         for case in cases:
             with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
                 started_s = time.monotonic()
-                problem = run(case, Path(folder))
-                problems += bool(problem)
-                print(f"{case}: {problem or 'as wanted'} ({time.monotonic() - started_s:.0f} s)", flush=True)
+                outcomes.append(run(case, Path(folder)))
+                one, took_s = outcomes[-1], time.monotonic() - started_s
+                named = "" if one.named_s is None else f", its error after {one.named_s:.1f} s"
+                print(f"{case}: {one.problem or 'as wanted'}{named} ({took_s:.0f} s)", flush=True)
     finally:
         forkserver.close_folder()
-    print(f"{len(cases)} runs, seed {asked.seed}: {problems} problems")
+    problems = sum(bool(one.problem) for one in outcomes)
+    named_s = [one.named_s for one in outcomes if one.named_s is not None]
+    errors = f"; {len(named_s)} errors, the latest after {max(named_s):.1f} s" if named_s else ""
+    print(f"{len(cases)} runs, seed {asked.seed}: {problems} problems{errors}")
     return int(problems > 0)
 
 

@@ -3,7 +3,7 @@
 MPI has connected all of them before, and tells where each listens. The two are timed by exchanges between the hosts,
 which takes half a second over 1 Gbit/s. MPI stays where it knows the network better, as InfiniBand.
 
-Decision: 0160.
+Decisions: 0160, 0186.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _CONNECT_S = 5.0  # that ranks have to reach each other by TCP, who have just re
 _EXCHANGE_S = 60.0
 _SMALL_BYTES, _SMALL_CALLS = 1 << 10, 12
 _LARGE_BYTES, _LARGE_CALLS = (64 << 10, 512 << 10, 4 << 20), 4
-_ENOUGH_S = 0.02  # an exchange that takes longer tells the link's rate
+# An exchange that takes so much longer than a smaller one, and so many times as long as the smallest, tells the link's
+# rate: on a link of long delays connections are slow to begin with.
+_ENOUGH_S, _LATENCIES = 0.02, 8
 _GROUP = 0  # as of all ranks of a start
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -43,7 +45,8 @@ class LinkTimes:
     """The times of all-reduces between hosts, of which one rank each takes part.
 
     Attributes:
-      small_s: of a kilobyte; large_s_per_byte: of a large one, by its size.
+      small_s: of a kilobyte; large_s_per_byte: what a large one takes longer than a smaller one, by the bytes
+        that it is larger.
     """
 
     small_s: float
@@ -80,10 +83,15 @@ def connect_between_hosts(
         if place.rank == 0:
             host, why = next((hosts[rank], why) for rank, why in enumerate(reasons) if why)
             log.warning(f"MPI carries messages between hosts, since TCP cannot: host {host}: {why}")
-    elif comm is not None and (config["communication.between_hosts"] == "tcp" or _is_tcp_faster(hosts, comm, by_mpi)):
-        if place.rank == 0:
-            log.debug("TCP carries what goes between hosts")
-        return comm, door, addresses
+    elif comm is not None:
+        leaders = [hosts.index(host) for host in sorted(set(hosts))]
+        times = _time_exchanges(comm, leaders)
+        asked = config["communication.between_hosts"] == "tcp"
+        if asked or _is_faster(times, leaders, by_mpi):
+            _choose_algorithms_by(times, len(leaders), comm)
+            if place.rank == 0:
+                log.debug(f"TCP carries what goes between hosts: {times}")
+            return comm, door, addresses
     door.close()
     if comm is not None:
         comm.leave(0.0 if any(reasons) else _EXCHANGE_S)
@@ -148,25 +156,38 @@ def _connect(
     return whale_ops.connect_over_sockets(name, me, sockets, share_memory=shares, hosts=config.network.hosts)
 
 
-def _is_tcp_faster(hosts: Sequence[int], by_tcp: Communicator, by_mpi: Communicator) -> bool:
-    leaders = [hosts.index(host) for host in sorted(set(hosts))]
-    tcp, mpi = (_time_exchanges(comm, leaders) for comm in (by_tcp, by_mpi))
+def _is_faster(by_tcp: LinkTimes, leaders: Sequence[int], by_mpi: Communicator) -> bool:
+    """Tells whether exchanges by TCP took less than by MPI, on rank 0; collective."""
+    mpi = _time_exchanges(by_mpi, leaders)
     if by_mpi.rank == 0:
-        log.debug(f"between hosts: by TCP {tcp}; by MPI {mpi}")
-    said = (b"1" if tcp.is_faster(mpi) else b"") if by_mpi.rank == 0 else None
+        log.debug(f"between hosts: by TCP {by_tcp}; by MPI {mpi}")
+    said = (b"1" if by_tcp.is_faster(mpi) else b"") if by_mpi.rank == 0 else None
     return bool(by_mpi.broadcast_bytes("whale/faster", said, 0, _EXCHANGE_S))
+
+
+def _choose_algorithms_by(times: LinkTimes, hosts: int, comm: Communicator) -> None:
+    """Has collectives between hosts be carried out as is best over links of these times, on rank 0; collective.
+
+    Each of the hosts has sent 2 (m-1) / m of the tensor of a large all-reduce.
+    """
+    sent = 2 * (hosts - 1) / hosts
+    said = pack((times.small_s, sent / times.large_s_per_byte)) if comm.rank == 0 else None
+    comm.set_network(*unpack(comm.broadcast_bytes("whale/network", said, 0, _EXCHANGE_S)))
 
 
 def _time_exchanges(comm: Communicator, leaders: Sequence[int]) -> LinkTimes:
     """Times all-reduces among the first ranks of hosts; collective over all, and true on rank 0."""
     small_s = statistics.median(time_all_reduces(comm, leaders, "choice", _SMALL_BYTES, _SMALL_CALLS))
-    size_bytes, large_s = 0, 0.0
+    before, large_s_per_byte = (_SMALL_BYTES, small_s), 0.0
     for size_bytes in _LARGE_BYTES:
         large_s = min(time_all_reduces(comm, leaders, "choice", size_bytes, _LARGE_CALLS))
-        said = (b"1" if large_s > _ENOUGH_S else b"") if comm.rank == 0 else None
+        longer_s = max(large_s - before[1], large_s / 10)
+        large_s_per_byte, before = longer_s / (size_bytes - before[0]), (size_bytes, large_s)
+        enough = longer_s > _ENOUGH_S and large_s > _LATENCIES * small_s
+        said = (b"1" if enough else b"") if comm.rank == 0 else None
         if comm.broadcast_bytes(f"whale/enough/{size_bytes}", said, 0, _EXCHANGE_S):
             break
-    return LinkTimes(small_s, large_s / size_bytes)
+    return LinkTimes(small_s, large_s_per_byte)
 
 
 def time_all_reduces(comm: Communicator, ranks: Sequence[int], name: str, size_bytes: int, calls: int) -> list[float]:

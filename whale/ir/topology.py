@@ -6,7 +6,7 @@ Decision: 0174.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ class Link:
 
     exchange_s: float
     bytes_per_s: float
+
+    def slow_down(self, times: float) -> Link:
+        """Returns a link over which exchanges take so many times as long."""
+        return Link(times * self.exchange_s, self.bytes_per_s / times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,11 @@ class Topology:
     def find_link(self, one: int, other: int) -> Link | None:
         """Returns the link between two hosts; None: it is not known."""
         return self.links.get((min(one, other), max(one, other)))
+
+    def slow_down(self, times: float) -> Topology:
+        """Returns the same hosts with links over which exchanges take so many times as long."""
+        links = {pair: link.slow_down(times) for pair, link in self.links.items()}
+        return replace(self, links=links, inside=self.inside and self.inside.slow_down(times))
 
     def graph(self) -> networkx.Graph:
         """Returns the hosts and their links as a ``networkx.Graph``.

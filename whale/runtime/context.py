@@ -30,6 +30,7 @@ from whale.passes.analysis.patterns import Pattern
 from whale.passes.analysis.rank_order import order_ranks
 from whale.passes.run_passes import PassLog
 from whale.passes.settings import PlanSettings
+from whale.planner.graph_search.environment import Slowdown
 from whale.planner.report.planfile import PlanFile
 from whale.runtime.graph_semantics import GraphSemantics
 from whale.runtime.saved_plan import SavedPlan
@@ -124,6 +125,10 @@ class StepWatch(Protocol):
 
     def watch_steps(self, call: Callable[..., _T], name: str, number: int) -> Callable[..., _T]:
         """Returns the same callable, whose calls are timed."""
+        ...
+
+    def look(self) -> ChosenStrategy | None:
+        """Returns, after a step, a strategy to go over to; collective where it is time to compare."""
         ...
 
 
@@ -226,12 +231,14 @@ class PlanningState:
       machines: what the ranks are on, once it was asked.
       auto: how ``auto_parallel`` divides this run's programs; None before the first training step.
       kept_as: the name under which that is cached on the first rank; "": it is not.
-      forecast: compares the first training step with what was predicted of it, on the first rank; None: nothing was.
+      forecast: compares the first training step with what was predicted of it; None: nothing was.
       searched_all: whether `auto_parallel` had time for every candidate, so that its choice may be kept.
       own_programs: None: the ranks run one program together, which is the usual case.
       meaning: what another interface's scripts mean by their graphs; None: what ``wh.Session`` takes them for.
       meter: what measures the steps of this run; None: nobody asks.
       kernels: what is known of this machine's kernels; None: it was not asked yet, or nothing is kept.
+      moves: how often the run has gone over to another strategy.
+      slower: what searches for that have found of the figures by which steps are predicted.
     """
 
     dry: DryRun | None = None
@@ -246,6 +253,12 @@ class PlanningState:
     meaning: GraphSemantics | None = None
     meter: Meter | None = None
     kernels: KernelTimes | None = None
+    moves: int = 0
+    slower: Slowdown = field(default_factory=Slowdown)
+
+    def go_over(self, chosen: ChosenStrategy) -> None:
+        """Has programs that are compiled from now on be spread by another strategy, whose steps are compared anew."""
+        self.auto, self.forecast, self.moves = chosen, None, self.moves + 1
 
 
 @dataclass
@@ -308,6 +321,7 @@ class Context(Ranks):
       scoping, planning, scaling, reports, hooks: what is kept of scopes, of plans, of loss scales, of what was said,
         and of what is done at ends.
       programs: number of programs compiled so far, equal on all ranks.
+      streams: what the names of random streams begin with, of each trace, in the order of their first programs.
       elements: number of messages so far about what ranks read, equal on all ranks.
       failed: whether a step of this rank has failed; the others are told so at the end.
       apart: how ranks of hosts are reached that have no MPI in common; None: all have.
@@ -335,6 +349,7 @@ class Context(Ranks):
     reports: Reports = field(default_factory=Reports)
     hooks: Hooks = field(default_factory=Hooks)
     programs: int = 0
+    streams: dict[str, None] = field(default_factory=dict)
     elements: int = 0
     failed: bool = False
     after_horovod: bool = False

@@ -27,6 +27,7 @@ from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, s
 from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.input.many_sizes import are_processors, may_share_sizes
 from whale.runtime.input.traces import SharedTrace, Traces, number_operations_anew
+from whale.runtime.replan import follow_forecast
 from whale.runtime.taped_calls import TapedCalls
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
@@ -125,7 +126,10 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         context = self._attach()
         if context.elastic is not None:
             return context.elastic.retry(lambda *given: self._call_step(self._attach(), *given), args, kwargs)
-        return self._call_step(context, args, kwargs)
+        result = self._call_step(context, args, kwargs)
+        if context.planning.forecast is not None:
+            follow_forecast(context)
+        return result
 
     def _call_step(self, context: Context, args: Any, kwargs: Any) -> Any:
         if context.has_local_batch:

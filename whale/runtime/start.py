@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from tensorflow.python.autograph.pyct import loader
 
 import whale_ops
+from cost_model.graph.machine_profile import read as read_profile
 from whale.config import Config
 from whale.distributed import device_exchange, horovod
 from whale.distributed.common_seeds import (
@@ -29,12 +31,13 @@ from whale.distributed.connect import configure_communicator, share_tensors_if_p
 from whale.distributed.links import find_topology, measure_links, name_emulated_hosts
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.preemption import PreemptionNotice
+from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
 from whale.distributed.trace import Trace, open_span, open_trace
 from whale.distributed.versions import RankVersions, describe_rounding, read_versions, refuse_other_versions
 from whale.distributed.watch import LauncherWatch
 from whale.errors import ClusterError, ConfigError, PlanError, WhaleError
-from whale.ir.topology import make_topology
+from whale.ir.topology import Link, make_topology
 from whale.log import log, set_level
 from whale.runtime.annotate import annotate, describe_unmatched, read_annotations
 from whale.runtime.context import Context, DryRun, OwnPrograms, PlanningState, local_ranks, process, require_current
@@ -321,7 +324,11 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
 def _find_topology(context: Context) -> None:
     """Finds the hosts of the ranks, and measures their links where ranks are laid by them. Collective.
 
-    Of two hosts there is one link; the search of ``auto_parallel`` measures it where it matters.
+    Of two hosts there is one link; the search of ``auto_parallel`` measures it where it matters. A file of ``whale
+    profile --hosts`` that has the links of these hosts stands for measuring.
+
+    Raises:
+      ClusterError: the file that ``mesh.profile`` names cannot be read.
     """
     if context.size == 1 or context.planning.dry is not None:
         return
@@ -329,6 +336,16 @@ def _find_topology(context: Context) -> None:
         context.topology = make_topology(name_emulated_hosts(context.config, context.size))
         return
     found = find_topology(context.comms[0], context.place, context.config)
+    if found is not None and (path := context.config["mesh.profile"]):
+        # Each rank may have a file of its own: the first one's counts.
+        mine = None
+        if context.rank == 0:
+            links = read_profile(path).find_links(found.names)
+            mine = pack([(*pair, link.exchange_s, link.bytes_per_s) for pair, link in links.items()])
+        said = unpack(context.comms[0].broadcast_bytes("whale/topology/profile", mine, 0, TURN_TIMEOUT_S))
+        context.topology = replace(found, links={(i, j): Link(*figures) for i, j, *figures in said})
+        if said:
+            return
     is_laid = sum(size > 1 for size in context.mesh.values()) > 1 or context.mesh.size < context.size
     if found is not None and len(found.names) > 2 and context.mesh and is_laid:
         found = measure_links(context.comms[0], found)

@@ -52,9 +52,32 @@ void messages_fit(OpKind kind, const std::vector<std::vector<int64_t>>& counts,
           where + "they exchange something");
 }
 
+// In how many steps a tensor goes, and how much of it is under way, is as the link between hosts
+// is.
+void links_decide() {
+  whale::Problem problem;
+  problem.kind = OpKind::kAllReduce;
+  problem.size = 2;
+  problem.element_bytes = 4;
+  problem.hosts = {0, 1};
+  const auto schedule_of = [&](int64_t bytes) {
+    problem.counts = {bytes / 4};
+    return whale::make_schedule(problem);
+  };
+  require(schedule_of(256 << 10).algorithm == std::string("pairwise"), "10 Gbit/s at once");
+  problem.network = {10e-3, 5e-6, 1.2e8};
+  require(schedule_of(256 << 10).algorithm == std::string("direct"), "a step takes 10 ms");
+  const whale::Schedule large = schedule_of(16 << 20);
+  require(large.algorithm == std::string("pairwise"), "bytes take longer than a step");
+  require(large.lanes.size() == 16, "4 MB of a block are under way");
+  problem.hosts = {0, 0};
+  require(schedule_of(16 << 20).lanes.size() == 4, "1 MB in memory");
+}
+
 }  // namespace
 
 void schedules() {
+  links_decide();
   std::mt19937 draw(1);
   for (int size = 1; size <= 7; ++size) {
     for (const int64_t largest : {1, 5, 40'000, 700'001}) {

@@ -6,7 +6,8 @@ Decision: 0106.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -33,6 +34,58 @@ from whale.ir.topology import Topology
 UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
 # An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
 PASSES_OF_AN_EXCHANGE = 3
+# Computing is predicted better than by this factor. Figures are no further off than by the others.
+ROUGH, LEAST_EXCHANGES, MOST_TIMES = 1.5, 1e-3, 1e9
+
+
+class Slowdown(msgspec.Struct, frozen=True):
+    """How many times as long as predicted the ranks take for what they compute, and for exchanges."""
+
+    computing: float = 1.0
+    exchanging: float = 1.0
+
+
+class SlowableStep(Protocol):
+    """A step of which is predicted what it takes with slower figures: ``cost_model.graph.predict.PricedStep``."""
+
+    exchanges_s: float
+
+    def predict_s(self, computing: float, exchanging: float) -> float:
+        """Returns the seconds of a step where computing, and exchanges, take so many times as long."""
+        ...
+
+
+def find_slowdown(step: SlowableStep, step_s: float, exchanges_s: float) -> Slowdown:
+    """Returns by what figures a step is predicted to take what it took.
+
+    Exchanges are as much slower as all of them together were, and computing as much as explains the rest. What was
+    measured of exchanges that overlap each other is too much: if they alone would make the step longer than it was,
+    they are as slow as explains it, and computing as fast as predictions may be wrong by, a factor of `ROUGH`. Where a
+    step was to exchange nothing, what it exchanged is what every plan does: the comparison of the ranks' plans.
+
+    Args:
+      step_s: measured seconds of a step.
+      exchanges_s: of its exchanges, without waits, on the rank with most.
+    """
+    least = min(1.0, step_s / step.predict_s(1.0, 1.0)) / ROUGH
+    if step.exchanges_s <= 0:
+        return Slowdown(computing=_solve(lambda times: step.predict_s(times, 1.0), step_s - exchanges_s, least))
+    exchanging = max(LEAST_EXCHANGES, exchanges_s / step.exchanges_s)
+    if step.predict_s(least, exchanging) < step_s:
+        return Slowdown(_solve(lambda times: step.predict_s(times, exchanging), step_s, least), exchanging)
+    return Slowdown(least, _solve(lambda times: step.predict_s(least, times), step_s, LEAST_EXCHANGES, exchanging))
+
+
+def _solve(grows: Callable[[float], float], value: float, least: float, most: float = 0.0) -> float:
+    """Returns where a growing function has a value, to a hundredth, between two positions (0: no upper bound)."""
+    if not most:
+        most = 2 * least
+        while grows(most) < value and most < MOST_TIMES:
+            least, most = most, 2 * most
+    while most > 1.01 * least:
+        middle = math.sqrt(least * most)
+        least, most = (middle, most) if grows(middle) < value else (least, middle)
+    return math.sqrt(least * most)
 
 
 class Lending(Protocol):
@@ -99,6 +152,16 @@ class SearchEnvironment:
         hosts_bytes, topology = _list_hosts_bytes(cluster, size), cluster_topology(cluster, size)
         return cls(cluster_rates(cluster, dtype)[:size], cluster, limits_bytes, captured, hosts_bytes, topology)
 
+    def slow_down(self, slower: Slowdown) -> SearchEnvironment:
+        """Returns what it is where ranks, and links between them, are so many times as slow."""
+        assert not isinstance(self.prices, Cluster)  # nothing runs on it
+        return replace(
+            self,
+            rates=[one.slow_down(slower.computing, slower.exchanging) for one in self.rates],
+            prices=self.prices and self.prices.slow_down(slower.computing, slower.exchanging),
+            topology=self.topology and self.topology.slow_down(slower.exchanging),
+        )
+
     @property
     def origin(self) -> str:
         """Describes where the figures come from."""
@@ -114,7 +177,8 @@ class SearchEnvironment:
     def machine(self, program: Program) -> Machine:
         """Returns the machine model that prices the operations of ranks that run ``program``."""
         if isinstance(self.prices, MachineProfile):
-            return make_measured_machine(self.prices, len(self.rates), [compute_fingerprint(program)])
+            marks = [compute_fingerprint(program)]
+            return make_measured_machine(self.prices, len(self.rates), marks, topology=self.topology)
         return (
             make_rated_machine(self.rates, topology=self.topology)
             if self.prices is None

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from cost_model.graph.machine_profile import MachineProfile
-from cost_model.graph.predict import step_seconds
+from cost_model.graph.predict import PricedStep, step_seconds
 from whale.errors import AcrossMicroBatchesError, WhaleError
 from whale.ir.mesh import CONTEXT, DATA, EXPERT, TENSOR, Axis
 from whale.ir.plan import Plan
@@ -252,12 +252,8 @@ def predict(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("i
     """
     settings, environment = plans.settings, plans.environment
     unlike = bool(strategy.is_pipelined or strategy.shares or settings.batch.shares) or unequal(environment.rates)
-    ranks, made = _simulate(settings, strategy, environment), plans.make(strategy)
-    programs = dict(zip(ranks, plans.lower(made, ranks)))
-    # Micro-batches are calls of a function; what they do counts as if it stood in their place.
-    backend = settings.exchange.backend
-    played = {rank: mark_device_exchanges(inline(one), backend) for rank, one in programs.items()}
-    seconds = step_seconds(played, settings.size, environment.machine(plans.program))
+    made, programs = _lower_simulated(plans, strategy)
+    seconds = step_seconds(_list_played(plans, programs), settings.size, environment.machine(plans.program))
     if seconds >= needed_s:
         return Candidate(strategy, seconds)
     asked = programs if unlike else {0: programs[0]}
@@ -267,6 +263,31 @@ def predict(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("i
         return Candidate(strategy, seconds, made=made, programs=asked)
     held = _predict_held(asked, made.settings)
     return Candidate(strategy, seconds, max(environment.lacking_bytes(held), on_hosts), made, held)
+
+
+def price_step(plans: Plans, strategy: ParallelStrategy) -> PricedStep:
+    """Returns a strategy's step, priced as for `predict`.
+
+    Raises:
+      WhaleError: the program cannot be distributed that way.
+    """
+    _, programs = _lower_simulated(plans, strategy)
+    machine = plans.environment.machine(plans.program)
+    return PricedStep(_list_played(plans, programs), plans.settings.size, machine)
+
+
+def _lower_simulated(plans: Plans, strategy: ParallelStrategy) -> tuple[Made, dict[int, Program]]:
+    """Returns a strategy's plan, and the programs of the ranks whose simulation represents all."""
+    ranks, made = _simulate(plans.settings, strategy, plans.environment), plans.make(strategy)
+    return made, dict(zip(ranks, plans.lower(made, ranks)))
+
+
+def _list_played(plans: Plans, programs: Mapping[int, Program]) -> dict[int, Program]:
+    """Returns ranks' programs as they are simulated: micro-batches, which are calls of a function, as if what they do
+    stood in their place.
+    """
+    backend = plans.settings.exchange.backend
+    return {rank: mark_device_exchanges(inline(one), backend) for rank, one in programs.items()}
 
 
 def _predict_held(programs: Mapping[int, Program], settings: PlanSettings) -> dict[int, int]:

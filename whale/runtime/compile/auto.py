@@ -1,11 +1,13 @@
 """Runs `auto_parallel`: rank 0 searches the fastest strategy for the first training step, and all ranks use it.
 
 This module measures, shares and logs; the search is `whale.planner.graph_search.search`, in which other ranks help.
-Later programs of the run use the same strategy, because they share its variables.
+Later programs of the run use the same strategy, because they share its variables. Where its steps turn out to be far
+off their prediction, ``search_again`` finds another one, to which ``whale.runtime.replan`` goes over.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,17 +16,19 @@ from tensorflow.python.eager.context import eager_mode
 from cost_model.graph import machine_profile as tables
 from cost_model.graph.machine_profile import MachineProfile
 from whale.distributed.links import measure_links
-from whale.errors import ClusterError, DoesNotFitError
+from whale.distributed.ranks import PLAN_TIMEOUT_S
+from whale.errors import ClusterError, DoesNotFitError, PlanError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
 from whale.ir.topology import Topology
 from whale.log import log
 from whale.passes.pass_manager import normalise
+from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
-from whale.planner.graph_search.environment import SearchEnvironment
-from whale.planner.graph_search.predict import Made, Plans, apply, recompute_of
-from whale.planner.graph_search.search import best_way
+from whale.planner.graph_search.environment import SearchEnvironment, Slowdown, find_slowdown
+from whale.planner.graph_search.predict import Made, Plans, apply, predict, price_step, recompute_of
+from whale.planner.graph_search.search import LEAST_GAIN, best_way
 from whale.planner.graph_search.strategies import drop_scopes, has_scopes, trains
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import bound
@@ -151,8 +155,105 @@ def _agree(
     return find_together(context, f"whale/auto/{number}", purpose, lambda: Plans(program, settings, environment), look)
 
 
-def _environment(program: Program, context: Context, number: int, captured: Program | None) -> SearchEnvironment:
-    """Returns the inputs of predictions: the ranks, or the target of a dry run; collective between processes."""
+class SearchedAgain(msgspec.Struct, frozen=True):
+    """What a search within a run has found, by figures under which present steps take what they took.
+
+    Attributes:
+      chosen: the fastest strategy; the present one, with what its steps took, if none is predicted to be faster.
+      present_s: predicted seconds of a step of the present strategy; what it took, if that is chosen.
+      slower: how far off the figures of the ranks, and of exchanges, were.
+      is_whole: whether there was time for every strategy.
+      least_bytes: the smallest memory limit of a rank; bytes_per_s: that the slowest rank exchanges.
+      took_s: seconds of the search.
+    """
+
+    chosen: ChosenStrategy
+    present_s: float
+    slower: Slowdown
+    is_whole: bool
+    least_bytes: float
+    bytes_per_s: float
+    took_s: float
+
+
+def search_again(
+    program: Program,
+    settings: PlanSettings,
+    context: Context,
+    number: int,
+    captured: Program,
+    took: tuple[float, float],
+) -> SearchedAgain:
+    """Searches the fastest strategy for a program that runs, of which steps were measured; collective.
+
+    Speeds and links are measured again, and corrected by what steps took. Nothing of the run is changed.
+
+    Args:
+      program, settings, captured: as of ``spread_program``, as if the program's variables did not lie anywhere yet.
+      took: seconds of a step, and of its exchanges without waits.
+
+    Raises:
+      PlanError: no strategy can run now, or the present one cannot be predicted.
+    """
+    started_s, present = time.perf_counter(), context.planning.auto
+    assert present is not None
+    comm, key = context.comms[0], f"whale/auto/{number}/again"
+    purpose = f"another search for a way to spread program {number}, `{program.name}` (rank 0 is planning)"
+    # What was found to be slower before is, where a step tells nothing of it now.
+    before = context.planning.slower
+    environment = _environment(program, context, number, captured, again=True)
+    bytes_per_s = min(one.exchanged_bytes_per_s for one in environment.rates)  # as measured now, whatever prices it
+    environment = environment.slow_down(before)
+    mine = None
+    if context.rank == 0:
+        try:
+            priced = price_step(_plans_of(present, program, settings, environment), present.strategy)
+            mine = msgspec.json.encode(find_slowdown(priced, *took))
+        except WhaleError as error:
+            mine = b"E" + str(error).encode()
+    said = comm.broadcast_bytes(f"{key}/slowdown", mine, 0, PLAN_TIMEOUT_S, purpose)
+    if said.startswith(b"E"):
+        raise PlanError(f"rank 0 could not predict the present way: {said[1:].decode()}")
+    now = msgspec.json.decode(said, type=Slowdown)
+    environment = environment.slow_down(now)
+    slower = context.planning.slower = Slowdown(before.computing * now.computing, before.exchanging * now.exchanging)
+    stages, found = context.config["pipeline.stages"], list[SearchedAgain]()
+
+    def look(team: RankTeam) -> tuple[ChosenStrategy, Made]:
+        best = best_way(program, settings, environment, stages, team=team)
+        chosen, least_bytes = best.chosen, min(environment.limits_bytes)
+        plans = _plans_of(present, program, settings, environment)
+        present_s = predict(plans, present.strategy, 0.0).seconds
+        if chosen.step_s > present_s * (1 - LEAST_GAIN):
+            present_s = took[0]
+            chosen = msgspec.structs.replace(present, step_s=present_s)
+        took_s = time.perf_counter() - started_s
+        found.append(SearchedAgain(chosen, present_s, slower, best.is_whole, least_bytes, bytes_per_s, took_s))
+        return best.chosen, best.made
+
+    find_together(context, key, purpose, lambda: Plans(program, settings, environment), look)
+    mine = msgspec.msgpack.encode(found[0]) if context.rank == 0 else None
+    return msgspec.msgpack.decode(comm.broadcast_bytes(f"{key}/found", mine, 0, PLAN_TIMEOUT_S), type=SearchedAgain)
+
+
+def _plans_of(
+    chosen: ChosenStrategy, program: Program, settings: PlanSettings, environment: SearchEnvironment
+) -> Plans:
+    """Returns what plans a program under a strategy that may compute activations again."""
+    if (how := recompute_of(chosen.strategy)) and environment.captured is not None:
+        settings = settings.but(memory__recompute=how)
+        program = normalise(environment.captured, settings)
+    return Plans(program, settings.but(observer=PassObserver()), environment)
+
+
+def _environment(
+    program: Program, context: Context, number: int, captured: Program | None, again: bool = False
+) -> SearchEnvironment:
+    """Returns the inputs of predictions: the ranks, or the target of a dry run; collective between processes.
+
+    Args:
+      again: links are measured though they were already.
+    """
     size, dry, profile = context.planned_size, context.planning.dry, _profile(context)
     if dry is not None and dry.cluster is not None and profile is None:
         environment = SearchEnvironment.read_cluster(dry.cluster, program, size, captured)
@@ -160,22 +261,28 @@ def _environment(program: Program, context: Context, number: int, captured: Prog
         return replace(environment, limits_bytes=[asked] * size) if asked else environment
     with eager_mode():  # in a session, the script's graph must not grow
         rates = measure_rates(context, dry is not None, program)
-    topology = _measured_topology(context)
+    topology = _measured_topology(context, again)
     return SearchEnvironment(rates, profile, limits_bytes(context, number), captured, topology=topology)
 
 
-def _measured_topology(context: Context) -> Topology | None:
+def _measured_topology(context: Context, again: bool) -> Topology | None:
     """Returns the hosts with their links, measured when first asked for; None: one figure holds for all exchanges.
 
     Collective between processes. Where two hosts have a rank each, all exchanges are over the one link between them.
+
+    Args:
+      again: they are measured now; ranks stay laid on the mesh by what was found before.
     """
     found = context.topology
     if found is None or not context.has_other_processes or context.planning.dry is not None:
         return None
     if len(found.hosts) == len(found.names) == 2:
         return None
+    if again:
+        return measure_links(context.comms[0], found)
     if not found.links or (found.inside is None and len(found.hosts) > len(found.names)):
-        found = context.topology = measure_links(context.comms[0], found)
+        measured = measure_links(context.comms[0], found)
+        found = context.topology = replace(measured, links=found.links or measured.links)
     return found
 
 
@@ -217,11 +324,17 @@ def _say(chosen: ChosenStrategy, lines: list[str], advises: bool = False) -> Non
 
 
 def _profile(context: Context) -> MachineProfile | None:
-    """Reads the profile that `mesh.profile` names, if any; its ranks were on as many hosts as this run's are."""
+    """Reads the profile that `mesh.profile` names, if any; its ranks were on as many hosts as this run's are.
+
+    Of ranks that share hosts, it tells the links between these, which the run knows by now: they are measured beside.
+    """
     path = context.config["mesh.profile"]
     if not path:
         return None
-    profile, place = tables.read(path), context.place
+    profile, place, topology = tables.read(path), context.place, context.topology
+    if profile.hosts > 1 and topology is not None and len(topology.hosts) > len(topology.names):
+        if profile.find_links(topology.names):
+            return None
     if not context.has_other_processes or place.local_size == (context.size if profile.hosts == 1 else 1):
         return profile
     raise ClusterError(

@@ -38,7 +38,8 @@ from whale.passes.settings import FuseSettings, PlanSettings
 from whale.passes.verify.undivided import explain_undivided
 from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.strategies import updates
-from whale.runtime.compile.auto import Applied, project_for_plan, spread_program
+from whale.runtime.compile.auto import Applied, SearchedAgain, project_for_plan, spread_program
+from whale.runtime.compile.auto import search_again as search_strategy_again
 from whale.runtime.compile.cross_rank_checks import agree_on_plan, compare_programs, make_plan
 from whale.runtime.compile.exchanges import compare_exchanges
 from whale.runtime.compile.memory_plan import Options, drop_files, options_text, refuse_what_does_not_fit
@@ -182,6 +183,32 @@ def compile_program(
         spent = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in clock.seconds.items() if s >= 1e-3)
         log.debug(f"{what} is compiled for {context.size} ranks in {sum(clock.seconds.values()):.3f} s (ms: {spent})")
     return Compiled(plan, expanded, ranks, number, clock.seconds, undivided_text, on_device, most_bytes)
+
+
+def search_again(
+    program: Program,
+    context: Context,
+    number: int,
+    local: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, Tiles],
+    whole: bool,
+    took: tuple[float, float],
+) -> SearchedAgain:
+    """Searches another strategy for a captured program that runs, of which steps were measured; collective.
+
+    Args:
+      program, local, whole: as of ``compile_program``; number: of the program in this run.
+      given: layouts that the script sets for variables, by handle node.
+      took: as of ``whale.runtime.compile.auto.search_again``.
+
+    Raises:
+      PlanError: no strategy can run now.
+    """
+    settings = _settings(program, context, given).but(observer=PassObserver())
+    if whole:
+        settings = settings.but(batch__inputs=())
+    normal = normalise(program, settings)
+    return search_strategy_again(normal, settings.but(batch__local=local), context, number, program, took)
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:

@@ -1,85 +1,232 @@
-"""Compares what steps take with what `auto_parallel` predicted when it chose how to spread them.
+"""Compares what steps take with what `auto_parallel` predicted when it chose how to spread them, and plans anew.
 
-The first rank says it once if they are far apart, as on another link or beside other programs; what was chosen is then
-not kept for later runs, which measure and look anew.
+All ranks compare, after the same steps. Where these are far off, one way or the other, as under another profile, on
+another link, or beside other programs, the search is asked again with figures that explain what was measured. What it
+finds is kept for later runs; this run goes over to it as soon as that saves more than it takes, if as many steps come
+as there were. The first rank says so in one line.
+
+Decision: 0185.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from whale.distributed.msgpack_values import pack, unpack
+from whale.distributed.ranks import TURN_TIMEOUT_S
+from whale.errors import CommError, WhaleError
 from whale.ir.plan_text import format_bytes
+from whale.ir.strategy import ChosenStrategy
 from whale.log import log
+from whale.runtime.compile.auto import SearchedAgain
 from whale_ops import Communicator
 from whale_ops.communicator import NO_EXCHANGES
 
 _T = TypeVar("_T")
 # So many steps are looked at, after the first ones, which compile and fault memory in. Steps are far off if they take
-# so many times as long as predicted, and so much longer.
+# so many times as long as predicted, or the prediction as they do, and so much longer.
 FIRST, STEPS = 4, 8
 FAR, FAR_S = 2.0, 2e-3
+MOST_MOVES = 3  # of a run to another strategy: what is measured may change as often as it likes
+PURPOSE = "comparing steps with their prediction"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a rank has measured of the steps that are looked at.
+
+    Attributes:
+      step_s: their median; first_s: seconds of the first step of all, which prepares the others.
+      exchanges_s: key of an exchange -> its seconds in a step, the waits for other ranks among them.
+      sent_bytes: by this rank in a step.
+    """
+
+    step_s: float
+    first_s: float
+    exchanges_s: dict[str, float]
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTook:
+    """The same of all ranks.
+
+    Attributes:
+      step_s: of a step on the rank that waits least, or where nothing is exchanged on the slowest.
+      first_s: of the first step on the slowest.
+      exchanges_s: of the exchanges of the rank with most, without waits: as long as on the rank where each is shortest.
+    """
+
+    step_s: float
+    first_s: float
+    exchanges_s: float
+
+    @classmethod
+    def agree(cls, said: Sequence[StepTimes]) -> StepsTook:
+        """Returns what ranks have measured together."""
+        shortest: dict[str, float] = {}
+        for one in said:
+            for key, seconds in one.exchanges_s.items():
+                shortest[key] = min(seconds, shortest.get(key, seconds))
+        exchanges_s = max(sum(shortest[key] for key in one.exchanges_s) for one in said)
+        step_s = find_step_s([(one.step_s, bool(one.exchanges_s)) for one in said])
+        return cls(step_s, max(one.first_s for one in said), min(step_s, exchanges_s))
+
+
+def find_step_s(said: Sequence[tuple[float, bool]]) -> float:
+    """Returns the seconds of a step of all ranks, of what each measured, and whether it exchanges anything.
+
+    A rank whose input comes late begins late, and others wait for it in their first exchange.
+    """
+    return (min if any(exchanges for _, exchanges in said) else max)(step_s for step_s, _ in said)
+
+
+def is_far(step_s: float, predicted_s: float) -> bool:
+    """Tells whether steps took much more time than predicted, or much less."""
+    longer, shorter = max(step_s, predicted_s), min(step_s, predicted_s)
+    return longer > FAR * shorter and longer - shorter > FAR_S
 
 
 @dataclass
 class StepForecast:
-    """The prediction for one program of a run, on the first rank.
+    """The prediction for one program of a run; on every rank.
 
     Attributes:
       number: of the program in this run.
       step_s: predicted seconds of a step.
-      comm: whose counters say what exchanges took; None: there are none.
-      forget: makes later runs look anew.
+      comm: of the ranks.
+      search: searches again, by what steps took; None: the way was given, or there were searches enough.
+      correct: makes later runs take another strategy; None: look anew.
+      moving_s: returns the seconds that variables take to go over to another strategy; infinite where they cannot, with
+        the reason.
+      better: the strategy to go over to, once that pays; None: there is none.
     """
 
     number: int
     step_s: float
-    comm: Communicator | None
-    forget: Callable[[], None]
+    comm: Communicator
+    search: Callable[[StepsTook], SearchedAgain] | None
+    correct: Callable[[ChosenStrategy | None], None]
+    moving_s: Callable[[SearchedAgain], tuple[float, str]]
+    better: ChosenStrategy | None = None
+    _name: str = ""
     _times_s: list[float] = field(default_factory=list)
     _calls: int = 0
-    _before: tuple[float, int] = (0.0, 0)
+    _before: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _first_s: float = 0.0
+    _pays_after: float = 0.0  # steps, when it pays to go over
 
     def watch_steps(self, call: Callable[..., _T], name: str, number: int) -> Callable[..., _T]:
         """Returns the same callable, whose calls are timed if it is the program's."""
         if number != self.number:
             return call
+        self._name = name
 
         def take_step(*args: Any) -> _T:
-            if len(self._times_s) >= STEPS:
+            if self._calls >= FIRST + STEPS:
+                self._calls += 1
                 return call(*args)
             if self._calls == FIRST:
                 self._before = self._count_exchanges()
             started_s = time.perf_counter()
             result = call(*args)
             took_s = time.perf_counter() - started_s
+            if not self._calls:
+                self._first_s = took_s
             self._calls += 1
             if self._calls > FIRST:
                 self._times_s.append(took_s)
-                if len(self._times_s) == STEPS:
-                    self._compare(name)
             return result
 
         return take_step
 
-    def _count_exchanges(self) -> tuple[float, int]:
-        """Returns the seconds of exchanges so far, of which several may go on at a time, and the bytes sent."""
-        found = [] if self.comm is None else [c for c in self.comm.counters() if not c.key.startswith(NO_EXCHANGES)]
-        return sum(c.seconds for c in found), sum(c.wire_bytes for c in found)
+    def look(self) -> ChosenStrategy | None:
+        """Compares, after a step, and returns a strategy to go over to now; collective where it is time to compare.
 
-    def _compare(self, name: str) -> None:
-        usual_s = statistics.median(self._times_s)
-        if usual_s <= FAR * self.step_s or usual_s - self.step_s <= FAR_S:
+        Raises:
+          CommError: a rank is gone.
+        """
+        if self._calls == FIRST + STEPS and self._times_s:
+            self._compare()
+        if self.better is None or self._calls < self._pays_after:
+            return None
+        better, self.better = self.better, None
+        return better
+
+    def _count_exchanges(self) -> dict[str, tuple[float, int]]:
+        """Returns key -> (seconds of an exchange so far, bytes that this rank has sent in it), of those that move
+        anything.
+        """
+        return {
+            c.key: (c.seconds, c.wire_bytes)
+            for c in self.comm.counters()
+            if c.logical_bytes > 0 and not c.key.startswith(NO_EXCHANGES)
+        }
+
+    def _measure(self) -> StepTimes:
+        exchanges_s, sent_bytes = dict[str, float](), 0
+        for key, (seconds, sent) in self._count_exchanges().items():
+            seconds_before, sent_before = self._before.get(key, (0.0, 0))
+            if seconds > seconds_before:
+                exchanges_s[key] = (seconds - seconds_before) / STEPS
+                sent_bytes += sent - sent_before
+        return StepTimes(statistics.median(self._times_s), self._first_s, exchanges_s, sent_bytes // STEPS)
+
+    def _compare(self) -> None:
+        mine = self._measure()
+        self._times_s, search, self.search = [], self.search, None
+        brief = pack((mine.step_s, bool(mine.exchanges_s)))
+        said = [unpack(one) for one in self.comm.allgather_bytes("whale/forecast", brief, TURN_TIMEOUT_S, PURPOSE)]
+        if not is_far(find_step_s(said), self.step_s):
             return
-        seconds, sent_bytes = (after - before for after, before in zip(self._count_exchanges(), self._before))
-        share = min(1.0, seconds / sum(self._times_s))
-        log.warning(
-            f"auto_parallel: steps of `{name}` take {1e3 * usual_s:.4g} ms, where {1e3 * self.step_s:.4g} ms were "
+        whole = pack((mine.step_s, mine.first_s, mine.exchanges_s, mine.sent_bytes))
+        every = self.comm.allgather_bytes("whale/forecast/far", whole, TURN_TIMEOUT_S, PURPOSE)
+        took = StepsTook.agree([StepTimes(*unpack(one)) for one in every])
+        found, why = _search(search, took)
+        self.correct(found.chosen if found is not None and found.is_whole else None)
+        if found is not None:
+            why = self._weigh(found, took)
+        if self.comm.rank == 0:
+            log.warning(f"auto_parallel: {self._describe(took, mine.sent_bytes)}; {why}")
+
+    def _weigh(self, found: SearchedAgain, took: StepsTook) -> str:
+        """Decides whether to go over to another strategy, and when; returns it in words."""
+        gain_s = found.present_s - found.chosen.step_s
+        slower = found.slower
+        measured = f"computing takes {slower.computing:.3g} and exchanging {slower.exchanging:.3g} times as long"
+        if gain_s <= 0:
+            return f"measured again, {measured} as figures say, and no other way is predicted to be faster"
+        better = f"`{found.chosen.strategy.name}` is predicted to take {1e3 * found.chosen.step_s:.4g} ms"
+        moving_s, why = self.moving_s(found)
+        if why:
+            return f"{measured} as figures say, and {better}, but {why}: the next run takes it"
+        # As many steps as there were may come: after them it has cost no more than twice what knowing that would have.
+        self._pays_after = (found.took_s + took.first_s + moving_s) / gain_s
+        self.better = found.chosen
+        later = f" after {math.ceil(self._pays_after)} steps" if self._pays_after > self._calls else ""
+        return f"{measured} as figures say: {better}, and the run goes over to it{later}"
+
+    def _describe(self, took: StepsTook, sent_bytes: int) -> str:
+        share = took.exchanges_s / took.step_s
+        return (
+            f"steps of `{self._name}` take {1e3 * took.step_s:.4g} ms, where {1e3 * self.step_s:.4g} ms were "
             f"predicted; exchanges go on in {100 * share:.0f} % of it, in which this rank sends "
-            f"{format_bytes(sent_bytes // STEPS)} a step: links or processors are slower than when the way was chosen "
-            "(see `whale run -v` and `whale doctor`); it is not kept, and the next run looks for another one"
+            f"{format_bytes(sent_bytes)} a step"
         )
-        self.forget()
+
+
+def _search(search: Callable[[StepsTook], SearchedAgain] | None, took: StepsTook) -> tuple[SearchedAgain | None, str]:
+    """Returns what a search finds, or why it finds nothing: the present strategy goes on then."""
+    if search is None:
+        return None, "links or processors are not what they were when the way was chosen (see `whale doctor`)"
+    try:
+        return search(took), ""
+    except CommError:
+        raise
+    except WhaleError as error:
+        return None, f"no other way was found ({error.message}), and the next run looks for one"

@@ -35,7 +35,8 @@ ASSUMED_EXCHANGE_S, ASSUMED_BYTES_PER_S = 100e-6, 1e9
 START_S = 5e-6
 # `y + y * 0.5` is two kernels: the product reads and writes y, the sum reads y and the product and writes: 5 arrays.
 STREAMED_ARRAYS = 5
-SMALL_IN_A_CALL = 8  # small exchanges in one measured call
+# Small exchanges in one measured call, and calls: as many as take SMALL_S, or none where only few do.
+SMALL_IN_A_CALL, SMALL_CALLS, LEAST_SMALL_CALLS, SMALL_S = 8, 18, 3, 1.0
 _SEED = (0, 0)  # of what is computed with: no draw of the script's is taken away
 # On GPUs a call of TensorFlow takes longer on the host than a product does on the GPU: so many in a call, as large as
 # it takes until a call takes GPU_CALL_S, or they have the largest size. Arrays are larger than any cache then.
@@ -220,6 +221,11 @@ def _link(context: Context, through: str) -> Link:
 
     comm = context.comms[0]
 
+    def agree_on_most(seconds: float, name: str) -> float:
+        """Returns what the slowest rank has measured: all have to exchange as often, and as much."""
+        said = comm.allgather_bytes(f"whale/auto/{through}/{name}", msgspec.json.encode(seconds))
+        return max(msgspec.json.decode(one, type=float) for one in said)
+
     def measure(size: int, calls: int, each: int = 1) -> float:
         x = tf.ones([size])
 
@@ -238,10 +244,12 @@ def _link(context: Context, through: str) -> Link:
             times.append((time.perf_counter() - start_s) / each)
         return statistics.median(times[2:])
 
-    small_s = measure(1, 18, SMALL_IN_A_CALL)
-    # All ranks have to exchange as many elements: the rank that took longest decides.
-    said = comm.allgather_bytes(f"whale/auto/{through}/first", msgspec.json.encode(measure(FIRST_ELEMENTS, 3)))
-    first_s = max(msgspec.json.decode(one, type=float) for one in said)
+    # Over a link of 20 ms, or one that loses packets, as many as elsewhere would take seconds.
+    small_s = agree_on_most(measure(1, 1), "small")
+    calls = round(SMALL_S / SMALL_IN_A_CALL / small_s)
+    if calls >= LEAST_SMALL_CALLS:
+        small_s = measure(1, min(SMALL_CALLS, calls), SMALL_IN_A_CALL)
+    first_s = agree_on_most(measure(FIRST_ELEMENTS, 3), "first")
     size = min(MOST_ELEMENTS, max(FIRST_ELEMENTS, int(FIRST_ELEMENTS * LARGE_S / first_s)))
     sent = 2 * (comm.size - 1) / comm.size * 4 * size
     return Link(small_s, sent / max(1e-6, measure(size, 4) - small_s))

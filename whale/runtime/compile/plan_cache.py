@@ -105,16 +105,21 @@ def keep_strategy(program: Program, context: Context, settings: PlanSettings, ch
         put_kept(files, context, context.planning.kept_as, msgspec.json.encode(kept))
 
 
-def forget_strategy(step: str, context: Context, settings: PlanSettings) -> None:
-    """Forgets the run's strategy, and the lowered step that came of it, so that the next run looks anew.
+def correct_strategy(chosen: ChosenStrategy | None, step: str, context: Context, settings: PlanSettings) -> None:
+    """Caches another strategy in place of the run's, and forgets the lowered step that came of it.
 
     Args:
+      chosen: None: the next run looks anew.
       step: the name under which the step is cached; "": it is not.
     """
-    if (files := files_of(context, settings)) is not None:
-        for name in filter(None, (step, context.planning.kept_as)):
-            with contextlib.suppress(OSError):
-                files.remove(name)
+    if (files := files_of(context, settings)) is None:
+        return
+    for name in filter(None, (step, context.planning.kept_as)):
+        with contextlib.suppress(OSError):
+            files.remove(name)
+    if chosen is not None and context.planning.kept_as:
+        kept = KeptStrategy(chosen, know_machines(context).exchange_s)
+        put_kept(files, context, context.planning.kept_as, msgspec.json.encode(kept))
 
 
 def folder_of(context: Context) -> Path | None:
@@ -128,6 +133,7 @@ def _plan_name(program: Program, settings: PlanSettings) -> str:
 
 def _strategy_name(program: Program, context: Context, settings: PlanSettings) -> str:
     machines = know_machines(context).machines
+    settings = settings.but(fuse__declined=())  # which kernels lose is measured when runs end: the way stays good
     return f"{_digest(compute_fingerprint(program), program.name, program.variables, settings, machines)}.strategy"
 
 

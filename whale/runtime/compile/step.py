@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,18 +25,28 @@ from whale.errors import ProgramError
 from whale.ir.collector import suspend_garbage_collection
 from whale.ir.mesh import Tiles
 from whale.ir.plan import Plan
+from whale.ir.plan_text import format_bytes
+from whale.ir.strategy import ChosenStrategy
 from whale.ir.values import Dims
 from whale.partition.pipeline.microbatches import can_keep_own_rows
 from whale.partition.variable_use import VariableUse, find_variable_uses
 from whale.passes.analysis.stages import has_stages
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile import step_cache
-from whale.runtime.compile.compile import Compiled, bytes_under, compile_program, micro_batches_of, ready_step
+from whale.runtime.compile.auto import SearchedAgain
+from whale.runtime.compile.compile import (
+    Compiled,
+    bytes_under,
+    compile_program,
+    micro_batches_of,
+    ready_step,
+    search_again,
+)
 from whale.runtime.compile.cross_rank_checks import check_all_take
-from whale.runtime.compile.forecast import StepForecast
+from whale.runtime.compile.forecast import MOST_MOVES, StepForecast, StepsTook
 from whale.runtime.compile.lending import share_cores
 from whale.runtime.compile.offload import compute_device
-from whale.runtime.compile.plan_cache import forget_strategy
+from whale.runtime.compile.plan_cache import correct_strategy
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.step_call import callable_step
@@ -48,7 +59,7 @@ from whale.runtime.loss_scale import find_loss_scale
 from whale.runtime.replica_writes import wrap_with_replica_check
 from whale.runtime.variables.deferred import capturing, make_trace_creator
 from whale.runtime.variables.in_files import find_folder
-from whale.runtime.variables.variable_store import refuse_other_tiles
+from whale.runtime.variables.variable_store import find_given_tiles, refuse_other_tiles
 from whale_ops.memory import trim
 
 
@@ -142,6 +153,7 @@ def compile_step(
         open_span(context.trace, f"compile {getattr(fn, '__name__', 'function')}", "compile"),
         suspend_garbage_collection(),
     ):
+        context.streams[shared.streams] = None
         found = _compile(fn, arguments, args, kwargs, context, shared, drawing, shapes)
         return replace(found, is_common=shapes is not None)
 
@@ -280,7 +292,7 @@ def _lower(
         function = lower_to_function(compiled.ranks, tag, streams, threads)
         ready = ready_step(compiled, function, uses, context, trace.inputs_description)
         ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged, streams=streams)
-        _foresee(ready, compiled.number, kept, context)
+        _foresee(trace, ready, compiled.number, kept, local, whole, context)
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
     step_cache.keep(kept, ready, function, compiled.plan, context)
     seconds = {"read": captured.read_s, **compiled.seconds, "functions": time.perf_counter() - start_s}
@@ -321,23 +333,65 @@ def _take_ready(
             whale_ops.load_ops()
         if ready.lends:
             share_cores(context)
-        _foresee(ready, number, kept, context)
+        _foresee(trace, ready, number, kept, {} if ready.gathers else local, False, context)
         call = callable_step(tied, ready, ready.function(streams), plan, number, context)
     seconds = {"kept": time.perf_counter() - start_s}
     return _step(call, tied, ready, plan, parts, seconds, trace.is_first, context)
 
 
-def _foresee(ready: Ready, number: int, kept: str, context: Context) -> None:
-    """Has the first rank compare the first training step of a run under `auto_parallel` with its prediction."""
+def _foresee(
+    trace: Trace,
+    ready: Ready,
+    number: int,
+    kept: str,
+    local: Mapping[str, tuple[int, ...]],
+    whole: bool,
+    context: Context,
+) -> None:
+    """Has the ranks compare the first training step under a predicted strategy with its prediction; collective.
+
+    Args:
+      kept, local, whole: as of `_lower`.
+    """
     planning, auto = context.planning, context.planning.auto
-    if context.rank or auto is None or not auto.step_s or planning.dry is not None or planning.forecast is not None:
+    if auto is None or not auto.step_s or planning.dry is not None or planning.forecast is not None:
+        return
+    if not ready.trains or trace.is_first or not context.has_other_processes:
         return
     # Calls of GPUs end before their steps do.
-    if not ready.trains or not context.has_other_processes or tf.config.list_physical_devices("GPU"):
+    on_gpu = b"1" if tf.config.list_physical_devices("GPU") else b""
+    if any(context.comms[0].allgather_bytes("whale/forecast/gpus", on_gpu, context.config["debug.check_timeout_s"])):
         return
+    is_given = planning.saved is not None or planning.described is not None
+
+    def search(took: StepsTook) -> SearchedAgain:
+        captured = _in_scopes(trace.read(), context)
+        tiles = ((c.node, find_given_tiles(c)) for c in captured.variables)
+        given = {node: found for node, found in tiles if found is not None}
+        return search_again(captured.program, context, number, local, given, whole, (took.step_s, took.exchanges_s))
+
+    def correct(chosen: ChosenStrategy | None) -> None:
+        if context.rank == 0:
+            correct_strategy(chosen, kept, context, settings_of(context))
+
     planning.forecast = StepForecast(
-        number, auto.step_s, context.comms[0], lambda: forget_strategy(kept, context, settings_of(context))
+        number,
+        auto.step_s,
+        context.comms[0],
+        search if context.config["mesh.auto_parallel"] and not is_given and planning.moves < MOST_MOVES else None,
+        correct,
+        lambda found: _predict_moving_s(found, context),
     )
+
+
+def _predict_moving_s(found: SearchedAgain, context: Context) -> tuple[float, str]:
+    """Returns the seconds in which variables go over to another strategy, and "", or why they cannot."""
+    whole_bytes, largest_bytes = context.variables.whole_bytes
+    if context.variables.has_files:
+        return math.inf, "tables lie in files of their ranks"
+    if whole_bytes + 2 * largest_bytes > found.least_bytes:
+        return math.inf, f"all variables, which take {format_bytes(whole_bytes)}, do not fit into a rank in between"
+    return 2 * whole_bytes / found.bytes_per_s, ""  # they come together, and are sent as a program's new ones
 
 
 def _adopt(

@@ -21,17 +21,20 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.ops import gen_resource_variable_ops
 
+import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.distributed.balance import Balance, BalanceHistory, WatchedSteps
 from whale.distributed.joining import Commits, CommonState, StepTimes, Welcome, is_worthwhile
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S
+from whale.distributed.stream_positions import DRAWN_APART, gather_streams
 from whale.errors import CommError, ConfigError
 from whale.ir.plan import Plan
 from whale.ir.program import Program
+from whale.ir.strategy import ChosenStrategy
 from whale.log import log
 from whale.partition.variable_use import VariableUse
-from whale.runtime.context import Context
+from whale.runtime.context import Context, StepWatch
 from whale.runtime.elastic.agreement import (
     ANEW,
     GROWN,
@@ -181,7 +184,22 @@ class Elastic:
         self._at.returned = result if self._at.steps == steps else None
         if self._at.steps > steps and self._balance is not None and self._watched is not None and self._run.comms:
             self._look(self._balance, self._watched)
+        if self._at.steps > steps and self._run.comms and self._run.planning.forecast is not None:
+            self._follow_forecast(self._run.planning.forecast)
         return result
+
+    def _follow_forecast(self, forecast: StepWatch) -> None:
+        """Compares steps with their prediction, and goes over to another strategy if there is a better one."""
+        self._calls.begin()  # as in `_look`
+        context = self._run
+        try:
+            chosen = forecast.look()
+            if chosen is not None and self._group.ranks.present == self._group.members:
+                said = self._hear_statements(context.comms[0])
+                self._make_variables_whole(context.comms[0], said, ANEW, chosen)
+                self._group.divide_data()
+        except CommError as error:
+            self._go_on(error)
 
     def _look(self, balance: Balance, watched: WatchedSteps) -> None:
         """Divides rows again, after a step, if ranks are faster or slower than their shares."""
@@ -296,13 +314,18 @@ class Elastic:
         said: Sequence[RankStatement],
         recovered: RecoveredState | None,
         divisions: int = 0,
+        draws_on: bool = False,
     ) -> None:
-        """Makes these ranks the members of the run; programs are compiled again."""
+        """Makes these ranks the members of the run; programs are compiled again.
+
+        Args:
+          draws_on: as of ``RankGroup.update_places``.
+        """
         context, group, generations = self._run, self._group, self._generations
         if recovered is not None and generations is not None:
             self._calls.go_back(recovered.steps, generations.list_rewritten)
         become_whole(context.variables.list_holdings(context.size), recovered)
-        group.update_places([one.host for one in said], members.index(group.me))
+        group.update_places([one.host for one in said], members.index(group.me), draws_on)
         self._generations = None
         common = [one.common for one in said]
         context.programs = max(one.programs for one in common)
@@ -318,14 +341,35 @@ class Elastic:
             steps = max(one.steps for one in said)
             log.info(f"{describe_going_on(len(said))} after {steps} steps, {describe_lost(recovered)}")
 
-    def _make_variables_whole(self, meeting: Any, said: Sequence[RankStatement], kind: int) -> None:
-        """Gathers every variable on all ranks, without a change of members; nothing is compiled again."""
+    def _make_variables_whole(
+        self, meeting: Any, said: Sequence[RankStatement], kind: int, chosen: ChosenStrategy | None = None
+    ) -> None:
+        """Gathers every variable on all ranks, without a change of members; nothing is compiled again.
+
+        Args:
+          chosen: how programs are spread from now on; None: that is found anew.
+        """
         self._times.begin_change()
         group, generations, recovered = self._group, self._generations, None
         if generations is not None and generations.begun:
             recovered = recover(meeting, generations, self._at.steps, self._at.steps)
         divisions = group.divisions + (kind == ANEW)
-        act = partial(self._become_ranks, group.members, said, recovered, divisions)
+        # The same ranks go on drawing where they are; others that join know nothing of it.
+        planning, moves, slower = self._run.planning, self._run.planning.moves, self._run.planning.slower
+        positions = gather_streams(meeting, list(self._run.streams)) if kind == ANEW else None
+        if chosen is not None and positions is None:
+            if self._run.rank == 0:
+                log.warning(DRAWN_APART)
+            return
+
+        def act() -> None:
+            self._become_ranks(group.members, said, recovered, divisions, draws_on=positions is not None)
+            if positions is not None:
+                whale_ops.set_streams(positions)
+            if chosen is not None:
+                planning.moves, planning.slower = moves, slower
+                planning.go_over(chosen)
+
         self._agreements.agree(group.number, kind, meeting, act, divisions)
 
     # -- ranks have come

@@ -22,6 +22,7 @@ from whale.distributed.trace import Trace
 from whale.distributed.watch import LauncherWatch
 from whale.ir.topology import Topology, make_topology
 from whale.log import log
+from whale.planner.graph_search.environment import Slowdown
 from whale.runtime.elastic.agreement import LoneCommunicator, gather_bytes, send_value
 from whale.runtime.elastic.requirements import count_hosts_left, find_fitting_changes
 from whale.runtime.variables.external_updates import ExternalUpdates
@@ -154,12 +155,16 @@ class RankGroup:
         for dataset in list(self._datasets):
             dataset.divide_again()
 
-    def update_places(self, hosts: Sequence[str], me: int) -> None:
+    def update_places(self, hosts: Sequence[str], me: int, draws_on: bool = False) -> None:
         """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it.
 
         Random streams of operations begin anew: joining ranks know nothing of them, and a failed step went on in some.
+
+        Args:
+          draws_on: they do not, since the ranks are the same, after a step.
         """
-        whale_ops.forget_streams()
+        if not draws_on:
+            whale_ops.forget_streams()
         context, size = self._of(), len(hosts)
         here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
         context.place = replace(context.place, rank=me, size=size, local_rank=here.index(me), local_size=len(here))
@@ -167,7 +172,8 @@ class RankGroup:
         context.topology = make_topology(hosts)
         context.variables = VariableStore(keeps_first=True)
         context.planning.auto = context.planning.saved = context.planning.described = context.planning.forecast = None
-        context.scoping.stages_seen = False  # as of a joining rank
+        context.planning.moves, context.planning.slower = 0, Slowdown()  # as of a joining rank
+        context.scoping.stages_seen = False
         if changes := find_fitting_changes(context.config, size):
             context.config = context.config.but(changes)
         context.reports.compiled_for.clear()

@@ -78,6 +78,41 @@ class VariableStore:
         forget_parts(self._split)
         self._homes.clear()
 
+    def make_all_whole(self, context: Ranks) -> None:
+        """Makes all variables ordinary ones again, with their values on every rank, as before any program used them.
+
+        Collective between processes: one variable after the other, so that no rank holds more than all and one more.
+
+        Raises:
+          CommError: a rank is gone.
+        """
+        self.settle()
+        try:
+            for entry in self._entries.values():
+                if entry.parts is not None:
+                    whole = entry.parts.gather_whole()
+                    entry.parts.leave()
+                    gen_resource_variable_ops.assign_variable_op(entry.handle, whole)
+        except tf.errors.OpError as error:
+            raise_comm_error(error, context)
+            raise
+        refresh(list(self._homes.values()), context)
+        for home in self._homes.values():
+            home.leave()
+        self.clear()
+        self.moved += 1
+
+    @property
+    def whole_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of all known variables together, and of the largest one."""
+        sizes = [_count_bytes(entry.variable) for entry in self._entries.values()]
+        return sum(sizes), max(sizes, default=0)
+
+    @property
+    def has_files(self) -> bool:
+        """Tells whether parts of a variable lie in files."""
+        return any(parts.folder for parts in self._split)
+
     @property
     def known(self) -> list[tf.Variable]:
         """Returns the variables that programs have used, in an order that is equal on all ranks."""

@@ -2,7 +2,8 @@
 
 Every rank runs the same exchanges at the same time, one after the other, and does nothing else, but for small ones that
 it runs once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`), anew after each
-exchange. All kinds of the smallest and the largest tensors come first, so that something of each is there where the
+exchange. All kinds of the smallest and the largest tensors come first, and before them the links between each two
+hosts where ranks are on several, so that something of each is there where the
 time is over before all is measured, as on a busy machine.
 
 The host's exchanges are of tensors in its memory. Where ``communication.backend`` names what carries tensors from GPU
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,12 @@ import numpy as np
 import tensorflow as tf
 
 import whale_ops
-from cost_model.graph.machine_profile import Curve
+from cost_model.graph.machine_profile import Curve, HostLink
 from whale.config import Config
 from whale.distributed import device_exchange
 from whale.distributed.device_exchange import ExchangeOps
 from whale.distributed.gpus import await_gpus
+from whale.distributed.links import find_topology, measure_links
 from whale.distributed.socket_bootstrap import connect_with_mpi
 from whale.ir.plan_text import format_bytes
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
@@ -58,11 +61,13 @@ class Links(msgspec.Struct):
     """The measurements; ``wake_s``: what an engine waits for a core where all compute.
 
     ``left``: how many of the exchanges are not measured, because the time was over.
+    ``hosts``: the links between each two hosts of the ranks, where they are on several.
     """
 
     curves: list[Curve]
     wake_s: float
     left: int = 0
+    hosts: list[HostLink] = []
 
 
 class Results:
@@ -78,6 +83,7 @@ class Results:
         self._comm, self._path, self._expected, self._end_s = comm, path, expected, end_s
         self._samples: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by what carried them, and kind
         self.wake_s = 0.0
+        self.hosts: list[HostLink] = []
 
     def is_time_over(self, key: str) -> bool:
         """Tells, on all ranks alike, whether rank 0's clock says that nothing more is to be measured; collective."""
@@ -100,7 +106,7 @@ class Results:
         curves = [Curve(kind, self._comm.size, sorted(s), through) for (through, kind), s in self._samples.items()]
         left = self._expected - sum(len(samples) for samples in self._samples.values())
         fresh = self._path.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(Links(curves, self.wake_s, left)))
+        fresh.write_bytes(msgspec.json.encode(Links(curves, self.wake_s, left, self.hosts)))
         fresh.replace(self._path)
 
 
@@ -121,6 +127,10 @@ def main(budget_s: float = math.inf) -> None:
     ways = ["", backend] if backend in DEVICE_BACKENDS else [""]
     kinds = list(_make_exchanges(comm.rank, comm.size))
     results = Results(comm, Path(sys.argv[1]), len(ways) * len(kinds) * len(SIZES_BYTES), end_s)
+    topology = find_topology(comm, place, config)
+    if topology is not None:
+        names, found = topology.names, measure_links(comm, topology).links
+        results.hosts = [HostLink(names[i], names[j], *astuple(link)) for (i, j), link in found.items()]
     with tf.device("CPU:0"):
         _measure_sizes(comm, "", SIZES_BYTES[:1], results)
         results.wake_s = _measure_wake_s(comm, kinds[0], results)

@@ -30,10 +30,12 @@ from cost_model.graph.signature import dtype_of
 from whale import python
 from whale.cpu_load import BUSY, LoadMeter, format_load
 from whale.distributed.cache_files import DEFAULT, CacheFolder, find_folder
+from whale.distributed.links import format_link
 from whale.errors import ClusterError
 from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.ir.program import Node, Program, Ref
+from whale.ir.topology import Link
 from whale.ir.values import DType, TensorType, require_static_shape
 from whale.partition.lower import lower_ranks
 from whale.partition.mesh import plan_program
@@ -107,7 +109,7 @@ def measure_machine(
         )
     table = MachineProfile(
         name, cores, memory_gb, call_s, node_s, _measure_slice_s(), wake_s, found, curves, [], gpus, copied,
-        max(1, len(hosts)),
+        max(1, len(hosts)), links.hosts,
     )  # fmt: skip
     tables.write(table, out)
     return table
@@ -316,6 +318,7 @@ def format_summary(table: MachineProfile) -> str:
         through = f" through {c.through}" if c.through else ""
         rate = f"{1e6 * first_s:.0f} us, {last / last_s / 1e9:.2f} GB/s"
         lines.append(f"  {c.kind:<14} {c.ranks} ranks{through}: {rate}")
+    lines += [f"  {one.one} - {one.other}: {format_link(Link(one.exchange_s, one.bytes_per_s))}" for one in table.links]
     return "\n".join(lines) + "\n"
 
 

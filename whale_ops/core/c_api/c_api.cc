@@ -386,6 +386,11 @@ WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidt
   static_cast<Communicator*>(handle)->endpoint->set_link({latency_s, bandwidth_bytes_per_s});
 }
 
+WHALE_EXPORT void whale_set_network(void* handle, double step_s, double bytes_per_s) {
+  static_cast<Communicator*>(handle)->endpoint->set_network(
+      {step_s, whale::kNetwork.message_s, bytes_per_s});
+}
+
 WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name) {
   for (const auto algorithm :
        {whale::Algorithm::kAuto, whale::Algorithm::kDirect, whale::Algorithm::kPairwise,

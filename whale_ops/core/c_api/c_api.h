@@ -53,6 +53,7 @@ WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char
                                    const char* transport, int ordinal, int64_t buffer_bytes);
 WHALE_EXPORT void whale_device_close(void* handle);
 WHALE_EXPORT void whale_set_link(void* handle, double latency_s, double bandwidth_bytes_per_s);
+WHALE_EXPORT void whale_set_network(void* handle, double step_s, double bytes_per_s);
 WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name);
 WHALE_EXPORT void* whale_waits(void* handle);
 WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what);

@@ -1,4 +1,4 @@
-// Decision: 0043. (docs/decisions)
+// Decisions: 0043, 0186 (docs/decisions).
 #include "whale_ops/core/collective/algorithms.h"
 
 #include <algorithm>
@@ -100,12 +100,12 @@ BlockWay block_way(const Problem& p, const Hosts& hosts, const Chunking& c, bool
 }
 
 Schedule reduce_scatter(const Problem& p) {
-  const Chunking c(p.counts, p.element_bytes);
+  const Hosts hosts(p);
+  const Chunking c(p.counts, p.element_bytes, hosts.max_lanes());
   if (p.size == 1)
     return {"copy",
             {{copy_step({Buffer::kOutput, 0, p.counts[0]}, {Buffer::kInput, 0, p.counts[0]})}},
             0};
-  const Hosts hosts(p);
   const BlockWay way = block_way(p, hosts, c, p.narrow_float);
   if (way == BlockWay::kHierarchical) return hierarchical_reduce_scatter(p, hosts);
   const bool direct = way == BlockWay::kDirect;
@@ -123,8 +123,8 @@ Schedule reduce_scatter(const Problem& p) {
 }
 
 Schedule all_gather(const Problem& p) {
-  const Chunking c(p.counts, p.element_bytes);
   const Hosts hosts(p);
+  const Chunking c(p.counts, p.element_bytes, hosts.max_lanes());
   const BlockWay way = block_way(p, hosts, c, p.size <= 2);
   if (way == BlockWay::kHierarchical) return hierarchical_all_gather(p, hosts);
   const bool direct = way == BlockWay::kDirect;

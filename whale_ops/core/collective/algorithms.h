@@ -68,6 +68,14 @@ enum class Algorithm : uint8_t {
   kLeader = 7
 };
 
+// Seconds until a message is seen, seconds of handling one, and bytes per second of one rank
+// (between hosts: of one host). They only have to rank the algorithms.
+struct Costs {
+  double step_s, message_s, bytes_per_s;
+};
+// An estimate for machines on Ethernet of 10 Gbit/s, where it was not measured.
+constexpr Costs kNetwork{30e-6, 5e-6, 1.2e9};
+
 struct Problem {
   OpKind kind = OpKind::kBarrier;
   int rank = 0;  // index in the group
@@ -80,6 +88,7 @@ struct Problem {
   // Of each rank, numbered from 0; empty: every rank has one of its own.
   std::vector<int> hosts;
   Algorithm algorithm = Algorithm::kAuto;
+  Costs network = kNetwork;  // between hosts
 
   // AllReduce, Broadcast, Send, Recv: {elements}. AllGather, ReduceScatter: elements per rank.
   // AllToAll: elements to send to each rank. Barrier: {}.

@@ -111,7 +111,7 @@ Schedule all_reduce(const Problem& p) {
   const bool whole = algorithm == Algorithm::kTree || algorithm == Algorithm::kHalvingDoubling;
   std::vector<int64_t> blocks(whole ? 1 : p.size, n);
   for (int i = 0; !whole && i < p.size; ++i) blocks[i] = n / p.size + (i < n % p.size ? 1 : 0);
-  const Chunking c(blocks, p.element_bytes);
+  const Chunking c(blocks, p.element_bytes, Hosts(p).max_lanes());
   Schedule schedule{name_of(algorithm), std::vector<Lane>(c.lanes), 0};
   schedule.scratch_count = c.lanes * c.slot *
                            (whole                               ? 1
@@ -178,7 +178,7 @@ double all_reduce_s(const Problem& p, Algorithm algorithm) {
   if (algorithm == Algorithm::kHierarchical || algorithm == Algorithm::kLeader)
     return hierarchical_s(p, hosts, algorithm);
   const bool one_host = hosts.count() == 1;
-  const Costs& costs = one_host ? kMemory : kNetwork;
+  const Costs& costs = one_host ? kMemory : p.network;
   const double others = p.size - 1, rounds = std::ceil(std::log2(p.size));
   const double bytes = static_cast<double>(p.counts[0] * p.element_bytes);
   // Within a host every rank moves its own part; a host's link is shared by its ranks.

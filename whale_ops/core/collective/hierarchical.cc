@@ -24,12 +24,13 @@ struct Between {
 
 // Between the owners of one block, all owners of a host at once. `bytes`: of the tensor.
 Between between(const Problem& p, int hosts, double bytes) {
-  const double others = hosts - 1, message_s = others * kNetwork.message_s;
+  const double others = hosts - 1, message_s = others * p.network.message_s;
   // Sums travel in float32.
   const double sums = p.narrow_float ? kWideBytes / static_cast<double>(p.element_bytes) : 1;
-  const double whole_s = kNetwork.step_s + message_s + others * sums * bytes / kNetwork.bytes_per_s;
-  const double parts_s = 2 * (kNetwork.step_s + message_s) +
-                         others / hosts * (sums + 1) * bytes / kNetwork.bytes_per_s;
+  const double whole_s =
+      p.network.step_s + message_s + others * sums * bytes / p.network.bytes_per_s;
+  const double parts_s = 2 * (p.network.step_s + message_s) +
+                         others / hosts * (sums + 1) * bytes / p.network.bytes_per_s;
   return {whole_s <= parts_s, std::min(whole_s, parts_s)};
 }
 
@@ -143,7 +144,7 @@ Schedule hierarchical(const Problem& p, Algorithm algorithm) {
                  p.narrow_float};
   std::vector<int64_t> blocks(owners);
   for (int i = 0; i < owners; ++i) blocks[i] = n / owners + (i < n % owners ? 1 : 0);
-  const Chunking c(blocks, p.element_bytes);
+  const Chunking c(blocks, p.element_bytes, hosts.max_lanes());
   const int64_t per_lane =
       std::max<int64_t>(static_cast<int64_t>(hosts.most), hosts.count()) * c.slot;
   const int64_t wide_per_lane = at.narrow ? hosts.count() * c.slot : 0;
@@ -222,27 +223,27 @@ double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way) {
         here += hosts.of[rank] != hosts.of[(rank + 1) % p.size] ? 1 : 0;
       out = std::max(out, here);
     }
-    return others * (kNetwork.step_s + kNetwork.message_s) +
-           out * others / size * bytes / kNetwork.bytes_per_s;
+    return others * (p.network.step_s + p.network.message_s) +
+           out * others / size * bytes / p.network.bytes_per_s;
   }
   if (way == BlockWay::kDirect) {
-    return kNetwork.step_s + (size - most) * kNetwork.message_s + (most - 1) * kMemory.message_s +
-           most * (size - most) / size * bytes / kNetwork.bytes_per_s;
+    return p.network.step_s + (size - most) * p.network.message_s + (most - 1) * kMemory.message_s +
+           most * (size - most) / size * bytes / p.network.bytes_per_s;
   }
   // Sums travel in float32.
   const double sums = p.kind == OpKind::kReduceScatter && p.narrow_float
                           ? kWideBytes / static_cast<double>(p.element_bytes)
                           : 1;
   const double dealt = std::ceil((size - most) / most);
-  return kNetwork.step_s + (count - 1) * kNetwork.message_s +
-         most * (count - 1) / size * sums * bytes / kNetwork.bytes_per_s + kMemory.step_s +
+  return p.network.step_s + (count - 1) * p.network.message_s +
+         most * (count - 1) / size * sums * bytes / p.network.bytes_per_s + kMemory.step_s +
          (most - 1) * (1 + dealt) * kMemory.message_s + bytes / kMemory.bytes_per_s;
 }
 
 // Each block crosses to each other host once, from its owner to the rank there that deals with the
 // owner's index, which gives it to the others of its host.
 Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts) {
-  const Chunking c(p.counts, p.element_bytes);
+  const Chunking c(p.counts, p.element_bytes, hosts.max_lanes());
   const auto own = own_of(hosts, p.rank);
   const std::vector<int> dealt = dealt_with(hosts, p.rank);
   Schedule schedule{name_of(Algorithm::kHierarchical), std::vector<Lane>(c.lanes), 0};
@@ -279,7 +280,7 @@ Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts) {
 // The way back: what a host has for a rank of another one is added up by who deals with that
 // rank's index, and crosses once.
 Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts) {
-  const Chunking c(p.counts, p.element_bytes);
+  const Chunking c(p.counts, p.element_bytes, hosts.max_lanes());
   const auto own = own_of(hosts, p.rank);
   const auto& here = hosts.members[own.host];
   const std::vector<int> dealt = dealt_with(hosts, p.rank);
@@ -349,12 +350,12 @@ bool can_pack(const Problem& p, const Hosts& hosts) {
 double all_to_all_s(const Problem& p, const Hosts& hosts, bool packed) {
   const double most = static_cast<double>(hosts.most), others = p.size - most;
   if (!packed) {
-    return kNetwork.step_s + others * kNetwork.message_s + (most - 1) * kMemory.message_s;
+    return p.network.step_s + others * p.network.message_s + (most - 1) * kMemory.message_s;
   }
   if (!can_pack(p, hosts)) return std::numeric_limits<double>::infinity();
   const double bytes = others * static_cast<double>(p.counts[0] * p.element_bytes);
-  return kMemory.step_s + hosts.count() * (most - 1) * kMemory.message_s + kNetwork.step_s +
-         (hosts.count() - 1) * kNetwork.message_s + 2 * bytes / kMemory.bytes_per_s;
+  return kMemory.step_s + hosts.count() * (most - 1) * kMemory.message_s + p.network.step_s +
+         (hosts.count() - 1) * p.network.message_s + 2 * bytes / kMemory.bytes_per_s;
 }
 
 // What the ranks of a host have for those of one index elsewhere comes together at the rank of this

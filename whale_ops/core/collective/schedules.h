@@ -12,7 +12,8 @@ namespace whale {
 
 // Fits the second-level cache, large enough to amortise a message.
 constexpr int64_t kChunkBytes = 256 << 10;
-constexpr int64_t kMaxLanes = 4;  // chunks in flight
+// Chunks in flight. Between hosts as many as fill a link of 1 Gbit/s whose answers take 20 ms.
+constexpr int64_t kMaxLanes = 4, kMaxLanesBetweenHosts = 16;
 
 inline uint32_t message_id(int64_t lane, size_t step) {
   return static_cast<uint32_t>(lane << 24) | static_cast<uint32_t>(step);
@@ -34,11 +35,11 @@ struct Chunking {
   int64_t lanes = 1;
   int64_t slot = 0;  // largest chunk, elements
 
-  Chunking(const std::vector<int64_t>& counts, int64_t element_bytes)
+  Chunking(const std::vector<int64_t>& counts, int64_t element_bytes, int64_t max_lanes = kMaxLanes)
       : offsets(offsets_of(counts)) {
     const int64_t largest = *std::max_element(counts.begin(), counts.end());
     chunks = std::max<int64_t>(1, ceil_div(largest * element_bytes, kChunkBytes));
-    lanes = std::min(chunks, kMaxLanes);
+    lanes = std::min(chunks, max_lanes);
     slot = ceil_div(largest, chunks);
   }
   int64_t count(int block, int64_t chunk) const {
@@ -73,14 +74,8 @@ void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, 
 
 Schedule all_reduce(const Problem& p);
 
-// Seconds until a message is seen, seconds of handling one, and bytes per second of one rank
-// (between hosts: of one host): estimates for ranks of one machine, and for machines on Ethernet of
-// 10 Gbit/s. They only have to rank the algorithms.
-struct Costs {
-  double step_s, message_s, bytes_per_s;
-};
+// An estimate for ranks of one machine.
 constexpr Costs kMemory{10e-6, 3e-6, 8e9};
-constexpr Costs kNetwork{30e-6, 5e-6, 1.2e9};
 
 // The ranks of a problem by host.
 struct Hosts {
@@ -90,6 +85,7 @@ struct Hosts {
   size_t most = 1, least = 1;             // ranks of a host
 
   int count() const { return static_cast<int>(members.size()); }
+  int64_t max_lanes() const { return count() > 1 ? kMaxLanesBetweenHosts : kMaxLanes; }
 };
 
 // Ranks of one host add up in memory what they have, `owners` ranks of each host then add that

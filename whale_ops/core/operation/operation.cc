@@ -17,6 +17,7 @@ Problem problem_of(const Request& request, int rank, int size) {
   problem.element_bytes = static_cast<int64_t>(request.element_bytes);
   problem.narrow_float = request.dtype == DType::kFloat16 || request.dtype == DType::kBFloat16;
   problem.algorithm = request.algorithm;
+  problem.network = request.network;
   problem.hosts = request.hosts;
   problem.counts = request.counts;
   problem.recv_counts = request.recv_counts;

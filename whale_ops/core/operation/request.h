@@ -38,6 +38,7 @@ struct Request {
   std::vector<int64_t> recv_counts;
   bool even = false;                       // AllToAll, as in Problem
   Algorithm algorithm = Algorithm::kAuto;  // of all-reduces
+  Costs network = kNetwork;                // between hosts
   std::vector<int> hosts;                  // as in Problem; the endpoint says so
   // All ranks of the group have mapped each other's arena; the endpoint says so, also:
   bool tensors_shared = false;

@@ -77,6 +77,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void set_link(LinkModel link);
   // Of all-reduces submitted from now on, where it can serve them. Equal on all ranks.
   void set_algorithm(Algorithm algorithm);
+  // By which algorithms between hosts are chosen from now on. Equal on all ranks.
+  void set_network(const Costs& network);
   Recorder& recorder() { return recorder_; }
 
   // Engine thread.
@@ -178,6 +180,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   uint64_t next_id_ = 1;
   LinkModel link_;
   Algorithm algorithm_ = Algorithm::kAuto;
+  Costs network_ = kNetwork;
   std::vector<Wait> waits_;  // as of the last check_waits
   Status failure_;           // aborted_, for other threads
   std::atomic<bool> closed_{false};

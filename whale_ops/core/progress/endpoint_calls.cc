@@ -42,6 +42,7 @@ void Endpoint::submit(uint64_t id, Request request) {
     if (reservation != reservations_.end()) reservation->second = Reservation::kSubmitted;
     if (entry.status.ok()) entry.call = calls_[counter_name(request)]++;
     request.algorithm = algorithm_;
+    request.network = network_;
     entry.request = std::move(request);
     inbox_.push_back(std::move(entry));
   }
@@ -83,6 +84,11 @@ void Endpoint::set_link(LinkModel link) {
 void Endpoint::set_algorithm(Algorithm algorithm) {
   const std::lock_guard<std::mutex> lock(mutex_);
   algorithm_ = algorithm;
+}
+
+void Endpoint::set_network(const Costs& network) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  network_ = network;
 }
 
 Status Endpoint::check(const Request& request) const {

@@ -1,5 +1,6 @@
 // Random operations of which several kernels draw from one stream: each program of a step has
 // kernels of its own, and a stream goes on whichever of them runs.
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -52,6 +53,28 @@ REGISTER_OP("WhaleDraw")
         "What the operation of `node`, a serialised NodeDef, draws: by one kernel for all nodes of "
         "the same stream.");
 
+REGISTER_OP("WhaleReadStreams")
+    .Output("counted: string")
+    .Output("positions: uint64")
+    .Output("drawn: string")
+    .Output("draws: uint64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      for (int i = 0; i < c->num_outputs(); ++i)
+        c->set_output(i, c->Vector(InferenceContext::kUnknownDim));
+      return absl::OkStatus();
+    })
+    .Doc(
+        "The streams of the device: those that have counters with where these are, and those of "
+        "kernels with how often these have drawn.");
+
+REGISTER_OP("WhaleSetStreams")
+    .Input("counted: string")
+    .Input("positions: uint64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::NoOutputs)
+    .Doc("Streams that have counters go on from there.");
+
 REGISTER_OP("WhaleForgetStreams")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
@@ -72,15 +95,33 @@ class Streams : public tensorflow::ResourceBase {
     return before;
   }
 
-  // The kernel of a stream, which `make` makes where there is none yet.
+  // The kernel of a stream for one draw, which `make` makes where there is none yet.
   template <typename Make>
   absl::Status kernel_of(const std::string& stream, const Make& make,
                          std::shared_ptr<OpKernel>* kernel) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::shared_ptr<OpKernel>& known = kernels_[stream];
-    if (known == nullptr) TF_RETURN_IF_ERROR(make(&known));
-    *kernel = known;
+    Drawing& known = kernels_[stream];
+    if (known.kernel == nullptr) TF_RETURN_IF_ERROR(make(&known.kernel));
+    ++known.draws;
+    *kernel = known.kernel;
     return absl::OkStatus();
+  }
+
+  std::map<std::string, uint64_t> positions() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {counters_.begin(), counters_.end()};
+  }
+
+  std::map<std::string, uint64_t> draws() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::map<std::string, uint64_t> found;
+    for (const auto& [stream, drawing] : kernels_) found[stream] = drawing.draws;
+    return found;
+  }
+
+  void go_on_from(const std::string& stream, uint64_t position) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counters_[stream] = position;
   }
 
   void clear() {
@@ -90,9 +131,13 @@ class Streams : public tensorflow::ResourceBase {
   }
 
  private:
+  struct Drawing {
+    std::shared_ptr<OpKernel> kernel;
+    uint64_t draws = 0;
+  };
   std::mutex mutex_;
   std::unordered_map<std::string, uint64_t> counters_;
-  std::unordered_map<std::string, std::shared_ptr<OpKernel>> kernels_;
+  std::unordered_map<std::string, Drawing> kernels_;
 };
 
 absl::Status streams_of(OpKernelContext* ctx, tensorflow::core::RefCountPtr<Streams>* streams) {
@@ -164,6 +209,44 @@ class DrawOp : public OpKernel {
   tensorflow::NodeDef node_;
 };
 
+class ReadStreamsOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override {
+    tensorflow::core::RefCountPtr<Streams> streams;
+    OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
+    put(ctx, 0, streams->positions());
+    put(ctx, 2, streams->draws());
+  }
+
+ private:
+  static void put(OpKernelContext* ctx, int at, const std::map<std::string, uint64_t>& found) {
+    const auto count = static_cast<int64_t>(found.size());
+    Tensor *names = nullptr, *values = nullptr;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(at, {count}, &names));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(at + 1, {count}, &values));
+    int64_t i = 0;
+    for (const auto& [name, value] : found) {
+      names->flat<tensorflow::tstring>()(i) = name;
+      values->flat<uint64_t>()(i++) = value;
+    }
+  }
+};
+
+class SetStreamsOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor &names = ctx->input(0), &positions = ctx->input(1);
+    OP_REQUIRES(ctx, names.NumElements() == positions.NumElements(),
+                invalid("streams and positions are not as many"));
+    tensorflow::core::RefCountPtr<Streams> streams;
+    OP_REQUIRES_OK(ctx, streams_of(ctx, &streams));
+    for (int64_t i = 0; i < names.NumElements(); ++i)
+      streams->go_on_from(names.flat<tensorflow::tstring>()(i), positions.flat<uint64_t>()(i));
+  }
+};
+
 class ForgetStreamsOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -176,6 +259,8 @@ class ForgetStreamsOp : public OpKernel {
 
 WHALE_CPU_KERNEL("WhaleAdvance", AdvanceOp);
 WHALE_CPU_KERNEL("WhaleDraw", DrawOp);
+WHALE_CPU_KERNEL("WhaleReadStreams", ReadStreamsOp);
+WHALE_CPU_KERNEL("WhaleSetStreams", SetStreamsOp);
 WHALE_CPU_KERNEL("WhaleForgetStreams", ForgetStreamsOp);
 
 }  // namespace
