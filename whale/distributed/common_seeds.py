@@ -1,7 +1,7 @@
 """Seeds for what has none, and an order for what leaves it open: equal on all ranks of a run, so that every rank draws
 the same whole batches.
 
-Decisions: 0133, 0194.
+Decisions: 0133, 0191.
 """
 
 from __future__ import annotations
