@@ -23,6 +23,7 @@ HERE = {"plan", "show", "explain", "diff", "check", "html", "trace", "cluster"}
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")  # lines with the path of this folder are not broken
     yield
     wh.shutdown()
 

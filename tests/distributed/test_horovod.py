@@ -71,7 +71,7 @@ def test_a_tape_that_is_wrapped_already(launcher: Launcher, backend: str) -> Non
     )
     said = done.stdout + done.stderr
     assert done.returncode != 0, said
-    assert "ProgramError: the program already communicates through Horovod" in said
+    assert "ProgramError: the program already averages gradients through Horovod" in said
     assert re.search(r"remove .*hvd\.DistributedGradientTape", said), said
 
 

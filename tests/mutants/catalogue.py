@@ -205,14 +205,14 @@ MUTANTS = (
         "whale/config/reading.py",
         "        path = environment.get(FILE_VARIABLE)\n"
         "        if path:\n"
-        '            self._take(_read_file(path), f"file {path}")\n'
+        '            self._take(_read_keys(path), f"file {path}")\n'
         "        for key, text in _from_environment(environment):\n"
         '            self._set(key, _parse(key, text), f"environment {key.variable}")\n',
         "        for key, text in _from_environment(environment):\n"
         '            self._set(key, _parse(key, text), f"environment {key.variable}")\n'
         "        path = environment.get(FILE_VARIABLE)\n"
         "        if path:\n"
-        '            self._take(_read_file(path), f"file {path}")\n',
+        '            self._take(_read_keys(path), f"file {path}")\n',
         "state",
         ("tests/config/test_reading.py",),
     ),

@@ -68,7 +68,7 @@ def test_a_plan_is_checked_against_script_and_cluster(tmp_path: Path, capsys: py
     wrong = {**plan.strategies[""], node: Strategy((B, B), plan.strategies[""][node].outputs, "wrong")}
     replace(plan, strategies={**plan.strategies, "": wrong}).save(path)
     assert main(["check", str(path)]) == 1
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "the plan is not legal" in text and node in text
 
 

@@ -74,7 +74,7 @@ def fit(lines: Iterable[str], width: int) -> list[str]:
         begins = len(line) - len(line.lstrip())
         columns = [at.end() for at in re.finditer(r"(?<=\S) {2,}(?=\S)", line) if at.end() <= width // 2]
         indent = " " * (columns[-1] if columns else begins + 2)
-        found += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        found += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     return found
 
 

@@ -23,12 +23,16 @@ from tensorflow.python.ops import gen_resource_variable_ops, gradients_util
 
 from whale.capture.captured import Traced
 from whale.errors import ProgramError
+from whale.ir.ops import CALLS, HAS_BODIES, READS
 
 # Stateful to TensorFlow, though they give the same again.
-_GIVE_THE_SAME = frozenset(
-    "Assert Case CheckNumericsV2 If MutableHashTableV2 PartitionedCall Placeholder PrintV2 ReadVariableOp "
-    "ResourceGather ResourceGatherNd StatefulPartitionedCall TensorListReserve VarHandleOp VarIsInitializedOp "
-    "VariableShape While XlaLaunch".split()
+_GIVE_THE_SAME = (
+    HAS_BODIES
+    | CALLS
+    | READS
+    | frozenset(
+        "Assert CheckNumericsV2 MutableHashTableV2 Placeholder PrintV2 TensorListReserve VarHandleOp XlaLaunch".split()
+    )
 )
 
 

@@ -78,6 +78,7 @@ class ShardedDataset:
             orders=self._orders,
             reshuffles=reshuffles(dataset),
             reproducible="a shuffle without a seed" if shuffles_freely(dataset, gave) else "",
+            element_spec=dataset.element_spec,
             parts=context.size if context.has_other_processes and by == "file" else 0,
             cut=self._cut if by == "row" and self._own is None and several else None,
         )
@@ -112,6 +113,10 @@ class ShardedDataset:
             # Else the maps' functions wait in the queue of the step's kernels, and reading hides behind nothing. One
             # thread: the processors are for the step's.
             options.threading.private_threadpool_size = 1
+            if options.autotune.enabled is None:
+                # One thread has nothing to tune, and the end of an iterator may wait for that which tunes, with
+                # Python's lock held, up to a minute: it is woken before it is told that it is to end.
+                options.autotune.enabled = False
         self._one_ahead = bool(keeps_orders(self._whole))
         if self._one_ahead:
             options.experimental_optimization.inject_prefetch = False

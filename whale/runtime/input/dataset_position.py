@@ -31,6 +31,7 @@ class Epochs:
       orders: of its shuffles.
       reshuffles: each iteration has another order.
       reproducible: "" or why another run would see other samples.
+      element_spec: the structure of a whole batch.
       parts: number of ranks that make batches of their own files; 0 where the batches are those of one device.
       cut: this rank's part of a whole batch, where every rank reads all of them; None: it reads its part.
       may_grow: whether this rank is alone for the moment.
@@ -44,6 +45,7 @@ class Epochs:
     orders: Orders
     reshuffles: bool
     reproducible: str
+    element_spec: Any
     parts: int
     cut: Callable[[Any], Any] | None = None
     may_grow: bool = False
@@ -84,6 +86,11 @@ class ShardedIterator(Trackable):
 
     def __iter__(self) -> ShardedIterator:
         return self
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a whole batch."""
+        return self._epochs.element_spec
 
     def __next__(self) -> Any:
         step = None if tf.executing_eagerly() else drawing.get()
