@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
@@ -71,6 +73,9 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
 
     def _begin(self) -> None:
         """Begins without any step."""
+        # What has a `__get__` is a builtin for `inspect.getfullargspec`, by which Keras 2 asks for a layer's arguments.
+        with contextlib.suppress(TypeError, ValueError):  # it has none, as some of C
+            self.__signature__ = inspect.signature(self._python_function)
         self._traces = Traces(self._fn, self._one_trace)
         self._inside = _unwrap(self._fn, self._options)
         self._taped = TapedCalls(getattr(self, "__name__", "function"), self._call_inside, Function)
