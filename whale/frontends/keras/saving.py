@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from whale.distributed.collective_call_check import call_together
-from whale.distributed.common_seeds import read_random_state, take_random_state
 from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.distributed.script_line import find_script_line
 from whale.frontends.keras.first_rank_paths import find_first_path, link_written, pair_paths
+from whale.runtime.checkpoint.export import is_exporting, take_first_random_state
 from whale.runtime.checkpoint.gathering import describe_unreadable, gather_on_first_rank
 from whale.runtime.compile.step import captures_steps
-from whale.runtime.context import Context, find_running
+from whale.runtime.context import find_running
 from whale.runtime.files import normalize_path
 
 # The model that is being saved: the functions of one format call those of another.
@@ -29,7 +29,7 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
     """Replaces the methods that write a model or its weights to ``filepath``."""
     context = find_running()
     assert context is not None
-    if _saving.get() is model:
+    if _saving.get() is model or is_exporting.get():
         return original(model, filepath, *args, **kwargs)
     variables = _list_variables(model)
     if why := describe_unreadable(variables):
@@ -41,18 +41,9 @@ def save(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **
             try:
                 return original(model, filepath, *args, **kwargs) if context.rank == 0 else None
             finally:
-                _take_first_random_state(context, f"{original.__name__} of the model {model.name!r} on rank 0")
+                take_first_random_state(context, f"{original.__name__} of the model {model.name!r} on rank 0")
     finally:
         _saving.reset(token)
-
-
-def _take_first_random_state(context: Context, what: str) -> None:
-    """Gives all ranks the first one's random states: a format that traces the model draws seeds while it is written."""
-    if context.has_other_processes:
-        state = read_random_state() if context.rank == 0 else None
-        said = context.comms[0].broadcast_bytes("whale/keras/random", state, 0, WRITE_TIMEOUT_S, what)
-        if context.rank:
-            take_random_state(said)
 
 
 def load(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import uuid
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
+from whale.distributed.common_seeds import read_random_state, take_random_state
 from whale.distributed.ranks import WRITE_TIMEOUT_S
 from whale.distributed.trace import open_span
 from whale.errors import CheckpointError, ProgramError
@@ -27,6 +29,8 @@ from whale.runtime.files import (
 from whale.runtime.function import Function
 
 _COMPLETE = "saved_model.pb"  # TensorFlow writes it last
+# Whether the first rank writes a model alone: what a model's own methods do together, they then do not.
+is_exporting: contextvars.ContextVar[bool] = contextvars.ContextVar("is_exporting", default=False)
 
 
 def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
@@ -68,11 +72,25 @@ def export(what: Any, directory: str | os.PathLike[str], *specs: Any) -> None:
             refuse_different_copies(holders, context, f"an export to {directory}")
             with gather_on_first_rank(holders, context):
                 if context.rank == 0:
-                    with captures_steps(nested=True):
-                        _write(module, directory)
+                    token = is_exporting.set(True)
+                    try:
+                        with captures_steps(nested=True):
+                            _write(module, directory)
+                    finally:
+                        is_exporting.reset(token)
         except (OSError, tf.errors.OpError) as error:
             failure = error
         _tell(failure, directory, context)
+        take_first_random_state(context, f"an export to {directory}")
+
+
+def take_first_random_state(context: Context, what: str) -> None:
+    """Gives all ranks the first one's random states: a format that traces the model draws seeds while it is written."""
+    if context.has_other_processes:
+        state = read_random_state() if context.rank == 0 else None
+        said = context.comms[0].broadcast_bytes("whale/random/written", state, 0, WRITE_TIMEOUT_S, what)
+        if context.rank:
+            take_random_state(said)
 
 
 def _make_module(function: Any, specs: Sequence[Any]) -> tf.Module:
