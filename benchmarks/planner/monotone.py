@@ -1,5 +1,5 @@
-"""Whether more devices, more time to search, or a busy machine ever give a slower plan: random clusters and parts of
-them.
+"""Looks whether more devices, more time to search, or a busy machine ever give a slower plan: random clusters and
+parts of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is planned for ten jobs whose authors published how they divided them, beside that; each difference has a price.
+"""Plans ten jobs whose authors published how they divided them, and gives each difference a price.
 
 A price is what the step takes longer where one choice is the authors' and the search chooses all others again.
 """

@@ -123,7 +123,7 @@ def test_ends_of_interleaved_stages_are_those_of_their_tasks(
 
 
 def test_a_bound_of_a_pipeline_is_that_of_a_stage_that_waits() -> None:
-    """Of equal stages it is exact; else it is the slowest stage's work and what this waits for."""
+    """Tests that it is exact of equal stages; else it is the slowest stage's work and what this waits for."""
     r = random.Random(0)
     for _ in range(50):
         stages, micro_batches = r.randint(1, 6), r.randint(1, 12)

@@ -1,4 +1,4 @@
-"""How long the host is busy with an exchange of GPUs, apart from waiting: ``python -m tests.host_gpu.host_time``.
+"""Measures how long the host is busy with an exchange of GPUs, not waiting: ``python -m tests.host_gpu.host_time``.
 
 Two ranks, threads of this process with a GPU of the host's each, add up 16 numbers through NCCL, in stream: 10,000
 times, 100 in a call. Of each it is traced what this rank took from the kernel's call until it was told to be done, but

@@ -1,4 +1,4 @@
-"""Which exchanges of a step the host waits for: a Megatron-like GPT on GPUs that are the host's.
+"""Lists the exchanges of a step that the host waits for: a Megatron-like GPT on GPUs that are the host's.
 
     python -m tests.host_gpu.host_waits [--layers 8] [--mesh data=2,tensor=2] [--backend nccl]
 

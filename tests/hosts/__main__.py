@@ -79,7 +79,7 @@ def draw(seed: int, count: int) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is wrong with a run, or "", and the seconds from the fault to its error; None: it was to have none."""
+    """Says what is wrong with a run, or "", and the seconds from the fault to its error; None: it was to have none."""
 
     problem: str
     named_s: float | None = None

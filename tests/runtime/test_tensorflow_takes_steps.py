@@ -68,7 +68,7 @@ def make_module(function: Any) -> Any:
 
 
 def describe_saved(folder: Path) -> Any:
-    """What a process without Whale finds in a SavedModel: results, signatures, and how often functions were traced."""
+    """Returns what a process without Whale finds in a SavedModel: results, signatures, how often functions trace."""
     loaded = tf.saved_model.load(str(folder))
     functions = {"call": loaded.__call__, "train": loaded.train, "serve": loaded.serve, "plain": loaded.plain}
     traces = {name: len(one.concrete_functions) for name, one in functions.items()}

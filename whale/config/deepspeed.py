@@ -84,7 +84,7 @@ _DTYPES = {"fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfp16":
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a configuration of DeepSpeed's is here.
+    """Holds what a configuration of DeepSpeed's is here.
 
     Attributes:
         keys: keys of Whale's configuration -> values.

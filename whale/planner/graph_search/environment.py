@@ -39,7 +39,7 @@ ROUGH, LEAST_EXCHANGES, MOST_TIMES = 1.5, 1e-3, 1e9
 
 
 class Slowdown(msgspec.Struct, frozen=True):
-    """How many times as long as predicted the ranks take for what they compute, and for exchanges."""
+    """Says how many times as long as predicted the ranks take for what they compute, and for exchanges."""
 
     computing: float = 1.0
     exchanging: float = 1.0

@@ -156,7 +156,7 @@ def _agree(
 
 
 class SearchedAgain(msgspec.Struct, frozen=True):
-    """What a search within a run has found, by figures under which present steps take what they took.
+    """Holds what a search within a run has found, by figures under which present steps take what they took.
 
     Attributes:
       chosen: the fastest strategy; the present one, with what its steps took, if none is predicted to be faster.

@@ -38,7 +38,7 @@ PURPOSE = "comparing steps with their prediction"
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a rank has measured of the steps that are looked at.
+    """Holds what a rank has measured of the steps that are looked at.
 
     Attributes:
       step_s: their median; first_s: seconds of the first step of all, which prepares the others.

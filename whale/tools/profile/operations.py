@@ -94,7 +94,7 @@ class _NotMeasurableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where operations are measured.
+    """Says where operations are measured.
 
     Attributes:
       gpu: TensorFlow's name of the GPU; "" is the processor.
