@@ -295,6 +295,20 @@ def test_rates_of_devices_price_what_devices_exchange() -> None:
     assert make_rated_machine([replace(rate, devices=None)] * 2).exchange_s(device) == pytest.approx(2.0)
 
 
+def test_products_of_few_rows_take_what_their_weights_take_to_be_packed() -> None:
+    program = mlp()
+    product = next(node for node in program.nodes if node.op == "MatMul")
+    work = estimate_work(product, [program.find_type(ref) for ref in product.inputs])
+    computing_s, moving_s = work.flops / 1e9, work.moved_bytes / 2e9
+
+    def seconds(packs: bool) -> float:
+        rate = Rates(1e9, 2e9, 1e-6, 0.0, 1.0, "for the test", packs=packs)
+        return make_rated_machine([rate]).operations[0](program, product, work)[0]
+
+    assert seconds(False) == pytest.approx(1e-6 + max(computing_s, moving_s))
+    assert seconds(True) == pytest.approx(1e-6 + computing_s + 2 * moving_s)
+
+
 def test_the_file_of_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "new" / "profile.json"
     write(TABLE, path)

@@ -75,7 +75,17 @@ def measure_rates(context: Context, dry: bool, program: Program) -> list[Rates]:
 
     def make_rates(flops_per_s: float, bytes_per_s: float) -> Rates:
         origin = f"measured: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s, {how}"
-        return Rates(flops_per_s, bytes_per_s, START_S, exchange_s, exchanged, origin, exchanges_compute, devices)
+        return Rates(
+            flops_per_s,
+            bytes_per_s,
+            START_S,
+            exchange_s,
+            exchanged,
+            origin,
+            exchanges_compute=exchanges_compute,
+            devices=devices,
+            packs=not on_gpu,
+        )
 
     if not between:
         return [make_rates(*pairs[0])] * context.planned_size
