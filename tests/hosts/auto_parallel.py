@@ -1,12 +1,13 @@
 """Measures every way between two hosts at some rates of their link, beside the one that auto_parallel chooses.
 
     python -m tests.hosts.auto_parallel [--mbit 10 100 1000] [--models mlp gpt dlrm] [--ranks 1] [--seconds 2]
+    python -m tests.hosts.auto_parallel --here 2 [--models mlp gpt dlrm lstm]      between so many ranks of this machine
 
 Makes two hosts of namespaces with a link of so many 10^6 bits per second in each direction. For each model a line: the
 way that is chosen, the milliseconds of its step as predicted and as measured (median), and its time over that of the
-fastest way; then the other ways. Models are those of `benchmarks/predictions`, ways those of
-`whale/planner/graph_search` that are predicted to take less than three times as long as the chosen one, of pipelines
-two at most; each is built, warmed up, and takes its steps in turn with the others.
+fastest way; then the other ways, with what was predicted where it was. Models are those of `benchmarks/predictions`,
+ways those of `whale/planner/graph_search` that are predicted to take less than three times as long as the chosen one,
+of pipelines two at most; each is built, warmed up, and takes its steps in turn with the others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import functools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -87,8 +89,11 @@ def measure(seconds: float, names: list[str]) -> None:
                 f"{name}: {found.strategy.name}: predicted {1e3 * found.step_s:.1f} ms, measured "
                 f"{1e3 * auto_s:.1f} ms ({found.step_s / auto_s:.2f}); chosen / best {auto_s / best_s:.2f}"
             )
+            predicted = {
+                one.strategy.name: f", predicted {1e3 * one.step_s:.1f}" for one in notes[1].others if one.step_s
+            }
             for other, took_s in sorted(times.items(), key=lambda one: one[1]):
-                print(f"  {other}: {1e3 * took_s:.1f} ms")
+                print(f"  {other}: {1e3 * took_s:.1f} ms{predicted.get(other, '')}")
             sys.stdout.flush()
         wh.shutdown()
 
@@ -139,8 +144,12 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--models", nargs="+", default=["mlp", "gpt", "dlrm"])
     parser.add_argument("--ranks", type=int, default=1, help="of each host")
+    parser.add_argument("--here", type=int, metavar="RANKS", help="of this machine, without hosts of namespaces")
     parser.add_argument("--seconds", type=float, default=2.0, help="of measuring each way")
     asked = parser.parse_args()
+    if asked.here:
+        command = [sys.executable, "-m", "whale", "run", "-np", str(asked.here), __file__, str(asked.seconds)]
+        sys.exit(subprocess.run([*command, *asked.models], check=False).returncode)
     forkserver.open_folder()
     try:
         with tempfile.TemporaryDirectory(prefix="hosts-") as folder, Hosts(Path(folder), 2) as hosts:
