@@ -2,9 +2,9 @@
 
 NAME begins with a kind: `whale` or `plain` (TensorFlow alone). The server imports, and does nothing else: no tensor is
 made, no device is opened, so no thread of TensorFlow's runtime exists when it forks. A forked process gets the streams,
-folder, environment and arguments of the client that asked for it, and its namespaces where these are others (hosts of
-`tests.hosts`), leads a session of its own, and runs the script as Python would. The server ends with the test session
-that made its folder.
+folder, environment, arguments and cores of the client that asked for it, and its namespaces where these are others
+(hosts of `tests.hosts`), leads a session of its own, and runs the script as Python would. The server ends with the test
+session that made its folder.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ def _fork(
             held.close()
         for end in pipe:
             os.close(end)
+        os.sched_setaffinity(0, os.sched_getaffinity(client))
         _enter_namespaces(client, streams)
         _become(directory, environment, streams)
     except BaseException:

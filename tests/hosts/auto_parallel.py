@@ -3,7 +3,8 @@
     python -m tests.hosts.auto_parallel [--mbit 10 100 1000] [--models mlp gpt dlrm] [--ranks 1] [--seconds 2]
     python -m tests.hosts.auto_parallel --here 2 [--models mlp gpt dlrm lstm]      between so many ranks of this machine
 
-Makes two hosts of namespaces with a link of so many 10^6 bits per second in each direction. For each model a line: the
+Makes two hosts of namespaces with a link of so many 10^6 bits per second in each direction; each has half of this
+machine's cores. For each model a line: the
 way that is chosen, the milliseconds of its step as predicted and as measured (median), and its time over that of the
 fastest way; then the other ways, with what was predicted where it was. Models are those of `benchmarks/predictions`,
 ways those of `whale/planner/graph_search` that are predicted to take less than three times as long as the chosen one,
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import forkserver
-from tests.hosts.hosts import HostLauncher, Hosts
+from tests.hosts.hosts import HostLauncher, Hosts, Machine
 
 _TURNS, _PIPELINES = 4, 2
 # Ways that are predicted to take so many times as long as the chosen one are left out; those that do are measured by
@@ -152,7 +154,10 @@ def main() -> None:
         sys.exit(subprocess.run([*command, *asked.models], check=False).returncode)
     forkserver.open_folder()
     try:
-        with tempfile.TemporaryDirectory(prefix="hosts-") as folder, Hosts(Path(folder), 2) as hosts:
+        cores = sorted(os.sched_getaffinity(0))
+        parts = (cores[: len(cores) // 2], cores[len(cores) // 2 :])
+        machines = {f"h{number}": Machine(cores=tuple(part)) for number, part in enumerate(parts)}
+        with tempfile.TemporaryDirectory(prefix="hosts-") as folder, Hosts(Path(folder), 2, machines) as hosts:
             launcher = HostLauncher(hosts, python=forkserver.warm_python())
             where = ["-np", str(2 * asked.ranks), "--hosts", f"h0:{asked.ranks},h1:{asked.ranks}"]
             for mbit in asked.mbit:

@@ -47,17 +47,24 @@ class Machine:
     Attributes:
         shm_bytes: size of /dev/shm; shm_read_only: whether nothing can be written there.
         memory_bytes: what its processes may take together; None: no limit.
+        cores: the cores of this machine that are its own; none: it shares them all with the other hosts.
     """
 
     shm_bytes: int = 1 << 30
     shm_read_only: bool = False
     memory_bytes: int | None = None
+    cores: tuple[int, ...] = ()
+
+    def hold_cores(self) -> list[str]:
+        """Returns what goes in front of a command that is to have the cores of this host alone."""
+        return ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
 
 
 @dataclass(slots=True)
 class _Host:
     process: subprocess.Popen[str]
     number: int
+    machine: Machine
     pid: int = 0  # of its first process, as this machine sees it
     group: Path | None = None
     rules: packets.Rules = field(default_factory=packets.Rules)
@@ -123,7 +130,8 @@ class Hosts:
         host = self._hosts[name]
         joins = [] if host.group is None else [f"echo $$ > {host.group}/cgroup.procs;"]
         text = " ".join([*joins, 'exec "$@"'])
-        inside = ["nsenter", "-t", str(host.pid), "-m", "-u", "-i", "-n", "-p", f"--wd={folder or self.folder}"]
+        spaces = ["-t", str(host.pid), "-m", "-u", "-i", "-n", "-p", f"--wd={folder or self.folder}"]
+        inside = [*host.machine.hold_cores(), "nsenter", *spaces]
         return ["sh", "-c", text, "sh", *inside, *arguments]
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -303,7 +311,8 @@ class Hosts:
             "environment": self.environment(),
         }
         group = None if machine.memory_bytes is None else _make_group(f"{self._groups}-{name}", machine.memory_bytes)
-        line = ["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=SIGKILL"]
+        line = [*machine.hold_cores(), "unshare", "--net", "--uts", "--ipc", "--pid", "--mount"]
+        line += ["--fork", "--kill-child=SIGKILL"]
         line += [sys.executable, "-I", "-S", str(HERE / "init.py"), json.dumps(said)]
         if group is not None:
             line = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *line]
@@ -311,7 +320,7 @@ class Hosts:
             line, env=self.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
-        return _Host(process, number, group=group)
+        return _Host(process, number, machine, group=group)
 
     def _connect(self) -> None:
         """Joins the hosts by pairs of devices, of which one end is in the host and the other in the switch."""
