@@ -257,7 +257,7 @@ def _refuse_unknown(data: Any) -> None:
 
 def _refuse_shared(data: Any, validation: Any) -> None:
     """Refuses datasets shared by training and validation: iterating over one changes the other's shuffle order, which a
-    newcomer cannot reproduce.
+    joining rank cannot reproduce.
     """
     shared = [
         one
