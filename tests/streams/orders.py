@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 # Programs from this number on may do what TensorFlow itself does in another way each time.
 RACING = 1_000_000
+SETTLED_S = 0.1
 LONG = 8  # batches, in which no act that stops early comes near the end
 
 
@@ -189,6 +191,8 @@ class Run:
         found: dict[str, np.ndarray] = {}
         for i, (act, derived, number) in enumerate(program.acts):
             values = getattr(self, "_" + act.replace(" ", "_"))(program.data, derived, number)
+            if "repeat" in program.data.rest:  # behind its last batch a thread of TensorFlow begins another order soon
+                time.sleep(SETTLED_S)
             found |= {f"{i}/{act}/{name}": np.asarray(value) for name, value in values.items()}
         return found | {f"weights/{i}": weight for i, weight in enumerate(self._model.get_weights())}
 

@@ -117,7 +117,9 @@ class ShardedDataset:
                 # One thread has nothing to tune, and the end of an iterator may wait for that which tunes, with
                 # Python's lock held, up to a minute: it is woken before it is told that it is to end.
                 options.autotune.enabled = False
-        self._one_ahead = bool(keeps_orders(self._whole))
+        # Reading ahead of a repetition's end begins the next order. A thread would do that some time after the last
+        # batch is taken: on a busy machine after the script has begun another iteration, and perhaps on one rank alone.
+        self._one_ahead = bool(keeps_orders(self._whole)) or (self._own is not None and self._own.reads_ahead)
         if self._one_ahead:
             options.experimental_optimization.inject_prefetch = False
             self._read = self._read.with_options(options)
@@ -181,8 +183,8 @@ class ShardedDataset:
     def _iterate_read(self, start: int) -> Iterator[Any]:
         """What this rank reads, from number ``start`` on.
 
-        What is read ahead decides whether a cache is full when a loop stops early. TensorFlow reads one batch ahead
-        while a loop is young, and so do all ranks then, in step.
+        What is read ahead decides whether a cache is full, and which order a repetition is in, when a loop stops early.
+        TensorFlow reads one batch ahead while a loop is young, and so do all ranks then, in step.
         """
         elements = iter(_skip(self._read, start))
         return _one_ahead(elements) if self._one_ahead else elements

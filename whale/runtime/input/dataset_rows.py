@@ -131,6 +131,7 @@ class OwnRows:
       moved: number of maps that run on this rank's samples only; kept: names of those that see all samples.
       reseeded: the dataset's shuffles that had no seed, and got one.
       summaries: of batches that all ranks have to meet alike, where they are not known without reading them.
+      reads_ahead: batches are read ahead within each repetition.
     """
 
     dataset: tf.data.Dataset
@@ -140,6 +141,7 @@ class OwnRows:
     kept: tuple[str, ...]
     reseeded: tuple[Any, ...]
     summaries: tuple[Summary, ...]
+    reads_ahead: bool = False
 
     def part(self, element: Any) -> Part:
         """Reads an element of ``dataset``."""
@@ -232,9 +234,13 @@ class _Division:
             # TensorFlow makes one of a shuffle and a repetition that are side by side: nothing comes between.
             is_apart = type(made._input_dataset).__name__ != "_ShuffleDataset"
             begins_here = is_apart and restarts(made) and not restarts(made._input_dataset)
-            repeated = inner.dataset.prefetch(self._ahead) if self._ahead and begins_here else inner.dataset
+            reads_ahead = bool(self._ahead) and begins_here
+            repeated = inner.dataset.prefetch(self._ahead) if reads_ahead else inner.dataset
             return replace(
-                inner, dataset=repeated.repeat(made._count), sizes=inner.sizes.follow("repeat", _number(made._count))
+                inner,
+                dataset=repeated.repeat(made._count),
+                sizes=inner.sizes.follow("repeat", _number(made._count)),
+                reads_ahead=reads_ahead or inner.reads_ahead,
             )
         numbers = [_number(getattr(made, name)) for name in ("_count", "_num_shards", "_index") if hasattr(made, name)]
         sizes = inner.sizes.follow(type(made).__name__, *numbers)
