@@ -63,6 +63,7 @@ def is_read(node: Node, found: Accesses) -> bool:
 
 
 _ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
+_HANDED_ON = IDENTITIES | {"ReadVariableOp"}
 LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
 
 
@@ -131,7 +132,7 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
             continue
         value = node.inputs[1]
         kind = known.setdefault(program.find_type(value), program.find_type(value))
-        arithmetic = simple.get(value.node) is kind and by_name[value.node].op not in IDENTITIES | {"ReadVariableOp"}
+        arithmetic = simple.get(value.node) is kind and by_name[value.node].op not in _HANDED_ON
         # A tensor that is only assigned becomes the variable's, which costs nothing.
         if _is_fitting(kind) and (node.op != "AssignVariableOp" or arithmetic):
             types[node.name] = kind

@@ -19,6 +19,7 @@ from whale.ir.program import Node, Program, Ref, find_waited_for, prune, sort_no
 from whale.ir.values import DType, TensorType
 from whale.sharding_rules.graph import iterate_variable_uses
 
+_LOOKS_UP_OR_CHANGES = READS_ROWS | UPDATES
 _IDS = ("int32", "int64")  # in which `ResourceGather` takes them
 
 
@@ -51,9 +52,10 @@ def _only_looked_up(program: Program) -> list[str]:
     for use in iterate_variable_uses(program):
         if use.node.op == "ReadVariableOp" and use.graph is program:
             read.update(use.handles)
-        elif use.node.op not in READS_ROWS | UPDATES:
+        elif use.node.op not in _LOOKS_UP_OR_CHANGES:
             other.update(use.handles)
-    return [v.node for v in program.variables if v.node in read - other]
+    read -= other
+    return [v.node for v in program.variables if v.node in read]
 
 
 def _changed_by_rows(program: Program) -> set[str]:
