@@ -284,6 +284,7 @@ class Reports:
       compiled_for: the inputs of the latest program of each name, in words.
       whole: names of programs that every rank computes whole, which was said.
       on_device: what was said of tables that are not kept in the host's memory.
+      wide: names of programs whose wide weights would better be divided, which was said.
       plans_not_kept: whether it was said why plans are not kept for later runs.
       without_xla: whether it was said that TensorFlow has no XLA.
     """
@@ -293,6 +294,7 @@ class Reports:
     compiled_for: dict[str, str] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     on_device: set[str] = field(default_factory=set)
+    wide: set[str] = field(default_factory=set)
     plans_not_kept: bool = False
     without_xla: bool = False
 

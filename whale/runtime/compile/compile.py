@@ -36,6 +36,7 @@ from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.passes.verify.undivided import explain_undivided
+from whale.passes.verify.wide_weights import explain_wide_weights
 from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.strategies import updates
 from whale.runtime.compile.auto import Applied, SearchedAgain, project_for_plan, spread_program
@@ -150,6 +151,7 @@ def compile_program(
     expanded = decompose(program, plan, settings)
     clock.lap("expand")
     undivided_text = "" if whole else _tell_if_whole(expanded, plan, context)
+    _tell_of_wide_weights(expanded, plan, context)
     on_device = _tell_of_tables(program, plan, settings, context)
     what = f"`{program.name}` (program {number} of the run)"
     lowered = lower_ranks(program, plan, settings, context.ranks, context.comm_name, what, expanded)
@@ -221,6 +223,16 @@ def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:
     context.reports.whole.add(plan.program)
     log.warning(text)
     return text
+
+
+def _tell_of_wide_weights(program: Program, plan: Plan, context: Context) -> None:
+    """Logs once, on the first rank, which weights would better be divided, unless that was decided by prediction."""
+    decided = context.planning.auto is not None or context.planning.saved is not None
+    if context.planning.dry is not None or context.rank != 0 or decided or plan.program in context.reports.wide:
+        return
+    if text := explain_wide_weights(program, plan):
+        context.reports.wide.add(plan.program)
+        log.info(text)
 
 
 def _tell_of_tables(program: Program, plan: Plan, settings: PlanSettings, context: Context) -> str:
