@@ -2,7 +2,7 @@
 
 replan_on_ranks.py function|fit|profile STEPS [STRATEGY...]
 
-STRATEGY: rows, state, stages, split, alone: the run goes over to each of them after some steps, from the first one.
+STRATEGY: rows, state, stages, split, alone, lent: the run goes over to each after some steps, from the first one.
 With `profile` nothing is planted, and `mesh.profile` decides.
 """
 
@@ -38,6 +38,8 @@ def find_strategy(program: Program, context: Context, kind: str) -> ParallelStra
     if kind == "stages":
         work = work_of_chain(normal, lambda node: 1.0)
         return pipelines(normal, size, ROWS, work, [1.0] * size, 2, "1f1b", ())[0]
+    if kind == "lent":
+        return divide_over_all("rank 0 alone", size, lent_threads=2)
     if kind == "state":
         return divide_over_all("state divided", size, zero=3)
     found = choices(normal, size, None)

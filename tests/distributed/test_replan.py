@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from cost_model.graph.machine_profile import Curve, Operation, write
 from tests.cost_model.test_captured import KIND, TABLE
 from tests.launcher.helpers import Launcher
 
+ONE_CORE = len(os.sched_getaffinity(0)) < 2
 SCRIPT = str(Path(__file__).with_name("replan_on_ranks.py"))
 
 
@@ -19,6 +21,7 @@ SCRIPT = str(Path(__file__).with_name("replan_on_ranks.py"))
     [
         ("function", "rows stages state alone"),
         ("fit", "rows split state rows"),
+        pytest.param("function", "rows lent rows lent", marks=pytest.mark.skipif(ONE_CORE, reason="none to lend")),
         pytest.param("function", "split alone stages rows", marks=pytest.mark.long),
         pytest.param("fit", "state rows split state", marks=pytest.mark.long),
     ],

@@ -41,9 +41,12 @@ class Watched:
     searched: list[StepsTook] = field(default_factory=list)
     moving: tuple[float, str] = (0.0, "")
     found: SearchedAgain | None = None
+    may_lend: bool = False
+    near: list[bool] = field(default_factory=list)
 
-    def search(self, took: StepsTook) -> SearchedAgain:
+    def search(self, took: StepsTook, is_near: bool) -> SearchedAgain:
         self.searched.append(took)
+        self.near.append(is_near)
         if self.found is None:
             raise PlanError("no strategy for the program was found")
         return self.found
@@ -52,7 +55,7 @@ class Watched:
         """Takes steps; returns those after which the run goes over to another strategy."""
         comm = LoneRank(self.now_s)
         search = self.search if searches else None
-        foreseen = StepForecast(3, 0.5, comm, search, self.kept.append, lambda _: self.moving)  # type: ignore[arg-type]
+        foreseen = StepForecast(3, 0.5, comm, search, self.kept.append, lambda _: self.moving, self.may_lend)  # type: ignore[arg-type]
 
         def call(seconds: float) -> None:
             self.now_s[0] += seconds
@@ -124,6 +127,25 @@ def test_it_stays_where_it_has_to(
     assert watched.take(200, 2.5) == []
     assert watched.kept == [kept]
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("step_s", "may_lend", "near"), [(0.9, True, [True]), (0.9, False, []), (0.6, True, []), (0.3, True, [])]
+)
+def test_one_rank_on_all_cores_is_compared_where_steps_are_longer(
+    watched: Watched, capsys: pytest.CaptureFixture[str], step_s: float, may_lend: bool, near: list[bool]
+) -> None:
+    watched.may_lend, watched.found = may_lend, SearchedAgain(BETTER, 9.0, Slowdown(), True, 1e9, 1e9, 0.0)
+    moves = watched.take(40, step_s)
+    assert watched.near == near and watched.kept == [BETTER] * len(near)
+    assert moves == [(FIRST + STEPS, BETTER)] * len(near)
+    assert ("one rank was measured on the cores of all: `every rank alone`" in capsys.readouterr().err) == bool(near)
+
+
+def test_nothing_is_said_where_one_rank_is_no_faster(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    watched.may_lend = True  # and the comparison fails
+    assert watched.take(40, 0.9) == [] and watched.near == [True] and watched.kept == []
+    assert capsys.readouterr().err == ""
 
 
 def test_waits_for_other_ranks_are_no_exchange() -> None:

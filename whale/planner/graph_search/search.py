@@ -193,6 +193,7 @@ def best_way(
     stages: int = 0,
     budget_s: float | None = None,
     team: Team | None = None,
+    is_corrected: bool = False,
 ) -> Found:
     """Finds the fastest strategy by prediction, of those that fit into memory.
 
@@ -203,6 +204,7 @@ def best_way(
       stages: only pipelines with so many stages; 0: any strategy.
       budget_s: seconds after which no further strategy is tried; None: the default of a run.
       team: processes that evaluate strategies in parallel.
+      is_corrected: the figures explain steps that ran, so that a measured step of one rank counts as it is.
 
     Raises:
       PlanError: no strategy can run.
@@ -239,7 +241,7 @@ def best_way(
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
     if not stages:
-        _look_at_lending(search, plans)
+        _look_at_lending(search, plans, is_corrected)
     best = _best(search, environment)
     if team is not None and best.by:
         plan, held_bytes = team.plan(best.by, best.strategy)
@@ -253,12 +255,34 @@ def best_way(
     return Found(chosen, made, told, search.is_whole, (*others, *search.lost))
 
 
-def _look_at_lending(search: Search, plans: Plans) -> None:
+def way_or_lending(
+    program: Program, settings: PlanSettings, environment: SearchEnvironment, present: ParallelStrategy, took_s: float
+) -> Found:
+    """Compares the strategy that runs, whose steps take ``took_s``, with a measured step of rank 0 on all cores.
+
+    Raises:
+      PlanError: the strategy cannot run.
+    """
+    search, settings = Search(float("inf")), settings.but(observer=PassObserver())
+    plans = Plans(program, settings, environment)
+    search.look(plans, present)
+    search.found = [replace(way, seconds=took_s) for way in search.found]
+    _look_at_lending(search, plans, is_compared=True)
+    best = _best(search, environment)
+    chosen = ChosenStrategy(best.strategy, best.seconds, best.bytes)
+    told = list(_describe_choice(best, search, environment))
+    return Found(chosen, best.made or plans.make(best.strategy), told, search.is_whole, tuple(search.lost))
+
+
+def _look_at_lending(search: Search, plans: Plans, is_compared: bool = False) -> None:
     """Evaluates rank 0 alone with the cores of all ranks: by a bound, then priced, then as a step that was run.
 
     Each is done only if the one before it is faster than all else. What a step gains by threads is measured with its
     own program; what the others take is predicted, as is what one rank takes with its own threads, so that the error of
     predictions for this program is in both.
+
+    Args:
+      is_compared: what the others take was measured: the step is run, and counts as it is.
     """
     environment, settings = plans.environment, plans.settings
     lending, own = environment.lending, environment.rates[0]
@@ -278,7 +302,7 @@ def _look_at_lending(search: Search, plans: Plans) -> None:
     more = lending.threads / lending.own_threads
     ideal = replace(own, flops_per_s=more * own.flops_per_s, bytes_per_s=more * own.bytes_per_s)
     (bound_s,) = rank_seconds(program, 0, 1, [make_rated_machine([ideal])])
-    needed_s = (1 - LEAST_GAIN) * search.to_beat_s()
+    needed_s = float("inf") if is_compared else (1 - LEAST_GAIN) * search.to_beat_s()
     if bound_s >= needed_s:
         return lose(f"{1e3 * bound_s:.2f} ms at least")
     with_all = replace(plans, environment=environment.lend(lending.measure_rates(own, lending.threads)))
@@ -293,10 +317,12 @@ def _look_at_lending(search: Search, plans: Plans) -> None:
         alone_s, all_s = lending.measure_step(program)
     except WhaleError as error:
         return lose(f"not tried: {error.message}")
-    waiting = lending.measure_rates(own, lending.own_threads)  # as the step was measured
-    (predicted_s,) = rank_seconds(program, 0, 1, [make_rated_machine([waiting])])
     gained = f"{1e3 * alone_s:.2f} ms with {lending.own_threads}, and {1e3 * all_s:.2f} with {lending.threads}"
     search.tried.append(f"  a step alone on rank 0, measured: {gained} thread{'s' * (lending.threads > 1)}")
+    if is_compared:
+        return search.note(strategy, answer, replace(way, seconds=all_s))
+    waiting = lending.measure_rates(own, lending.own_threads)  # as the step was measured
+    (predicted_s,) = rank_seconds(program, 0, 1, [make_rated_machine([waiting])])
     return search.note(strategy, answer, replace(way, seconds=predicted_s * all_s / alone_s))
 
 

@@ -28,7 +28,7 @@ from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import SearchEnvironment, Slowdown, find_slowdown
 from whale.planner.graph_search.predict import Made, Plans, apply, predict, price_step, recompute_of
-from whale.planner.graph_search.search import LEAST_GAIN, best_way
+from whale.planner.graph_search.search import LEAST_GAIN, best_way, way_or_lending
 from whale.planner.graph_search.strategies import drop_scopes, has_scopes, trains
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import bound
@@ -183,6 +183,7 @@ def search_again(
     number: int,
     captured: Program,
     took: tuple[float, float],
+    is_near: bool = False,
 ) -> SearchedAgain:
     """Searches the fastest strategy for a program that runs, of which steps were measured; collective.
 
@@ -191,6 +192,7 @@ def search_again(
     Args:
       program, settings, captured: as of ``spread_program``, as if the program's variables did not lie anywhere yet.
       took: seconds of a step, and of its exchanges without waits.
+      is_near: figures hold by and large: only what can be measured beside is compared, one rank on the cores of all.
 
     Raises:
       PlanError: no strategy can run now, or the present one cannot be predicted.
@@ -203,6 +205,10 @@ def search_again(
     before = context.planning.slower
     environment = _environment(program, context, number, captured, again=True)
     bytes_per_s = min(one.exchanged_bytes_per_s for one in environment.rates)  # as measured now, whatever prices it
+    if environment.prices is None and not present.strategy.lent_threads:
+        environment = replace(environment, lending=find_lending(program, context))
+    if is_near:
+        return _compare_with_lending(program, settings, environment, context, key, took[0], bytes_per_s, started_s)
     environment = environment.slow_down(before)
     mine = None
     if context.rank == 0:
@@ -220,7 +226,7 @@ def search_again(
     stages, found = context.config["pipeline.stages"], list[SearchedAgain]()
 
     def look(team: RankTeam) -> tuple[ChosenStrategy, Made]:
-        best = best_way(program, settings, environment, stages, team=team)
+        best = best_way(program, settings, environment, stages, team=team, is_corrected=True)
         chosen, least_bytes = best.chosen, min(environment.limits_bytes)
         plans = _plans_of(present, program, settings, environment)
         present_s = predict(plans, present.strategy, 0.0).seconds
@@ -234,6 +240,35 @@ def search_again(
     find_together(context, key, purpose, lambda: Plans(program, settings, environment), look)
     mine = msgspec.msgpack.encode(found[0]) if context.rank == 0 else None
     return msgspec.msgpack.decode(comm.broadcast_bytes(f"{key}/found", mine, 0, PLAN_TIMEOUT_S), type=SearchedAgain)
+
+
+def _compare_with_lending(
+    program: Program,
+    settings: PlanSettings,
+    environment: SearchEnvironment,
+    context: Context,
+    key: str,
+    took_s: float,
+    bytes_per_s: float,
+    started_s: float,
+) -> SearchedAgain:
+    """Returns the present strategy, or one rank on the cores of all if a step of it takes less; collective."""
+    present, mine = context.planning.auto, None
+    assert present is not None
+    if context.rank == 0:
+        try:
+            found = way_or_lending(program, settings, environment, present.strategy, took_s)
+            is_lent, least_bytes = bool(found.chosen.strategy.lent_threads), min(environment.limits_bytes)
+            chosen = found.chosen if is_lent else msgspec.structs.replace(present, step_s=took_s)
+            spent_s = time.perf_counter() - started_s
+            again = SearchedAgain(chosen, took_s, Slowdown(), True, least_bytes, bytes_per_s, spent_s)
+            mine = msgspec.msgpack.encode(again)
+        except WhaleError as error:
+            mine = b"E" + str(error).encode()
+    said = context.comms[0].broadcast_bytes(f"{key}/lending", mine, 0, PLAN_TIMEOUT_S)
+    if said.startswith(b"E"):
+        raise PlanError(f"rank 0 could not compare the present way with another one: {said[1:].decode()}")
+    return msgspec.msgpack.decode(said, type=SearchedAgain)
 
 
 def _plans_of(

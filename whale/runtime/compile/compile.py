@@ -195,13 +195,14 @@ def search_again(
     given: Mapping[str, Tiles],
     whole: bool,
     took: tuple[float, float],
+    is_near: bool,
 ) -> SearchedAgain:
     """Searches another strategy for a captured program that runs, of which steps were measured; collective.
 
     Args:
       program, local, whole: as of ``compile_program``; number: of the program in this run.
       given: layouts that the script sets for variables, by handle node.
-      took: as of ``whale.runtime.compile.auto.search_again``.
+      took, is_near: as of ``whale.runtime.compile.auto.search_again``.
 
     Raises:
       PlanError: no strategy can run now.
@@ -210,7 +211,7 @@ def search_again(
     if whole:
         settings = settings.but(batch__inputs=())
     normal = normalise(program, settings)
-    return search_strategy_again(normal, settings.but(batch__local=local), context, number, program, took)
+    return search_strategy_again(normal, settings.but(batch__local=local), context, number, program, took, is_near)
 
 
 def _tell_if_whole(program: Program, plan: Plan, context: Context) -> str:

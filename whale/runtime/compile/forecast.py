@@ -5,7 +5,7 @@ another link, or beside other programs, the search is asked again with figures t
 finds is kept for later runs; this run goes over to it as soon as that saves more than it takes, if as many steps come
 as there were. The first rank says so in one line.
 
-Decision: 0185.
+Decisions: 0185, 0199.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from whale.errors import CommError, WhaleError
 from whale.ir.plan_text import format_bytes
 from whale.ir.strategy import ChosenStrategy
 from whale.log import log
+from whale.planner.graph_search.environment import Slowdown
 from whale.runtime.compile.auto import SearchedAgain
 from whale_ops import Communicator
 from whale_ops.communicator import NO_EXCHANGES
@@ -32,6 +33,8 @@ _T = TypeVar("_T")
 # so many times as long as predicted, or the prediction as they do, and so much longer.
 FIRST, STEPS = 4, 8
 FAR, FAR_S = 2.0, 2e-3
+# A step of one rank on the cores of all is measured already where steps take so many times as long as predicted.
+FAR_TO_LEND = 1.25
 MOST_MOVES = 3  # of a run to another strategy: what is measured may change as often as it likes
 PURPOSE = "comparing steps with their prediction"
 
@@ -86,10 +89,10 @@ def find_step_s(said: Sequence[tuple[float, bool]]) -> float:
     return (min if any(exchanges for _, exchanges in said) else max)(step_s for step_s, _ in said)
 
 
-def is_far(step_s: float, predicted_s: float) -> bool:
+def is_far(step_s: float, predicted_s: float, far: float = FAR) -> bool:
     """Tells whether steps took much more time than predicted, or much less."""
     longer, shorter = max(step_s, predicted_s), min(step_s, predicted_s)
-    return longer > FAR * shorter and longer - shorter > FAR_S
+    return longer > far * shorter and longer - shorter > FAR_S
 
 
 @dataclass
@@ -100,19 +103,22 @@ class StepForecast:
       number: of the program in this run.
       step_s: predicted seconds of a step.
       comm: of the ranks.
-      search: searches again, by what steps took; None: the way was given, or there were searches enough.
+      search: searches again, by what steps took, or only compares with a step of one rank on the cores of all (`near`);
+        None: the way was given, or there were searches enough.
       correct: makes later runs take another strategy; None: look anew.
       moving_s: returns the seconds that variables take to go over to another strategy; infinite where they cannot, with
         the reason.
+      may_lend: ranks may lend the first one their cores, and do not.
       better: the strategy to go over to, once that pays; None: there is none.
     """
 
     number: int
     step_s: float
     comm: Communicator
-    search: Callable[[StepsTook], SearchedAgain] | None
+    search: Callable[[StepsTook, bool], SearchedAgain] | None
     correct: Callable[[ChosenStrategy | None], None]
     moving_s: Callable[[SearchedAgain], tuple[float, str]]
+    may_lend: bool = False
     better: ChosenStrategy | None = None
     _name: str = ""
     _times_s: list[float] = field(default_factory=list)
@@ -182,34 +188,40 @@ class StepForecast:
         self._times_s, search, self.search = [], self.search, None
         brief = pack((mine.step_s, bool(mine.exchanges_s)))
         said = [unpack(one) for one in self.comm.allgather_bytes("whale/forecast", brief, TURN_TIMEOUT_S, PURPOSE)]
-        if not is_far(find_step_s(said), self.step_s):
+        step_s = find_step_s(said)
+        far = is_far(step_s, self.step_s)
+        near = not far and self.may_lend and search is not None and step_s > self.step_s
+        if not far and not (near and is_far(step_s, self.step_s, FAR_TO_LEND)):
             return
         whole = pack((mine.step_s, mine.first_s, mine.exchanges_s, mine.sent_bytes))
         every = self.comm.allgather_bytes("whale/forecast/far", whole, TURN_TIMEOUT_S, PURPOSE)
         took = StepsTook.agree([StepTimes(*unpack(one)) for one in every])
-        found, why = _search(search, took)
-        self.correct(found.chosen if found is not None and found.is_whole else None)
+        found, why = _search(search, took, near)
+        if far or found is not None:
+            self.correct(found.chosen if found is not None and found.is_whole else None)
         if found is not None:
             why = self._weigh(found, took)
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and (far or self.better is not None):
             log.warning(f"auto_parallel: {self._describe(took, mine.sent_bytes)}; {why}")
 
     def _weigh(self, found: SearchedAgain, took: StepsTook) -> str:
         """Decides whether to go over to another strategy, and when; returns it in words."""
         gain_s = found.present_s - found.chosen.step_s
-        slower = found.slower
-        measured = f"computing takes {slower.computing:.3g} and exchanging {slower.exchanging:.3g} times as long"
+        measured, slower = "one rank was measured on the cores of all", found.slower
+        if slower != Slowdown():
+            measured = f"computing takes {slower.computing:.3g} and exchanging {slower.exchanging:.3g} times as long"
+            measured += " as figures say"
         if gain_s <= 0:
-            return f"measured again, {measured} as figures say, and no other way is predicted to be faster"
+            return f"measured again, {measured}, and no other way is predicted to be faster"
         better = f"`{found.chosen.strategy.name}` is predicted to take {1e3 * found.chosen.step_s:.4g} ms"
         moving_s, why = self.moving_s(found)
         if why:
-            return f"{measured} as figures say, and {better}, but {why}: the next run takes it"
+            return f"{measured}, and {better}, but {why}: the next run takes it"
         # As many steps as there were may come: after them it has cost no more than twice what knowing that would have.
         self._pays_after = (found.took_s + took.first_s + moving_s) / gain_s
         self.better = found.chosen
         later = f" after {math.ceil(self._pays_after)} steps" if self._pays_after > self._calls else ""
-        return f"{measured} as figures say: {better}, and the run goes over to it{later}"
+        return f"{measured}: {better}, and the run goes over to it{later}"
 
     def _describe(self, took: StepsTook, sent_bytes: int) -> str:
         share = took.exchanges_s / took.step_s
@@ -220,12 +232,14 @@ class StepForecast:
         )
 
 
-def _search(search: Callable[[StepsTook], SearchedAgain] | None, took: StepsTook) -> tuple[SearchedAgain | None, str]:
+def _search(
+    search: Callable[[StepsTook, bool], SearchedAgain] | None, took: StepsTook, near: bool
+) -> tuple[SearchedAgain | None, str]:
     """Returns what a search finds, or why it finds nothing: the present strategy goes on then."""
     if search is None:
         return None, "links or processors are not what they were when the way was chosen (see `whale doctor`)"
     try:
-        return search(took), ""
+        return search(took, near), ""
     except CommError:
         raise
     except WhaleError as error:

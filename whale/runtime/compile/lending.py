@@ -97,11 +97,9 @@ def find_lending(program: Program, context: Context) -> HostCores | None:
 
     Collective between processes.
     """
-    if not context.has_other_processes or context.planning.dry is not None or context.elastic is not None:
+    if not may_lend(context):
         return None
     cores = know_machines(context).cores
-    if context.place.local_size != context.size or has_compute_device() or context.planning.own_programs is not None:
-        return None
     own = count_threads()
     threads = min(own * context.size, len(set(chain(*cores))), int(cpu_quota() or own * context.size))
     if threads <= own:
@@ -110,6 +108,14 @@ def find_lending(program: Program, context: Context) -> HostCores | None:
     limit, _ = limit_bytes(context)
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     return HostCores(program, own, threads, limit - held)
+
+
+def may_lend(context: Context) -> bool:
+    """Tells whether the run's ranks may lend their cores, if these are more than the first one has."""
+    if not context.has_other_processes or context.planning.dry is not None or context.elastic is not None:
+        return False
+    together = context.place.local_size == context.size
+    return together and not has_compute_device() and context.planning.own_programs is None
 
 
 def share_cores(context: Context) -> None:

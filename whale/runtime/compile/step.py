@@ -44,7 +44,7 @@ from whale.runtime.compile.compile import (
 )
 from whale.runtime.compile.cross_rank_checks import check_all_take
 from whale.runtime.compile.forecast import MOST_MOVES, StepForecast, StepsTook
-from whale.runtime.compile.lending import share_cores
+from whale.runtime.compile.lending import may_lend, share_cores
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.plan_cache import correct_strategy
 from whale.runtime.compile.settings import settings_of
@@ -364,11 +364,13 @@ def _foresee(
         return
     is_given = planning.saved is not None or planning.described is not None
 
-    def search(took: StepsTook) -> SearchedAgain:
+    def search(took: StepsTook, is_near: bool) -> SearchedAgain:
         captured = _in_scopes(trace.read(), context)
         tiles = ((c.node, find_given_tiles(c)) for c in captured.variables)
         given = {node: found for node, found in tiles if found is not None}
-        return search_again(captured.program, context, number, local, given, whole, (took.step_s, took.exchanges_s))
+        return search_again(
+            captured.program, context, number, local, given, whole, (took.step_s, took.exchanges_s), is_near
+        )
 
     def correct(chosen: ChosenStrategy | None) -> None:
         if context.rank == 0:
@@ -381,6 +383,7 @@ def _foresee(
         search if context.config["mesh.auto_parallel"] and not is_given and planning.moves < MOST_MOVES else None,
         correct,
         lambda found: _predict_moving_s(found, context),
+        may_lend(context) and not auto.strategy.lent_threads,
     )
 
 
