@@ -1,5 +1,8 @@
 #include "whale_ops/core/operation/request.h"
 
+#include <algorithm>
+#include <numeric>
+
 namespace whale {
 
 std::string counter_name(const Request& request) {
@@ -24,6 +27,14 @@ std::string title_of(const Request& request) {
 
 std::string purpose_of(const Request& request) {
   return request.alone.empty() ? title_of(request) : request.alone;
+}
+
+int64_t bytes_of(const Request& request) {
+  const auto sum = [](const std::vector<int64_t>& counts) {
+    return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  };
+  return std::max(sum(request.counts), sum(request.recv_counts)) *
+         static_cast<int64_t>(request.element_bytes);
 }
 
 Status invalid(const Request& request, const std::string& what) {

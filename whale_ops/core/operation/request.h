@@ -65,6 +65,8 @@ std::string counter_name(const Request& request);
 std::string title_of(const Request& request);
 // What it is for, where that was told, else the title.
 std::string purpose_of(const Request& request);
+// Of the elements that this rank gives, or gets if these are more.
+int64_t bytes_of(const Request& request);
 // An error about what was asked for.
 Status invalid(const Request& request, const std::string& what);
 

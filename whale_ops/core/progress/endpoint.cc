@@ -34,6 +34,8 @@ Endpoint::Endpoint(std::string name, std::unique_ptr<Transport> transport,
       size_(transport_->size()),
       hosts_(group_by_memory(*transport_)),
       several_hosts_(*std::max_element(hosts_.begin(), hosts_.end()) > 0),
+      by_memory_(transport_->between_processes() && !transport_->needs_polling() &&
+                 transport_->descriptor() < 0),
       wake_(std::move(wake)),
       left_(size_, false),
       gone_(size_, false) {}
@@ -76,8 +78,40 @@ Status Endpoint::read_lent(int peer, uint64_t place, void* to, uint64_t bytes) {
   return Status::Ok();
 }
 
+uint32_t Endpoint::carry_on(uint64_t id, int64_t patience_ns, const Doorbell& bell) {
+  followed_ = id;
+  const bool waits = patience_.waits();
+  const int64_t start_ns = now_ns();
+  uint32_t rings = 0;
+  bool waited = false;
+  for (;;) {
+    rings = bell.rings();
+    const bool worked = progress(now_ns());
+    if (followed_ == 0) break;
+    if (worked) continue;
+    if (!waits || now_ns() - start_ns > patience_ns) break;
+    waited = true;
+  }
+  if (waited) patience_.note(followed_ == 0);
+  followed_ = 0;
+  // What does not wait for other ranks goes on, and what only the engine's thread does.
+  if (!working_.empty() || !delayed_.empty() || self_left_) wake_();
+  return rings;
+}
+
 bool Endpoint::poll(int64_t now) {
   if (closed_) return false;
+  const bool worked = progress(now);
+  if (self_left_ && delayed_.empty() && is_over()) {
+    // Here and not in the destructor: all calls of a transport belong to this thread.
+    transport_.reset();
+    in_transit_.clear();
+    closed_ = true;
+  }
+  return worked;
+}
+
+bool Endpoint::progress(int64_t now) {
   std::vector<Entry> entries;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -90,12 +124,6 @@ bool Endpoint::poll(int64_t now) {
   worked |= transport_->progress(this);
   worked |= work();
   if (now >= next_check_ns_) check_waits(now);
-  if (self_left_ && delayed_.empty() && is_over()) {
-    // Here and not in the destructor: all calls of a transport belong to this thread.
-    transport_.reset();
-    in_transit_.clear();
-    closed_ = true;
-  }
   return worked;
 }
 
@@ -163,6 +191,7 @@ void Endpoint::begin(Entry entry) {
                       name_of(entry.request.kind) + " '" + entry.request.key + "'";
   }
   if (!status.ok()) {
+    if (followed_ == entry.id) followed_ = 0;
     release(entry.id);
     auto done = std::move(entry.request.done);
     entry.request.owner.reset();
@@ -303,6 +332,7 @@ void Endpoint::settle(const std::shared_ptr<Operation>& operation) {
 
 void Endpoint::finish(const std::shared_ptr<Operation>& operation, const Status& status) {
   operation->settled = true;
+  if (followed_ == operation->id) followed_ = 0;
   active_.erase(operation->tag());
   release(operation->id);
   auto done = std::move(operation->request.done);

@@ -2,6 +2,7 @@
 // departures.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <functional>
@@ -14,9 +15,25 @@
 
 #include "whale_ops/core/operation/operation.h"
 #include "whale_ops/core/operation/recorder.h"
+#include "whale_ops/core/transport/doorbell.h"
 #include "whale_ops/core/transport/transport.h"
 
 namespace whale {
+
+// Whether to wait awake for other ranks: while that has been in vain, the less often the longer.
+class Patience {
+ public:
+  bool waits() {
+    if (left_ == 0) return true;
+    --left_;
+    return false;
+  }
+  void note(bool came) { left_ = vain_ = came ? 0 : std::min(2 * vain_ + 1, kMostInVain); }
+
+ private:
+  static constexpr int kMostInVain = 63;
+  int vain_ = 0, left_ = 0;
+};
 
 // Emulated network of this rank's outgoing messages, where there are several hosts of those to
 // other hosts; zero means "as fast as the transport".
@@ -81,6 +98,13 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   void set_network(const Costs& network);
   Recorder& recorder() { return recorder_; }
 
+  // Whether all ranks are reached through memory, which any thread may look at.
+  bool by_memory() const { return by_memory_; }
+
+  // Engine thread, or who stands in for it (engine.h), one at a time.
+  // Carries on all operations until the one submitted under `id` has ended, or nothing has happened
+  // for some time. Returns the rings of the bell before the last look.
+  uint32_t carry_on(uint64_t id, int64_t patience_ns, const Doorbell& bell);
   // Engine thread.
   bool poll(int64_t now);
   int64_t next_deadline_ns() const;
@@ -93,6 +117,8 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   Status read_lent(int peer, uint64_t place, void* to, uint64_t bytes);
 
  private:
+  // What has come is taken in, and what can go on goes on; tells whether there was something.
+  bool progress(int64_t now);
   bool is_over() const;
   struct InTransit {
     std::shared_ptr<Operation> operation;
@@ -170,6 +196,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   // Of each rank, numbered from 0: ranks of one host all share memory.
   const std::vector<int> hosts_;
   const bool several_hosts_;
+  const bool by_memory_;
   const std::function<void()> wake_;
   Recorder recorder_;
 
@@ -187,7 +214,9 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::atomic<bool> misses_{false};
   std::atomic<bool> lost_{false};
 
-  // Engine thread only.
+  // Engine thread, or who stands in for it.
+  uint64_t followed_ = 0;  // the operation that ends carry_on(); 0: it has ended
+  Patience patience_;
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> active_;  // by tag
   std::unordered_map<uint64_t, std::vector<Arrival>> unexpected_;    // by tag
   // Descriptor by tag, of the latest operations.

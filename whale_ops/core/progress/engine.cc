@@ -1,4 +1,4 @@
-// Decision: 0027. (docs/decisions)
+// Decisions: 0027, 0198. (docs/decisions)
 #include "whale_ops/core/progress/engine.h"
 
 #include <pthread.h>
@@ -16,21 +16,31 @@ namespace whale {
 namespace {
 
 // How the thread waits for messages from other processes, by the time since something last
-// happened: first it asks again at once (a small message takes a few microseconds), then it sleeps
-// until somebody rings. MPI does not ring: there it lets others run in between, then sleeps for a
-// while. Where the rank has one core, every look takes some microseconds from the computation that
-// the other ranks wait for, so a sleep is a part of the time waited so far: the longer the wait,
-// the fewer the looks, and the wait grows by that part at most.
+// happened: first it asks again at once (a small message takes a few microseconds), unless that was
+// in vain of late, then it sleeps until somebody rings. MPI does not ring: there it lets others run
+// in between, then sleeps for a while. Where the rank has one core, every look takes some
+// microseconds from the computation that the other ranks wait for, so a sleep is a part of the time
+// waited so far: the longer the wait, the fewer the looks, and the wait grows by that part at most.
 constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kYieldNs = 200'000;
-// The next operation of a chain is submitted some ten microseconds after the last one: to be awake
-// then, letting others run, costs less than to be woken.
+// Over a network, the next operation of a chain is submitted some ten microseconds after the last
+// one: to be awake then, letting others run, costs less than to be woken. In memory the thread that
+// submits carries it on.
 constexpr int64_t kLingerNs = 60'000;
 constexpr int64_t kShortSleepNs = 30'000;
 constexpr int64_t kPartOfWait = 8;
 constexpr int64_t kLongSleepNs = 250'000;
 constexpr int64_t kIdleSleepNs = 500'000;  // no operation of this rank is waiting
-constexpr int64_t kMaxSleepNs = 1'000'000'000;
+// Threads that submit may start operations while this one sleeps: it looks for waits in time.
+constexpr int64_t kMaxSleepNs = 100'000'000;
+// An operation of so few bytes is carried on by the thread that asks for it: the way to the
+// engine's thread and back takes longer than what is done there.
+constexpr int64_t kSmallBytes = 64 << 10;
+// How long that thread waits for the other ranks, who come within some microseconds or much later.
+constexpr int64_t kPatienceNs = 20'000;
+
+// Whether this thread looks at an endpoint in the engine's place.
+thread_local bool stands_in = false;
 
 std::atomic<bool> forked{false};
 
@@ -149,6 +159,21 @@ void Engine::forget(const Endpoint& endpoint) {
 
 void Engine::wake() { doorbell_.ring(); }
 
+void Engine::submit(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, Request request) {
+  std::unique_lock<std::mutex> progress(progress_, std::defer_lock);
+  if (stands_in || !endpoint->by_memory() || bytes_of(request) > kSmallBytes ||
+      !progress.try_lock()) {
+    endpoint->submit(id, std::move(request));
+    return;
+  }
+  stands_in = true;
+  const uint32_t how = doorbell_.stand_in();
+  endpoint->submit(id, std::move(request));
+  const uint32_t rings = endpoint->carry_on(id, kPatienceNs, doorbell_);
+  doorbell_.stand_down(how, rings);
+  stands_in = false;
+}
+
 void Engine::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -165,6 +190,8 @@ void Engine::run() {
   ask_for_short_slices();
   int64_t last_work_ns = now_ns();
   std::vector<std::shared_ptr<Endpoint>> endpoints;
+  std::unique_lock<std::mutex> progress(progress_);
+  bool asks = false;  // again at once, since something last happened
   for (;;) {
     // Before looking: what comes while looking ends the wait.
     const uint32_t rings = doorbell_.rings();
@@ -193,25 +220,41 @@ void Engine::run() {
         watch.descriptors.push_back(descriptor);
     }
     if (worked) {
+      if (asks) patience_.note(true);
+      asks = false;
       last_work_ns = now;
       continue;
     }
-    idle(rings, watch, std::max<int64_t>(0, deadline_ns - now), now - last_work_ns);
+    if (watch.between && watch.active && now - last_work_ns < kSpinNs &&
+        (asks || patience_.waits())) {
+      asks = true;
+      continue;
+    }
+    if (asks) patience_.note(false);
+    asks = false;
+    idle(&progress, rings, watch, std::max<int64_t>(0, deadline_ns - now), now - last_work_ns);
   }
 }
 
-void Engine::idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns) {
-  if (watch.between && watch.active && quiet_ns < kSpinNs) return;
+void Engine::idle(std::unique_lock<std::mutex>* progress, uint32_t rings, const Watch& watch,
+                  int64_t sleep_ns, int64_t quiet_ns) {
   const bool network = watch.polling || !watch.descriptors.empty();
-  if (watch.between && quiet_ns < (network && watch.active ? kYieldNs : kLingerNs)) {
+  if (network && watch.between && quiet_ns < (watch.active ? kYieldNs : kLingerNs)) {
+    progress->unlock();
     sched_yield();
+    progress->lock();
     return;
   }
   if (watch.polling) {
     const int64_t patience_ns = std::clamp(quiet_ns / kPartOfWait, kShortSleepNs, kLongSleepNs);
     sleep_ns = std::min(sleep_ns, watch.active ? patience_ns : kIdleSleepNs);
   }
-  if (sleep_ns > 0) doorbell_.wait(rings, sleep_ns, watch.descriptors);
+  if (sleep_ns == 0) return;
+  doorbell_.fall_asleep(watch.descriptors);
+  progress->unlock();
+  doorbell_.wait(rings, sleep_ns, watch.descriptors);
+  progress->lock();
+  doorbell_.awake();
 }
 
 }  // namespace whale

@@ -30,6 +30,10 @@ class WHALE_EXPORT Engine {
   // have left.
   void forget(const Endpoint& endpoint);
   void wake();
+  // Starts an operation of a rank. Where it is small, and the rank reaches its peers through memory
+  // alone, the calling thread carries it on as the progress thread would, for as long as that is
+  // worth it; its `done` may be called on this thread, before the call returns.
+  void submit(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, Request request);
   // Runs `task` on the progress thread, which makes all calls into MPI, and waits for it.
   void call(const std::function<void()>& task);
   // Ends the progress thread; for the exit of the process.
@@ -48,9 +52,11 @@ class WHALE_EXPORT Engine {
     bool between = false;          // some transport leads to other processes
     std::vector<int> descriptors;  // that transports have to be read
   };
-  void idle(uint32_t rings, const Watch& watch, int64_t sleep_ns, int64_t quiet_ns);
+  void idle(std::unique_lock<std::mutex>* progress, uint32_t rings, const Watch& watch,
+            int64_t sleep_ns, int64_t quiet_ns);
 
-  std::mutex mutex_;
+  std::mutex progress_;  // held by the thread that looks at endpoints; taken before the next one
+  std::mutex mutex_;     // guards what follows
   std::vector<std::function<void()>> tasks_;
   bool stopping_ = false;
   bool running_ = false;
@@ -58,6 +64,7 @@ class WHALE_EXPORT Engine {
   std::map<std::pair<std::string, int>, std::shared_ptr<Endpoint>> registry_;
   std::thread thread_;
   Doorbell doorbell_;
+  Patience patience_;  // of the engine's thread
 };
 
 }  // namespace whale

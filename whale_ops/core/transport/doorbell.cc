@@ -28,7 +28,10 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 void Bell::ring(int pipe) {
   rings.fetch_add(1, std::memory_order_seq_cst);
   // Whoever goes to sleep says so first and then compares `rings`: one of the two sees the other.
-  const uint32_t how = asleep.load(std::memory_order_seq_cst);
+  wake(asleep.load(std::memory_order_seq_cst), pipe);
+}
+
+void Bell::wake(uint32_t how, int pipe) {
   if (how == kOnWord) futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
   // A pipe that is full wakes as well.
   if (how == kOnPipe && pipe >= 0 && write(pipe, "", 1) < 0) return;
@@ -40,21 +43,33 @@ Doorbell::Doorbell() {
   if (pipe2(pipe_, O_CLOEXEC | O_NONBLOCK) != 0) pipe_[0] = pipe_[1] = -1;
 }
 
+void Doorbell::fall_asleep(const std::vector<int>& descriptors) {
+  bell_->asleep.store(descriptors.empty() ? Bell::kOnWord : Bell::kOnPipe,
+                      std::memory_order_seq_cst);
+}
+
+void Doorbell::awake() { bell_->asleep.store(Bell::kAwake, std::memory_order_seq_cst); }
+
+uint32_t Doorbell::stand_in() {
+  return bell_->asleep.exchange(Bell::kAwake, std::memory_order_seq_cst);
+}
+
+void Doorbell::stand_down(uint32_t how, uint32_t rings) {
+  bell_->asleep.store(how, std::memory_order_seq_cst);
+  if (this->rings() != rings) bell_->wake(how, pipe_[1]);
+}
+
 void Doorbell::wait(uint32_t rings, int64_t timeout_ns, const std::vector<int>& descriptors) {
   if (!descriptors.empty() && pipe_[0] < 0) timeout_ns = std::min(timeout_ns, kWithoutPipeNs);
   const timespec timeout{static_cast<time_t>(timeout_ns / 1'000'000'000),
                          static_cast<long>(timeout_ns % 1'000'000'000)};
   if (descriptors.empty()) {
-    bell_->asleep.store(Bell::kOnWord, std::memory_order_seq_cst);
     futex(&bell_->rings, FUTEX_WAIT, rings, &timeout);
-    bell_->asleep.store(Bell::kAwake, std::memory_order_seq_cst);
     return;
   }
   std::vector<pollfd> sources{{pipe_[0], POLLIN, 0}};
   for (const int descriptor : descriptors) sources.push_back({descriptor, POLLIN, 0});
-  bell_->asleep.store(Bell::kOnPipe, std::memory_order_seq_cst);
   if (this->rings() == rings) ppoll(sources.data(), sources.size(), &timeout, nullptr);
-  bell_->asleep.store(Bell::kAwake, std::memory_order_seq_cst);
   char rung[64];
   while (pipe_[0] >= 0 && (sources[0].revents & POLLIN) != 0 &&
          read(pipe_[0], rung, sizeof(rung)) == sizeof(rung)) {

@@ -20,6 +20,8 @@ struct WHALE_EXPORT Bell {
   // Any thread of any process; `pipe`: the owner's, as this process has it. What was written before
   // is seen by the one who wakes.
   void ring(int pipe);
+  // Wakes who sleeps in this way.
+  void wake(uint32_t how, int pipe);
 };
 
 // The owner's side.
@@ -36,9 +38,18 @@ class WHALE_EXPORT Doorbell {
   int pipe() const { return pipe_[1]; }
   // A number to give to wait(): rings from now on end that wait.
   uint32_t rings() const { return bell_->rings.load(std::memory_order_seq_cst); }
+  // Says that the owner's thread is about to wait for the bell, and for descriptors if there are
+  // any; who rings wakes it from now on.
+  void fall_asleep(const std::vector<int>& descriptors);
   // Sleeps until the bell has been rung more often than `rings` says, or one of these descriptors
   // can be read, at most `timeout_ns`.
   void wait(uint32_t rings, int64_t timeout_ns, const std::vector<int>& descriptors);
+  void awake();
+  // Another thread looks in the place of the owner's: who rings need not wake that. Returns how it
+  // sleeps.
+  uint32_t stand_in();
+  // Ends this; who rang since `rings` was read, before the last look, wakes the owner's thread.
+  void stand_down(uint32_t how, uint32_t rings);
 
  private:
   Bell local_{};  // where there is no shared memory: then no other process knows the bell either

@@ -136,7 +136,7 @@ void CommunicationOp::launch(OpKernelContext* ctx, const Group& group, whale::Re
         shared->done = [finished = std::move(finished)](const whale::Status& status) {
           finished(status, {});
         };
-        endpoint->submit(id, std::move(*shared));
+        whale::Engine::instance().submit(endpoint, id, std::move(*shared));
       },
       [then = std::move(then)](const whale::Status& status, const std::vector<std::string>&) {
         then(status);
