@@ -1,5 +1,8 @@
 // The communicator's handle, Barrier and Check.
+#include <algorithm>
 #include <map>
+#include <memory>
+#include <utility>
 
 #include "whale_ops/core/progress/engine.h"
 #include "whale_ops/core/progress/exchange.h"
@@ -42,6 +45,8 @@ class BarrierOp : public CommunicationOp {
   }
 };
 
+// One message each way: between hosts a round trip would be longer than many a step. What ranks say
+// about themselves is asked for only where their digests differ.
 class CheckOp : public CommunicationOp {
  public:
   explicit CheckOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
@@ -50,14 +55,36 @@ class CheckOp : public CommunicationOp {
 
  protected:
   absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) override {
+    auto digests = std::make_shared<std::vector<uint64_t>>(group.size);
+    auto own = std::make_shared<uint64_t>(whale::hash64(fingerprint_));
+    whale::Request request =
+        make_request(whale::OpKind::kAllGather, tensorflow::DT_UINT64, "digests of fingerprints");
+    request.dtype_name = whale::kBytes;  // it moves no tensor
+    request.counts.assign(group.size, 1);
+    request.input = own.get();
+    request.output = digests->data();
+    request.owner =
+        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(own, digests);
+    launch(ctx, group, std::move(request),
+           [this, ctx, group, digests, done = std::move(*done)](const whale::Status& status) {
+             const auto differs = [&](uint64_t digest) { return digest != digests->front(); };
+             if (!status.ok() || std::none_of(digests->begin(), digests->end(), differs))
+               return end(ctx, status, done);
+             explain(ctx, group, done);
+           });
+    return absl::OkStatus();
+  }
+
+ private:
+  void explain(OpKernelContext* ctx, const Group& group, const DoneCallback& done) const {
     launch_with(
         ctx, group,
         [this, endpoint = group.endpoint](uint64_t id, whale::BytesCallback finished) {
-          whale::gather_bytes(endpoint, id, key(), "fingerprints", "", ranks(),
+          whale::gather_bytes(endpoint, id, key() + "/said", "fingerprints", "", ranks(),
                               fingerprint_ + '\0' + what_, std::move(finished));
         },
-        [this, ctx, endpoint = group.endpoint, done = std::move(*done)](
-            const whale::Status& status, const std::vector<std::string>& parts) {
+        [this, ctx, endpoint = group.endpoint, done](const whale::Status& status,
+                                                     const std::vector<std::string>& parts) {
           whale::Status outcome = status;
           if (status.ok()) outcome = compare(parts);
           // Every rank of the group sees the difference; the abort reaches those that are not in
@@ -65,10 +92,8 @@ class CheckOp : public CommunicationOp {
           if (status.ok() && !outcome.ok()) endpoint->abort(outcome);
           end(ctx, outcome, done);
         });
-    return absl::OkStatus();
   }
 
- private:
   whale::Status compare(const std::vector<std::string>& parts) const {
     std::map<std::string, std::vector<int>> ranks_by_part;
     for (size_t i = 0; i < parts.size(); ++i) {
