@@ -99,6 +99,13 @@ class Program:
         return {n.name: n for n in self.nodes}
 
     @cached_property
+    def ops(self) -> frozenset[str]:
+        """The op types of this graph, without the bodies of its functions: passes that find none of theirs change
+        nothing.
+        """
+        return frozenset([n.op for n in self.nodes])
+
+    @cached_property
     def consumers(self) -> dict[Ref, list[tuple[Node, int]]]:
         """Maps each tensor to the nodes (and operand numbers) that read it."""
         table: dict[Ref, list[tuple[Node, int]]] = {}

@@ -23,6 +23,8 @@ def replace_nn_kernels(program: Program, choices: Choices = ALL) -> Program:
 
 
 def _replace_in_graph(program: Program, choices: Choices) -> Program:
+    if program.ops.isdisjoint(REPLACED):
+        return program
     return program.replace_nodes(tuple([_replace_node(program, node, choices) for node in program.nodes]))
 
 

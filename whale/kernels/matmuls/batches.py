@@ -25,7 +25,7 @@ def replace_batches(program: Program, choices: Choices = ALL) -> Program:
 
 
 def _replace_in_graph(program: Program, choices: Choices) -> Program:
-    if not any(node.op in _BATCHES for node in program.nodes):
+    if program.ops.isdisjoint(_BATCHES):
         return program
     summed = {name: batch for name, batch in _find_sums(program).items() if choices.takes("products", program, batch)}
     gone = {batch.name for batch in summed.values()}

@@ -39,6 +39,8 @@ def replace_convolutions(program: Program, choices: Choices = ALL) -> Program:
 
 
 def _replace_in_graph(program: Program, choices: Choices) -> Program:
+    if program.ops.isdisjoint(_PRODUCTS):
+        return program
     products = ProductNodes()
     for node in program.nodes:
         factors = _list_factors(program, node)

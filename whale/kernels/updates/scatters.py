@@ -44,6 +44,8 @@ def _find_groups(program: Program) -> list[list[Node]]:
     """Groups the nodes that become one operation: none waits for another, they wait for the same exchange, and each
     changes another table.
     """
+    if program.ops.isdisjoint(_SUBTRACTS):
+        return []
     nodes = [node for node in program.nodes if _is_fusable(program, node)]
     if not nodes:
         return []
