@@ -1,10 +1,13 @@
 """Exchanges between hosts, timed: what carries them is chosen by ``communication.between_hosts``.
 
     python -m tests.hosts.exchanges [--mbit 1000] [--delay-ms 0] [--ranks 1] [--kb 1 256 16384]
-                                    [--by mpi tcp openmpi sockets] [--kinds AllReduce AllGather ReduceScatter AllToAll]
+                                    [--by mpi tcp openmpi sockets steps]
+                                    [--kinds AllReduce AllGather ReduceScatter AllToAll]
 
 ``openmpi`` is Open MPI's own all-reduce, without Whale, and ``sockets`` what a TCP connection of two ranks takes for as
 many bytes in both directions at once, as an all-reduce of two ranks sends: the wire, there and, of small ones, back.
+``steps`` are training steps with one weight of so many bytes, with all that ranks tell each other in a step, by TCP:
+the mean of pairs, since of ranks that are a message's way apart every other step takes two ways and the next one none.
 
 Makes two hosts of namespaces with a link of so many 10^6 bits per second in each direction, and so many ranks on each.
 Prints milliseconds of the slowest rank, median and least of the rounds, and how many times the tensor's bytes left the
@@ -72,6 +75,37 @@ def measure(kinds: list[str], sizes_kb: list[int]) -> None:
             middle, least = statistics.median(times_ms[2:]), min(times_ms[2:])
             times = statistics.median(left_bytes) / (4 * whole)
             print(f"{kind:13} {kb:6d} KB  {middle:8.3f} ms  {least:8.3f} ms  {times:5.2f}", flush=True)
+    wh.shutdown()
+
+
+def measure_steps(sizes_kb: list[int]) -> None:
+    """Runs as a rank of `whale run`: rank 0 prints a line for each size of the weight of a training step."""
+    import tensorflow as tf
+
+    import whale as wh
+
+    wh.init()
+
+    def make_step(weight: tf.Variable) -> Callable[[tf.Tensor], tf.Tensor]:
+        @wh.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((x @ weight) ** 2)
+            weight.assign_sub(1e-3 * tape.gradient(loss, weight))
+            return loss
+
+        return step
+
+    for kb in sizes_kb:
+        step = make_step(tf.Variable(tf.ones((8, kb << 5))))
+        times_ms, batch = list[float](), tf.ones((2 * wh.size(), 8))
+        for _ in range(40):
+            started_s = time.perf_counter()
+            float(step(batch))
+            times_ms.append(1e3 * (time.perf_counter() - started_s))
+        if wh.rank() == 0:
+            pairs = zip(times_ms[8::2], times_ms[9::2])
+            _print_times("training step", kb, [(one + next_one) / 2 for one, next_one in pairs])
     wh.shutdown()
 
 
@@ -197,7 +231,8 @@ def main() -> None:
             launcher = HostLauncher(hosts, python=forkserver.warm_python())
             where = ["-np", str(2 * asked.ranks), "--hosts", f"h0:{asked.ranks},h1:{asked.ranks}"]
             for by in asked.by:
-                launcher.environment["WHALE_COMMUNICATION_BETWEEN_HOSTS"] = by if by in _CARRIERS else "auto"
+                carrier = by if by in _CARRIERS else "tcp" if by == "steps" else "auto"
+                launcher.environment["WHALE_COMMUNICATION_BETWEEN_HOSTS"] = carrier
                 what = ",".join(asked.kinds) if by in _CARRIERS else by
                 done = launcher.run(*where, __file__, what, *map(str, asked.kb), timeout_s=300.0)
                 print(f"by {by}:", done.stdout if done.returncode == 0 else done.stdout + done.stderr, sep="\n")
@@ -205,7 +240,7 @@ def main() -> None:
         forkserver.close_folder()
 
 
-_WITHOUT = {"openmpi": measure_open_mpi, "sockets": measure_sockets}
+_WITHOUT = {"openmpi": measure_open_mpi, "sockets": measure_sockets, "steps": measure_steps}
 
 if __name__ == "__main__":
     if not sys.argv[1:] or sys.argv[1].startswith("--"):

@@ -242,6 +242,9 @@ def test_barrier_and_check_in_a_subgroup(ops) -> None:
 
     with ranks(3) as communicators:
         assert [int(x) for x in together(communicators, ops, body)] == [1, 1, 1]
+        # One message each way: between hosts each further one is as long as the link.
+        found = {c.key: c.calls for c in communicators[0].counters()}
+        assert found == {"b": 1, "c": 1}
 
 
 def test_check_names_the_ranks_and_what_each_runs(ops) -> None:
