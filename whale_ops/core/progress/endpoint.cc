@@ -169,6 +169,9 @@ void Endpoint::handle(Entry entry) {
       const std::string what = found->title() + " was cancelled on rank " + std::to_string(rank_) +
                                ": " + entry.status.message;
       finish(found, Status::Error(entry.status.code, what));
+      // What ranks tell each other beside tensors waits for nobody's data: why the step was
+      // cancelled says who has cancelled it, and others shall hear that first.
+      if (entry.status.code == Code::kCancelled && !found->moves_tensor()) break;
       const Code others =
           entry.status.code == Code::kCancelled ? Code::kAborted : entry.status.code;
       fail_everything(Status::Error(others, what), true);
