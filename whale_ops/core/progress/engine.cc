@@ -162,7 +162,7 @@ void Engine::wake() { doorbell_.ring(); }
 void Engine::submit(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, Request request) {
   std::unique_lock<std::mutex> progress(progress_, std::defer_lock);
   if (stands_in || !endpoint->by_memory() || bytes_of(request) > kSmallBytes ||
-      !progress.try_lock()) {
+      !progress.try_lock() || endpoint->closed()) {
     endpoint->submit(id, std::move(request));
     return;
   }
