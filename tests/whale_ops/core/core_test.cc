@@ -32,6 +32,7 @@ int main(int count, char** arguments) {
   overlapping_groups(4, orders / 10, whale::kPinned);
   devices_that_hang(4);
   for (const int size : {2, 3, 4}) shared_memory(size);
+  for (const int size : {2, 3}) submitting_threads(size);
   for (const int size : {2, 3, 4}) sockets(size);
   require(whale::Arena::open(256 << 20) == 0, "an arena can be made");
   for (const int size : {2, 3, 4}) shared_memory(size);

@@ -36,4 +36,5 @@ void devices_that_hang(int size);
 
 // core_test_memory.cc: ranks as threads that exchange as processes do.
 void shared_memory(int size);
+void submitting_threads(int size);
 void sockets(int size);

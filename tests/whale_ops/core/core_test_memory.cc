@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "tests/whale_ops/core/core_test.h"
 #include "whale_ops/core/progress/endpoint.h"
+#include "whale_ops/core/progress/engine.h"
 #include "whale_ops/core/transport/arena.h"
 #include "whale_ops/core/transport/host_transport.h"
 #include "whale_ops/core/transport/sockets.h"
@@ -107,7 +109,9 @@ void exchange_in_orders(int rank, int size, std::unique_ptr<whale::Transport> tr
       if (endpoint.poll(whale::now_ns()) || over()) continue;
       std::vector<int> descriptors;
       if (endpoint.descriptor() >= 0) descriptors.push_back(endpoint.descriptor());
+      bell->fall_asleep(descriptors);
       bell->wait(rings, 100'000'000, descriptors);
+      bell->awake();
     }
   };
   for (int round = 0; round < 3; ++round) {
@@ -162,6 +166,63 @@ void shared_memory(int size) {
     });
   }
   for (auto& thread : threads) thread.join();
+}
+
+// Small operations are carried on by the threads that submit them, two of each rank, and large ones
+// beside them by the engine's.
+void submitting_threads(int size) {
+  constexpr int kThreads = 2, kRounds = 100;
+  Table::reset(size);
+  whale::Engine& engine = whale::Engine::instance();
+  std::vector<std::unique_ptr<whale::Transport>> transports(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([rank, size, &engine, &transports] {
+      Table::rank = rank;
+      std::vector<std::string> notes;
+      const whale::Status status =
+          whale::share_memory(std::make_unique<NoNetwork>(rank, size), true, {}, &Table::gather,
+                              engine.doorbell(), &transports[rank], &notes);
+      require(status.ok() && notes.empty(), "the ranks share memory");
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  threads.clear();
+  std::vector<std::shared_ptr<whale::Endpoint>> endpoints;
+  const std::string name = "threads of " + std::to_string(size);
+  require(engine.add(name, std::move(transports), &endpoints).ok(), "the engine takes ranks");
+  for (int rank = 0; rank < size; ++rank) {
+    for (int number = 0; number < kThreads; ++number) {
+      threads.emplace_back([rank, number, size, &engine, endpoint = endpoints[rank]] {
+        for (int round = 0; round < kRounds; ++round) {
+          std::vector<float> values(round % 10 == 9 ? 100'000 : 100,
+                                    static_cast<float>(rank + round));
+          std::promise<whale::Status> ended;
+          whale::Request request;
+          request.kind = OpKind::kAllReduce;
+          request.key = "of thread " + std::to_string(number);
+          request.dtype = whale::DType::kFloat32;
+          request.element_bytes = sizeof(float);
+          request.input = request.output = values.data();
+          request.counts = {static_cast<int64_t>(values.size())};
+          request.done = [&ended](const whale::Status& outcome) { ended.set_value(outcome); };
+          engine.submit(endpoint, endpoint->reserve(), std::move(request));
+          const whale::Status outcome = ended.get_future().get();
+          require(outcome.ok(), outcome.message);
+          const auto expected = static_cast<float>(size * (size - 1) / 2 + size * round);
+          require(values.front() == expected && values.back() == expected, "the threads' sums");
+        }
+      });
+    }
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& endpoint : endpoints) {
+    engine.forget(*endpoint);
+    endpoint->leave();
+  }
+  for (const auto& endpoint : endpoints) {
+    while (!endpoint->closed()) std::this_thread::yield();
+  }
 }
 
 // Ranks that sockets connect.
