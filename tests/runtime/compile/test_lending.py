@@ -11,11 +11,17 @@ import pytest
 import whale as wh
 from cost_model.graph.machine import Rates
 from tests.oracle.metric import difference, limit
+from tests.programs import mlp
 from tests.runtime.layouts.test_split import Classifier, double
 from whale.errors import ProgramError
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
+from whale.passes.pass_manager import normalise
+from whale.passes.settings import PlanSettings
+from whale.planner.graph_search.environment import SearchEnvironment
+from whale.planner.graph_search.search import way_or_lending
+from whale.planner.graph_search.strategies import divide_over_all
 from whale.runtime.compile import auto
 from whale.runtime.context import require_current
 
@@ -99,6 +105,19 @@ def test_ranks_lend_nothing_where_that_gains_nothing(
     assert chosen is not None and chosen.strategy.lent_threads == plan.lent_threads == 0
     assert cores.asked == asked
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("took_s", "lends"), [(0.7, True), (0.5, False)])
+def test_a_measured_step_counts_against_what_steps_took(took_s: float, lends: bool) -> None:
+    settings, cores = PlanSettings(2), Cores(1.7)  # with which a step takes 0.59 s
+    program = normalise(mlp(), settings)
+    nothing_costs = Rates(1e15, 1e15, 0.0, 0.0, 1e15, "for the test")
+    environment = SearchEnvironment([nothing_costs] * 2, None, [1e12] * 2, lending=cores)
+    present = divide_over_all("data parallel", 2)
+    found = way_or_lending(program, settings, environment, present, took_s)
+    assert bool(found.chosen.strategy.lent_threads) == lends
+    assert found.chosen.step_s == pytest.approx(1.0 / 1.7 if lends else took_s)
+    assert cores.asked == ["rates", "step"]
 
 
 def test_what_the_user_divides_is_not_given_to_one_rank(started: Callable[..., None]) -> None:
