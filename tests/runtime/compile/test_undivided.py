@@ -82,3 +82,20 @@ def test_one_rank_says_nothing(ranks: Callable[..., None], capsys: pytest.Captur
     ranks(1)
     wh.function(no_rows)(np.float32(1))
     assert not capsys.readouterr().err
+
+
+def test_wide_weights_are_named_once(ranks: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks(2, **{"debug.log": "info"})
+    weight = tf.Variable(tf.ones((512, 8192)), name="wide")
+
+    @wh.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.relu(tf.matmul(x, weight)) ** 2)
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return loss
+
+    for rows in (4, 8):
+        step(np.ones((rows, 512), np.float32))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "of 16.0 MiB of gradients that each rank of `step` sums in a step, 16.0 MiB are of wide (512x8192)" in line
