@@ -209,7 +209,8 @@ void submitting_threads(int size) {
           engine.submit(endpoint, endpoint->reserve(), std::move(request));
           const whale::Status outcome = ended.get_future().get();
           require(outcome.ok(), outcome.message);
-          const auto expected = static_cast<float>(size * (size - 1) / 2 + size * round);
+          const int total = size * (size - 1) / 2 + size * round;
+          const auto expected = static_cast<float>(total);
           require(values.front() == expected && values.back() == expected, "the threads' sums");
         }
       });
