@@ -9,6 +9,8 @@ import numpy as np, tensorflow as tf, whale as wh
 wh.init()
 draw, seen, own = np.random.default_rng(3), [], np.random.default_rng(wh.rank())
 w = tf.Variable(np.eye(2))
+times = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, 0)
+waiting = tf.queue.FIFOQueue(9, tf.float64, [])
 
 def move(state):
     seen.append(state.tolist())
@@ -22,11 +24,16 @@ def episode(state):
         state = tf.ensure_shape(state, [2])
         rewards = rewards.write(t, reward)
     w.assign_sub(0.1 * tf.tensordot(state, state, 0))
+    words = tf.constant(["a", "b"])
+    times.insert(words, times.lookup(words) + [1, 2])  # what each process counts for itself
+    waiting.enqueue(tf.reduce_sum(state))
     return tf.reduce_sum(rewards.stack()), tf.py_function(lambda: own.uniform(), [], tf.float64)
 
 found = [[float(x) for x in episode(tf.constant(draw.normal(size=2)))] for _ in range(3)]
+assert times.lookup(tf.constant(["a", "b", "c"])).numpy().tolist() == [3, 6, 0]
+queued = [float(waiting.dequeue()) for _ in range(3)]
 alone = np.random.default_rng(3), np.eye(2)
-expected = []
+expected, sums = [], []
 for _ in range(3):
     state, total = alone[0].normal(size=2), 0.0
     for _ in range(3):
@@ -34,9 +41,11 @@ for _ in range(3):
         total += alone[0].uniform()
     alone[1][...] -= 0.1 * np.outer(state, state)
     expected.append(total)
+    sums.append(state.sum())
 first = np.random.default_rng(0)
 np.testing.assert_allclose(found, [[e, first.uniform()] for e in expected], atol=1e-12)
 np.testing.assert_allclose(w.numpy(), alone[1], atol=1e-12)
+np.testing.assert_allclose(queued, sums, atol=1e-12)
 wh.check_replicas()
 print("equal", len(seen))
 """

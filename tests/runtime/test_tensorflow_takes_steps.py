@@ -238,6 +238,17 @@ def test_a_tape_around_steps_has_their_gradients(ranks: Start, config: dict[str,
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
+def test_recomputed_steps_have_gradients(ranks: Start) -> None:
+    w = tf.Variable(np.ones([4, 3]))
+    ranks(2)
+    step = wh.function(lambda x: tf.tanh(x @ w))
+    for _ in range(3):  # the first call traces the step, by which a stopped tape hears of its variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.recompute_grad(step)(tf.constant(X)))
+        gradient = X.T @ (1 - np.tanh(X @ w.numpy()) ** 2)
+        np.testing.assert_allclose(tape.gradient(loss, w), gradient, rtol=1e-12)
+
+
 def test_what_would_not_compute_the_same_again_has_no_gradient_outside(ranks: Start) -> None:
     ranks(2)
     w = tf.Variable(np.ones((4, 2)))

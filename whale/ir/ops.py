@@ -51,6 +51,11 @@ CALLS = _split_names("PartitionedCall StatefulPartitionedCall WhaleCall")
 DATASET_LOOPS = _split_names("ReduceDataset ScanDataset")
 # They call Python, which may have a state.
 PYTHON_FUNCTIONS = _split_names("PyFunc EagerPyFunc")
+# They change tables and queues, which each process has made for itself.
+OBJECT_UPDATES = _split_names(
+    "LookupTableInsertV2 LookupTableRemoveV2 LookupTableImportV2 QueueEnqueueV2 QueueEnqueueManyV2 QueueDequeueV2 "
+    "QueueDequeueManyV2 QueueDequeueUpToV2 QueueCloseV2"
+)
 # The ops that make up loops and branches in TensorFlow 1.
 FRAMES = _split_names(
     "Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration"

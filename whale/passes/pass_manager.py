@@ -177,7 +177,7 @@ NORMALIZE = Table(
         ),
         Pass(
             "run_python_everywhere",
-            "calls Python functions on every rank, and takes the first one's results",
+            "calls Python functions, changes tables and queues on every rank, and takes the first one's results",
             lambda p, s: run_python_everywhere(p),
             When("ranks that are processes", lambda s: s.size > 1 and s.own_processes),
         ),

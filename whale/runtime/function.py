@@ -13,7 +13,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from whale.capture.sharded import IteratorReads
@@ -30,7 +29,7 @@ from whale.runtime.input.local_batches import local_arguments
 from whale.runtime.input.many_sizes import are_processors, may_share_sizes
 from whale.runtime.input.traces import SharedTrace, Traces, number_operations_anew
 from whale.runtime.replan import follow_forecast
-from whale.runtime.taped_calls import TapedCalls
+from whale.runtime.taped_calls import TapedCalls, may_be_recorded
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
 
@@ -147,12 +146,12 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
                 quick = step = None
             if step is not None:
                 result = step.call(step.own(args, context))
-                if record.could_possibly_record():
+                if may_be_recorded():
                     self._taped.record_call(step.captured, args, kwargs, result)
                 return result
         arguments, step, drawn = self._find_step(args, kwargs, context, shares=True)
         result = step.call(tensors_of(arguments, step, context, drawn))
-        if record.could_possibly_record():
+        if may_be_recorded():
             why = "it reads an iterator" if drawn else 'batch.mode is "local"' if context.has_local_batch else ""
             self._taped.record_call(step.captured, args, kwargs, result, why)
         if step.is_first:

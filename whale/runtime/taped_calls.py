@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.impl.api import autograph_artifact
 from tensorflow.python.eager import forwardprop_util, record, tape
 from tensorflow.python.framework import op_def_registry
@@ -34,6 +35,14 @@ _GIVE_THE_SAME = (
         "Assert CheckNumericsV2 MutableHashTableV2 Placeholder PrintV2 TensorListReserve VarHandleOp XlaLaunch".split()
     )
 )
+
+
+def may_be_recorded() -> bool:
+    """Tells whether a tape around a call may record it, or whether one that is stopped asks what variables are used.
+
+    ``tf.recompute_grad`` stops the tapes, and goes back through a second call to the variables that the first one used.
+    """
+    return record.could_possibly_record() or pywrap_tfe.TFE_Py_TapeSetIsStopped()  # type: ignore[no-any-return]
 
 
 class TapedCalls:

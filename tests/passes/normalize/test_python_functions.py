@@ -41,6 +41,16 @@ def test_loops_are_changed_too() -> None:
     assert turn.by_name["python"].marks.on_every_rank
 
 
+def test_tables_and_queues_are_changed_on_every_rank() -> None:
+    b = Builder("step")
+    queue, x = b.input("queue", (), "resource"), b.input("x", (4, 2))
+    put = b.node("QueueEnqueueV2", (queue, x), (), "put", stateful=True, Tcomponents=[DType("float32")])
+    assert put is not None
+    program = run_python_everywhere(b.build([b.op("Neg", x, name="behind", T=DType("float32"))], ["put"]))
+    assert program.by_name["put"].marks.on_every_rank
+    assert planned(program, 2, 2).strategies[""]["put"].inputs == (B, B)
+
+
 def test_what_has_no_state_and_what_cannot_be_sent_stay_as_they_are() -> None:
     for out, stateful in ((TEXT, True), (PAIR, False)):
         b = Builder("step")

@@ -1,8 +1,9 @@
-"""Runs Python functions of a step on every rank, where ranks are processes, with the results of the first one.
+"""Runs what changes objects of the script on every rank, where ranks are processes, with the results of the first one.
 
 A Python function (``tf.numpy_function``, ``tf.py_function``) may change the script's objects: an environment, a list of
 what was seen, a counter. Each rank runs the script and has such objects of its own, so each runs the function, on the
-same whole operands; what one device would compute is what the first rank's gave, whatever others draw.
+same whole operands; what one device would compute is what the first rank's gave, whatever others draw. Tables of words
+and queues are such objects too: what a step inserts, the script finds on every rank.
 
 Decision: 0180.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whale.ir.ops import HAS_BODIES, PYTHON_FUNCTIONS
+from whale.ir.ops import HAS_BODIES, OBJECT_UPDATES, PYTHON_FUNCTIONS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, DType
 from whale.sharding_rules.graph import list_called_functions
@@ -60,5 +61,6 @@ def _take_first_results(graph: Program) -> Program:
 
 
 def _may_run_everywhere(node: Node) -> bool:
-    """Tells whether an op calls Python that may have a state, and its results can be sent."""
-    return node.op in PYTHON_FUNCTIONS and node.stateful and not any(t.dtype in UNMOVABLE for t in node.outputs)
+    """Tells whether an op changes objects of the script, and its results can be sent."""
+    changes = node.op in OBJECT_UPDATES or (node.op in PYTHON_FUNCTIONS and node.stateful)
+    return changes and not any(t.dtype in UNMOVABLE for t in node.outputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ from tensorflow.python.framework import random_seed
 from whale.capture.signature import Arguments
 from whale.runtime.context import make_unique_name
 from whale.runtime.input.many_sizes import SizesOfTrace
+from whale.runtime.input.python_values import PythonValues
 
 _DIGITS = 8
 _SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
@@ -65,15 +66,20 @@ def _write_python_states(states: tuple[Any, ...]) -> None:
 
 
 class SharedTrace:
-    """What one process traces once, and Whale once for each program of it: the programs draw from the same streams.
+    """What one process traces once, and Whale once for each program of it: the programs draw from the same streams, and
+    find the same values of Python.
+
+    Args:
+      step: what is traced.
 
     Attributes:
       streams: what the names of these streams begin with.
       sizes: with which it was called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[..., Any]) -> None:
         self.streams, self.sizes = new_streams(), SizesOfTrace()
+        self._step, self._values = step, PythonValues(None)
         self._seed = tf_context.global_seed()
         self._drawn: list[Any] = []
         self._python = _read_python_states()
@@ -85,8 +91,9 @@ class SharedTrace:
 
     @contextmanager
     def trace_with_seed(self) -> Iterator[None]:
-        """Around a trace, and each run of the step's Python: the global seed, and what Python and NumPy draw, are what
-        they were for the first program. What is drawn behind a later one does not know of it.
+        """Around a trace, and each run of the step's Python: the global seed, what Python and NumPy draw, and values of
+        Python that the step can reach, are what they were for the first program. What comes behind a later one does
+        not know of it.
         """
         tf_ctx = tf_context.context()
         now, tf_ctx._seed = tf_ctx._seed, self._seed
@@ -95,9 +102,11 @@ class SharedTrace:
             _write_python_states(self._python)
         else:
             self._drawn, self._python = [], before  # a step that creates variables runs twice in one process, too
+            self._values = PythonValues(self._step)
         token = _drawing.set((self._drawn, iter(self._drawn)) if self._is_known else (self._drawn, None))
         try:
-            yield
+            with self._values.put_back() if again else nullcontext():
+                yield
         finally:
             _drawing.reset(token)
             tf_ctx._seed = now
@@ -141,12 +150,13 @@ class Traces:
         self._any_shape = one or getattr(step, "input_signature", None) is not None
         self._relaxed = Relaxed() if getattr(step, "_reduce_retracing", False) else None
         self._known: dict[Hashable, SharedTrace] = {}
+        self._step = step
 
     def find(self, arguments: Arguments) -> SharedTrace:
         """The trace that one process would take for a call."""
         trace = self._key(arguments)
         if trace not in self._known:
-            self._known[trace] = SharedTrace()
+            self._known[trace] = SharedTrace(self._step)
         return self._known[trace]
 
     def forget(self, arguments: Arguments) -> None:
