@@ -11,6 +11,7 @@ draw, seen, own = np.random.default_rng(3), [], np.random.default_rng(wh.rank())
 w = tf.Variable(np.eye(2))
 times = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, 0)
 waiting = tf.queue.FIFOQueue(9, tf.float64, [])
+latest = tf.Variable("none" if wh.rank() == 0 else "another rank's")
 
 def move(state):
     seen.append(state.tolist())
@@ -27,10 +28,12 @@ def episode(state):
     words = tf.constant(["a", "b"])
     times.insert(words, times.lookup(words) + [1, 2])  # what each process counts for itself
     waiting.enqueue(tf.reduce_sum(state))
+    latest.assign(tf.strings.join([latest, tf.strings.as_string(times.size())]))
     return tf.reduce_sum(rewards.stack()), tf.py_function(lambda: own.uniform(), [], tf.float64)
 
 found = [[float(x) for x in episode(tf.constant(draw.normal(size=2)))] for _ in range(3)]
 assert times.lookup(tf.constant(["a", "b", "c"])).numpy().tolist() == [3, 6, 0]
+assert latest.numpy() == b"none222"
 queued = [float(waiting.dequeue()) for _ in range(3)]
 alone = np.random.default_rng(3), np.eye(2)
 expected, sums = [], []

@@ -519,6 +519,9 @@ def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> No
     for c in captured:
         by_dtype.setdefault(c.variable.dtype.name, []).append(c.variable)
     for dtype, variables in by_dtype.items():
+        if dtype == "string":  # of no fixed size, which no exchange of tensors sends
+            _broadcast_texts(variables, context)
+            continue
         values = ops.whale_broadcast(
             comm=comm,
             inputs=[gen_resource_variable_ops.read_variable_op(v.handle, v.dtype) for v in variables],
@@ -529,6 +532,14 @@ def broadcast_values(captured: Sequence[CapturedVariable], context: Ranks) -> No
         )
         for variable, value in zip(variables, values) if context.rank else ():
             gen_resource_variable_ops.assign_variable_op(variable.handle, value)
+
+
+def _broadcast_texts(variables: Sequence[tf.Variable], context: Ranks) -> None:
+    """Gives variables of text the first rank's values."""
+    said = None if context.rank else pack([v.numpy() for v in variables])
+    first = context.comms[0].broadcast_bytes("whale/first_values/string", said, 0, TURN_TIMEOUT_S)
+    for variable, value in zip(variables, unpack(first)) if context.rank else ():
+        gen_resource_variable_ops.assign_variable_op(variable.handle, tf.constant(value, tf.string))
 
 
 def find_given_tiles(captured: CapturedVariable) -> Tiles | None:
