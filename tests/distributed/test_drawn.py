@@ -27,6 +27,17 @@ arrays = tf.data.Dataset.from_tensor_slices(X[wh.rank() * 32 : wh.rank() * 32 + 
 found = [seen(iter(arrays.batch(8)))]
 if not local:
     found += [seen(iter(arrays.shuffle(64).batch(8))), seen(iter(wh.shard(arrays.batch(8))))]
+    data, order = arrays.shuffle(64).batch(8), tf.Variable(0.0)
+
+    @wh.function
+    def loop(rows):
+        for x in rows:
+            order.assign(0.9 * order + x[0, 0])
+
+    loop(data)
+    for x in data:  # goes on behind the loop's order, on every rank
+        loop(tf.data.Dataset.from_tensors(x))
+        wh.function(lambda x: order.assign_add(x[0, 0]))(x)
 wh.check_replicas()
 print("rank", wh.rank(), found)
 """

@@ -56,6 +56,9 @@ OBJECT_UPDATES = _split_names(
     "LookupTableInsertV2 LookupTableRemoveV2 LookupTableImportV2 QueueEnqueueV2 QueueEnqueueManyV2 QueueDequeueV2 "
     "QueueDequeueManyV2 QueueDequeueUpToV2 QueueCloseV2"
 )
+# A loop's iterator over a dataset, and what it has read.
+ITERATOR_READS = _split_names("MakeIterator IteratorGetNextAsOptional")
+ELEMENTS_READ = _split_names("OptionalHasValue OptionalGetValue")
 # The ops that make up loops and branches in TensorFlow 1.
 FRAMES = _split_names(
     "Enter Exit Switch Merge NextIteration LoopCond RefEnter RefExit RefSwitch RefMerge RefNextIteration"

@@ -91,7 +91,8 @@ def test_several_batches_of_one_step(ranks: Callable[..., None]) -> None:
     np.testing.assert_allclose(two(wh.function), expected, rtol=1e-5)
 
 
-def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None]) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None], size: int) -> None:
     def looped(function: Any) -> list[float]:
         train = trainer()
 
@@ -113,8 +114,49 @@ def test_inside_a_loop_every_rank_reads(ranks: Callable[..., None]) -> None:
         return of_two + [float(all_of(iter(dataset().take(2)))) for _ in range(2)]
 
     expected = looped(tf.function)
-    ranks(1)
+    ranks(size)
     np.testing.assert_allclose(looped(wh.function), expected, rtol=1e-5)
+
+
+def loop_over_datasets(function: Callable[..., Any]) -> list[float]:
+    """Trains in loops over datasets: arguments, captured ones that reshuffle, in another loop, with a break."""
+    train, last = trainer(), tf.Variable(0.0)
+    shuffled = tf.data.Dataset.from_tensor_slices((X, X[:, :1] * 2)).shuffle(20, seed=3).batch(8)
+    words = tf.data.Dataset.from_tensor_slices(
+        {"rows": tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]]), "text": ["a", "bb", "ccc"]}
+    ).batch(2)
+
+    @function
+    def epoch(data: Any) -> Any:
+        total, n = 0.0, 0
+        for x, y in data:
+            total += train(x, y)
+            n += 1
+        return total + tf.cast(n, tf.float32)
+
+    @function
+    def several(most: Any) -> Any:
+        n, read = 0, 0.0
+        for _ in tf.range(2):
+            for x, y in shuffled.take(2):
+                last.assign(train(x, y))
+                n += 1
+                if n >= most:
+                    break
+            for found in words:
+                read += tf.reduce_sum(found["rows"]) + tf.reduce_sum(
+                    tf.cast(tf.strings.length(found["text"]), tf.float32)
+                )
+        return last + read
+
+    losses = [epoch(shuffled), epoch(shuffled), epoch(dataset()), several(3), several(4), several(3)]
+    return [float(loss) for loss in losses] + [float(train(x, y)) for x, y in shuffled]
+
+
+def test_loops_over_datasets_equal_one_device(ranks: Callable[..., None]) -> None:
+    expected = loop_over_datasets(tf.function)
+    ranks(2)
+    np.testing.assert_allclose(loop_over_datasets(wh.function), expected, rtol=1e-5)
 
 
 def test_inside_and_outside_of_a_loop_is_an_error(ranks: Callable[..., None]) -> None:

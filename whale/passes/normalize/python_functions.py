@@ -3,7 +3,8 @@
 A Python function (``tf.numpy_function``, ``tf.py_function``) may change the script's objects: an environment, a list of
 what was seen, a counter. Each rank runs the script and has such objects of its own, so each runs the function, on the
 same whole operands; what one device would compute is what the first rank's gave, whatever others draw. Tables of words
-and queues are such objects too: what a step inserts, the script finds on every rank.
+and queues are such objects too: what a step inserts, the script finds on every rank. So are the iterators and datasets
+of a step's loops, whose places and orders go on from call to call.
 
 Decision: 0180.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from whale.ir.ops import HAS_BODIES, OBJECT_UPDATES, PYTHON_FUNCTIONS
+from whale.ir.ops import DATASET_LOOPS, ELEMENTS_READ, HAS_BODIES, ITERATOR_READS, OBJECT_UPDATES, PYTHON_FUNCTIONS
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, DType
 from whale.sharding_rules.graph import list_called_functions
@@ -43,24 +44,35 @@ def _list_bodies(program: Program) -> Iterator[str]:
 
 
 def _take_first_results(graph: Program) -> Program:
-    called = [node for node in graph.nodes if _may_run_everywhere(node)]
-    if not called:
+    begins = any(node.op == "MakeIterator" for node in graph.nodes)
+    if not any(map(_is_called, graph.nodes)) and not any(node.op in ELEMENTS_READ for node in graph.nodes):
         return graph
-    taken = {ref: Ref(f"{ref.node}/whale_of_first_{ref.index}") for node in called for ref in node.list_refs()}
+    taken = {
+        ref: Ref(f"{ref.node}/whale_of_first_{ref.index}")
+        for node in graph.nodes
+        if _is_called(node) or node.op in ELEMENTS_READ
+        for ref, kind in zip(node.list_refs(), node.outputs)
+        if kind.dtype not in UNMOVABLE
+    }
     nodes: list[Node] = []
     for node in graph.nodes:
         node = replace(node, inputs=tuple([taken.get(ref, ref) for ref in node.inputs]))
-        if not _may_run_everywhere(node):
-            nodes.append(node)
-            continue
-        nodes.append(node.with_marks(on_every_rank=True))
+        everywhere = _is_called(node) or (begins and _makes_dataset(node))
+        nodes.append(node.with_marks(on_every_rank=True) if everywhere else node)
         for ref, kind in zip(node.list_refs(), node.outputs):
-            first = Node(taken[ref].node, "Identity", (ref,), (), {"T": DType(kind.dtype)}, (kind,), node.scope)
-            nodes.append(first.with_marks(of_first_rank=True))
+            if ref in taken:
+                first = Node(taken[ref].node, "Identity", (ref,), (), {"T": DType(kind.dtype)}, (kind,), node.scope)
+                nodes.append(first.with_marks(of_first_rank=True))
     return graph.replace_nodes(tuple(nodes), outputs=tuple(taken.get(ref, ref) for ref in graph.outputs))
 
 
-def _may_run_everywhere(node: Node) -> bool:
+def _is_called(node: Node) -> bool:
     """Tells whether an op changes objects of the script, and its results can be sent."""
+    if node.op in ITERATOR_READS:
+        return True
     changes = node.op in OBJECT_UPDATES or (node.op in PYTHON_FUNCTIONS and node.stateful)
     return changes and not any(t.dtype in UNMOVABLE for t in node.outputs)
+
+
+def _makes_dataset(node: Node) -> bool:
+    return node.op.rstrip("V23456").endswith("Dataset") and node.op not in DATASET_LOOPS

@@ -108,6 +108,8 @@ class NodeChoice:
         """
         rule = find_rule(node.op)
         op = make_op_view(self.state.program, node, self.state.parts)
+        if rule is not None and node.marks.on_every_rank:
+            return replicate_all(op)
         if is_list_op(node) and FIRST not in current:
             return self._choose_for_lists(node, current)
         if any(p == FIRST and t.dtype in UNMOVABLE for p, t in zip(current, op.inputs)):

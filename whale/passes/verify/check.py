@@ -263,7 +263,8 @@ def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable
     Strategies and types are compared by identity: plan and program keep them alive.
     """
     rule = find_rule(node.op)
-    if rule is None or not is_decided_by_types(rule) or node.marks.owned_rows or PerRank in map(type, strategy.inputs):
+    marked = node.marks.owned_rows or node.marks.on_every_rank
+    if rule is None or not is_decided_by_types(rule) or marked or PerRank in map(type, strategy.inputs):
         return None
     by_name = program.by_name
     types = [id(by_name[name].outputs[index]) for name, index in node.inputs]
@@ -290,7 +291,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
             raise _fail(node, strategy, "lists whose elements have one placement")
         return
     rule = find_rule(node.op)
-    if whole and (not node.stateful or rule is None):
+    if whole and (not node.stateful or rule is None or node.marks.on_every_rank):
         everywhere = node.marks.on_every_rank or plan.microbatched  # in time, whole is once
         if node.stateful and not everywhere and not has_variable_handle(program, node):
             raise _fail(node, strategy, "a stateful op without a rule on the first rank only")

@@ -24,12 +24,12 @@ def explain_undivided(program: Program, plan: Plan) -> str:
     ops = {node.op for body in (program, *program.functions.values()) for node in body.nodes}
     if ops.isdisjoint(CONTRACTIONS):  # the plan's FLOPs are without those of functions that datasets call
         return ""
-    if ops & _READS:
-        why = "it reads its batches itself, from an iterator in a loop or a branch"
-        next_step = "pass it a batch (`for batch in wh.shard(dataset): step(batch)`), or call next(iterator) in no loop"
-    elif ops & DATASET_LOOPS:
+    if "MakeIterator" in ops or ops & DATASET_LOOPS:
         why = "it loops over a dataset itself"
         next_step = "take the loop out of it: `for batch in wh.shard(dataset): step(batch)`"
+    elif ops & _READS:
+        why = "it reads its batches itself, from an iterator in a loop or a branch"
+        next_step = "pass it a batch (`for batch in wh.shard(dataset): step(batch)`), or call next(iterator) in no loop"
     elif not plan.batch_inputs:
         why = "none of its arguments has rows"
         next_step = "pass it the batch as an argument, as a tensor whose dimension 0 has the rows"
