@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,6 +25,7 @@ from whale.runtime.input.many_sizes import SizesOfTrace
 from whale.runtime.input.python_values import PythonValues
 
 _DIGITS = 8
+_FIRST = 200  # of variable creators: asked before a script's own
 _SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
 # What the trace that goes on has drawn, and what is left of it where it is traced again.
 _drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
@@ -80,6 +81,7 @@ class SharedTrace:
     def __init__(self, step: Callable[..., Any]) -> None:
         self.streams, self.sizes = new_streams(), SizesOfTrace()
         self._step, self._values = step, PythonValues(None)
+        self._has_created = False  # variables, in its latest run
         self._seed = tf_context.global_seed()
         self._drawn: list[Any] = []
         self._python = _read_python_states()
@@ -102,16 +104,25 @@ class SharedTrace:
             _write_python_states(self._python)
         else:
             self._drawn, self._python = [], before  # a step that creates variables runs twice in one process, too
-            self._values = PythonValues(self._step)
+        if not again or self._has_created:  # one process traces again, too, what has created variables
+            self._values, self._has_created = PythonValues(self._step), False
         token = _drawing.set((self._drawn, iter(self._drawn)) if self._is_known else (self._drawn, None))
         try:
-            with self._values.put_back() if again else nullcontext():
+            with self._values.put_back() if again else self._note_created():
                 yield
         finally:
             _drawing.reset(token)
             tf_ctx._seed = now
             if again:
                 _write_python_states(before)
+
+    def _note_created(self) -> AbstractContextManager[None]:
+        def create(next_creator: Callable[..., Any], **wanted: Any) -> Any:
+            self._has_created = True
+            return next_creator(**wanted)
+
+        graph = tf.compat.v1.get_default_graph()
+        return graph._variable_creator_scope(create, priority=_FIRST)  # type: ignore[no-any-return]
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
