@@ -84,6 +84,22 @@ def test_tensors_of_another_trace_give_way_and_variables_do_not() -> None:
     assert owner.mask is not None
 
 
+class Refusing:
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"there is no {name}")
+
+
+def test_objects_that_refuse_to_be_asked_are_left_alone() -> None:
+    refusing, n = Refusing(), [1]
+    values = PythonValues(lambda: (refusing, n))
+    n[0] = 2
+    with values.put_back():
+        assert n == [1]
+    assert n == [2]
+
+
 def test_objects_are_not_kept() -> None:
     owner = Owner()
     values, gone = PythonValues(functools.partial(Owner.step, weakref.proxy(owner))), weakref.ref(owner)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _ABSENT = object()
@@ -159,8 +160,9 @@ class PythonValues:
             return ()
         if isinstance(one, type):
             return self._open_class(one)
-        function = getattr(one, "python_function", None)  # of a tf.function, or of a step
-        return self._open_instance(one) if function is None else (function,)
+        if isinstance(one, polymorphic_function.Function):
+            return (one.python_function,)
+        return self._open_instance(one)
 
     def _open_function(self, one: types.FunctionType) -> list[Any]:
         own = not _is_foreign(one)  # what is wrapped around a step's function has that in a cell
@@ -200,7 +202,7 @@ class PythonValues:
         try:
             held = one.__dict__
             owner = weakref.ref(one.__init__.__self__)  # a step that knows its object would keep it
-        except (AttributeError, TypeError, ReferenceError):
+        except Exception:  # of an object's own way to look up names, too
             return []
         own = not _is_of_keras(kind)
         known = {name: value for name, value in held.items() if isinstance(value, _SIMPLE)}
