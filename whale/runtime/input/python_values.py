@@ -23,7 +23,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _ABSENT = object()
 _MOST_OBJECTS = 50_000  # that are looked at
-_LONGEST = 1_000  # list or dictionary of numbers of which a copy is kept
+_LONGEST = 1_000  # list or dictionary that is looked into: what is longer holds data
 # Packages whose objects hold no state of a script; those of Keras do (rates of layers, what is trainable).
 _FOREIGN = frozenset(
     "absl builtins collections contextlib functools google h5py importlib jax logging ml_collections numpy optree"
@@ -147,13 +147,15 @@ class PythonValues:
             return one.__func__, one.__self__
         if isinstance(one, functools.partial):
             return one.func, one.args, one.keywords
+        if isinstance(one, list | tuple | set | frozenset | dict) and len(one) > _LONGEST:
+            return ()
         if isinstance(one, list | tuple | set | frozenset):
-            if type(one) is list and len(one) <= _LONGEST and all(isinstance(part, _SIMPLE) for part in one):
+            if type(one) is list and all(isinstance(part, _SIMPLE) for part in one):
                 self._found.append(_Elements(one, list(one)))
             return list(one)
         if isinstance(one, dict):
             parts = list(one.values())
-            if type(one) is dict and len(one) <= _LONGEST and all(isinstance(part, _SIMPLE) for part in parts):
+            if type(one) is dict and all(isinstance(part, _SIMPLE) for part in parts):
                 self._found.append(_Names(lambda: one, dict(one), frozenset(one)))
             return parts
         if isinstance(one, tf.Tensor | tf.Variable | types.ModuleType):
