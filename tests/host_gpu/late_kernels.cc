@@ -90,6 +90,13 @@ class SyncDevice : public OpKernel {
   void Compute(OpKernelContext* ctx) override { gpu_of(ctx)->drain(); }
 };
 
+// A variable that a kernel is given, and where its value was then. Kernels that read rows copy a
+// value that somebody else reads, too, and the variable has the copy from then on.
+struct UsedVariable {
+  tensorflow::core::RefCountPtr<Var> variable;
+  const char* begin = nullptr;
+};
+
 // A kernel for processors, whose results come into the GPU's memory when its stream comes to them.
 // It computes at once, when all that its stream has waited for has happened; results of kernels
 // before it that it reads are lent to it, and are away again when it has ended.
@@ -110,7 +117,7 @@ class LateKernel : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     Gpu* gpu = gpu_of(ctx);
     Stream* stream = gpu == nullptr ? nullptr : gpu->compute_stream();
-    if (stream == nullptr || hands_on_) return inner_->Compute(ctx);
+    if (stream == nullptr || (hands_on_ && !copies_variable(ctx))) return inner_->Compute(ctx);
     // What the stream is to wait for from now on, it waits for behind this kernel
     // (cuStreamWaitEvent).
     std::unique_lock<std::mutex> lock(gpu->memory_mutex());
@@ -119,7 +126,7 @@ class LateKernel : public OpKernel {
       stream->settle();
       lock.lock();
     }
-    const std::vector<tensorflow::core::RefCountPtr<Var>> variables = lend_variables(ctx, gpu);
+    const std::vector<UsedVariable> variables = lend_variables(ctx, gpu);
     const std::vector<Span> operands = lend_operands(ctx, gpu);
     const int64_t since_ns = now_ns();
     inner_->Compute(ctx);
@@ -148,10 +155,17 @@ class LateKernel : public OpKernel {
     return operands;
   }
 
+  // Whether it reads a variable of which every reader gets a copy, as rows of it have been read.
+  bool copies_variable(OpKernelContext* ctx) const {
+    if (type_string() != "ReadVariableOp") return false;
+    tensorflow::core::RefCountPtr<Var> variable;
+    return tensorflow::LookupResource(ctx, tensorflow::HandleFromInput(ctx, 0), &variable).ok() &&
+           variable->copy_on_read_mode.load();
+  }
+
   // Elements of lists, and what other resources hold, are known to their kernels only.
-  std::vector<tensorflow::core::RefCountPtr<Var>> lend_variables(OpKernelContext* ctx,
-                                                                 Gpu* gpu) const {
-    std::vector<tensorflow::core::RefCountPtr<Var>> found;
+  std::vector<UsedVariable> lend_variables(OpKernelContext* ctx, Gpu* gpu) const {
+    std::vector<UsedVariable> found;
     bool others = has_variants_;
     for (int i = 0; i < ctx->num_inputs(); ++i) {
       if (input_type(i) != tensorflow::DT_RESOURCE || !ctx->has_input(i)) continue;
@@ -165,7 +179,7 @@ class LateKernel : public OpKernel {
       const tensorflow::tf_shared_lock locked(*variable->mu());
       const Span span = span_of(*variable->tensor(), gpu);
       gpu->lend(span.begin, span.bytes);
-      found.push_back(std::move(variable));
+      found.push_back({std::move(variable), span.begin});
     }
     if (others) gpu->reveal_all();
     return found;
@@ -173,9 +187,8 @@ class LateKernel : public OpKernel {
 
   // What the kernel has written. Memory that somebody else holds was there before: a constant, a
   // variable's value, a part of an operand.
-  std::vector<Span> results(
-      OpKernelContext* ctx, const Gpu* gpu, const std::vector<Span>& operands,
-      const std::vector<tensorflow::core::RefCountPtr<Var>>& variables) const {
+  std::vector<Span> results(OpKernelContext* ctx, const Gpu* gpu, const std::vector<Span>& operands,
+                            const std::vector<UsedVariable>& variables) const {
     std::vector<Span> found;
     for (int i = 0; i < ctx->num_outputs(); ++i) {
       const Tensor* output = ctx->mutable_output(i);
@@ -188,10 +201,10 @@ class LateKernel : public OpKernel {
           operand != operands.end() && operand->is_alone && operand->begin == span.begin;
       if (in_place || (operand == operands.end() && span.is_alone)) found.push_back(span);
     }
-    for (const auto& variable : variables) {
-      if (!writes_variables_) break;
+    for (const auto& [variable, begin] : variables) {
       const tensorflow::tf_shared_lock locked(*variable->mu());
       const Span span = span_of(*variable->tensor(), gpu);
+      if (!writes_variables_ && span.begin == begin) continue;
       const bool is_operand = std::any_of(operands.begin(), operands.end(),
                                           [&](const Span& one) { return one.begin == span.begin; });
       if (span.bytes > 0 && !is_operand) found.push_back(span);
