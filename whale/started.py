@@ -18,6 +18,8 @@ LOCAL_SIZE_VARIABLE = "WHALE_LOCAL_SIZE"
 RESTART_VARIABLE = "WHALE_RESTART"
 # Of a process that joins a run which goes on: with how many ranks that had begun.
 JOINS_VARIABLE = "WHALE_JOINS"
+# Of a process that joins: of every rank so far, the number on its host, which no other one has that is there.
+SLOTS_VARIABLE = "WHALE_SLOTS"
 # Where other ranks of the run reach this process, should they have to, and what they show then: "address secret".
 PEERS_VARIABLE = "WHALE_PEERS"
 # Set when ranks may join the run while it goes on.
@@ -102,6 +104,14 @@ def own_descriptor(variable: str) -> int | None:
 def joins() -> int:
     """Returns the original number of ranks of the run that this process joins; 0: it was there from the start."""
     return int(os.environ.get(JOINS_VARIABLE, "0"))
+
+
+def find_slot(place: ProcessPlace) -> int:
+    """Returns this process's number among the run's on its host. Of one that joins, its launcher knows those it started
+    with only, and `whale run` says.
+    """
+    slots = os.environ.get(SLOTS_VARIABLE, "")
+    return int(slots.split(",")[place.rank]) if joins() and slots else place.local_rank
 
 
 def restarts() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -189,7 +190,8 @@ def run(case: Case, reference: Reference, restarts: int = 0, gpus: int = 0) -> O
         gone = ended.stdout.count("the run went on without it") + ended.stderr.count("the run went on without it")
         if not wrong and not restarts and gone != case.count:
             wrong = f"{gone} ranks are said to be gone, {case.count} were taken away:\n{ended.stdout}{ended.stderr}"
-        joined, asked = (ended.stdout + ended.stderr).count(" join after "), case.faults.count("join")
+        said = ended.stdout + ended.stderr
+        joined, asked = len(re.findall(r" ranks? joins? after ", said)), case.faults.count("join")
         if not wrong and joined != asked and "grow" not in case.faults:
             wrong = f"ranks are said to have joined {joined} times, not {asked}:\n{ended.stdout}{ended.stderr}"
         return Outcome(wrong, worst, seconds, ended.stdout + ended.stderr)

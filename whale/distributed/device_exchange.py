@@ -22,7 +22,7 @@ from whale.distributed.cache_files import CacheFolder, DamagedFileError, find_fo
 from whale.errors import ClusterError, CommError, ConfigError
 from whale.log import log
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, PINNED
-from whale.started import ProcessPlace, joins
+from whale.started import ProcessPlace, find_slot, joins
 from whale_ops import device_code, device_library, gpu_driver
 
 NO_GPU = "TensorFlow sees no GPU"
@@ -49,7 +49,7 @@ def start_device_exchange(
     # has not started yet.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if backend not in DEVICE_BACKENDS:
-        if (size > 1 or joins()) and not threads and (lacks := claim_gpu(place.local_rank).lacks):
+        if (size > 1 or joins()) and not threads and (lacks := claim_gpu(find_slot(place)).lacks):
             log.warning(f"all ranks of this host compute on its first GPU: {lacks}")
         return
     if threads:

@@ -18,7 +18,9 @@ from whale.distributed.watch import RankChange
 from whale.errors import ClusterError, CommError
 from whale.launcher.mpirun import Host
 from whale.launcher.scale_up.hosts_from import HostSource, read_hosts
+from whale.launcher.scale_up.joining_ranks import find_free_slots
 from whale.runtime.elastic.agreement import RankStatement
+from whale.started import ProcessPlace, find_slot
 
 pytestmark = pytest.mark.core
 SECRET = "s" * 32
@@ -132,3 +134,14 @@ def test_joining_ranks_receive_all_that_ranks_decide_by() -> None:
     said = RankStatement(9, 8, 2, "h0", True, (1.0, 2.0), common)
     assert CommonState.from_values(unpack(pack(common.to_values()))) == common
     assert RankStatement.from_values(unpack(pack(said.to_values()))) == said
+
+
+def test_joining_ranks_have_numbers_on_their_hosts_that_no_other_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which they choose a GPU: their mpirun counts them from 0, beside the ranks of the start."""
+    assert find_free_slots(["a", "a", "b"], []) == [0, 1, 0]
+    assert find_free_slots(["a", "a", "b"], [("a", 0), ("a", 2), ("b", 0)]) == [1, 3, 1], "one is gone from a"
+    place = ProcessPlace(rank=3, size=4, local_rank=0, local_size=1, launcher="Open MPI")
+    assert find_slot(place) == 0
+    monkeypatch.setenv("WHALE_JOINS", "3")
+    monkeypatch.setenv("WHALE_SLOTS", "0,1,0,2")
+    assert find_slot(place) == 2

@@ -4,16 +4,17 @@ A joining rank's process starts beside the run, imports what it imports and buil
 When its script has come to where it would go on with the others, it says so. As soon as all that were started together
 have, or have ended, every rank of the run hears of them in the same message, and they become ranks like the others.
 
-Decision: 0104.
+Decisions: 0104, 0192.
 """
 
 from __future__ import annotations
 
+import itertools
 import selectors
 import signal
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from whale.launcher.job.output import Printer
 from whale.launcher.mpirun import Host, Options
 from whale.launcher.protocol import FIRST_VARIABLE, ExitStatus, FrameKind, RaisedReport, ScriptMessage, unpack
 from whale.launcher.scale_up.hosts_from import HostSource
-from whale.started import JOINS_VARIABLE
+from whale.started import JOINS_VARIABLE, SLOTS_VARIABLE
 
 
 @dataclass
@@ -66,6 +67,7 @@ class JoiningRanks:
         self._coming: dict[int, ranks.RankLink] = {}
         self._apart = options.is_one_mpirun_per_host  # and the ranks of the start wait for each other's addresses
         self._places = dict(enumerate(_fill_hosts(options.hosts, options.ranks)))
+        self._slots = find_free_slots(list(self._places.values()), [])
         self._wanted: tuple[Host, ...] | None = None  # hosts that are to be filled when the run can take ranks in
         self._history: list[dict[str, Any]] = []  # what all ranks were told of who is gone, and who has come
         assert options.hosts_from is not None
@@ -192,7 +194,10 @@ class JoiningRanks:
         if not count:
             return
         first, self._next = self._next, self._next + count
-        self._places.update(enumerate(_fill_hosts(more, count), first))
+        placed = _fill_hosts(more, count)
+        taken = [(self._places[rank], self._slots[rank]) for rank in here]
+        self._places.update(enumerate(placed, first))
+        self._slots += find_free_slots(placed, taken)
         numbers = range(first, first + count)
         named = f"rank{'s' * (count > 1)} {', '.join(map(str, numbers))}"
         self._printer.say(f"whale run: {named} start{'s' * (count == 1)} beside the others")
@@ -201,6 +206,7 @@ class JoiningRanks:
             **self._environment,
             FIRST_VARIABLE: str(first),
             JOINS_VARIABLE: str(self._at_start),
+            SLOTS_VARIABLE: ",".join(map(str, self._slots)),
         }
         process = MpirunProcess(mpirun.make_command(options, self._program, environment), environment)
         batch = _Batch(process, set(numbers))
@@ -237,6 +243,21 @@ class JoiningRanks:
         for link in self._links.values():
             if not link.exited:
                 link.tell(message)
+
+
+def find_free_slots(places: Sequence[str], taken: Iterable[tuple[str, int]]) -> list[int]:
+    """Returns the number of each new rank on its host, the lowest that is free: a rank that is gone leaves its own.
+
+    Args:
+      places: the hosts of the new ranks.
+      taken: (host, number) of the ranks that are there.
+    """
+    used, found = set(taken), []
+    for name in places:
+        slot = next(number for number in itertools.count() if (name, number) not in used)
+        used.add((name, slot))
+        found.append(slot)
+    return found
 
 
 def _fill_hosts(hosts: tuple[Host, ...], count: int) -> list[str]:

@@ -24,6 +24,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 import whale_ops
 from whale.capture.captured import CapturedVariable
 from whale.distributed.balance import Balance, BalanceHistory, WatchedSteps
+from whale.distributed.device_exchange import OwnGpu, find_gpus
 from whale.distributed.joining import Commits, CommonState, StepTimes, Welcome, is_worthwhile
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S
@@ -411,12 +412,20 @@ class Elastic:
 
     def _take_in_joining_ranks(self, welcome: Welcome | None) -> None:
         comm, members, hosts, known = self._group.offer(welcome)
-        act = partial(self._apply_growth, comm, members, hosts, known)
+        act = partial(self._apply_growth, comm, members, hosts, known, find_gpus(comm))
         self._agreements.agree(self._group.number, GROWN, comm, act)
 
-    def _apply_growth(self, comm: Any, members: tuple[int, ...], hosts: Sequence[str], known: Welcome) -> None:
+    def _apply_growth(
+        self,
+        comm: Any,
+        members: tuple[int, ...],
+        hosts: Sequence[str],
+        known: Welcome,
+        gpus: Sequence[OwnGpu | None],
+    ) -> None:
         more = len(members) - len(self._group.members)
         self._group.grow(comm, members, hosts, known)
+        self._run.own_gpu = gpus[self._run.rank]
         self._take_over_balance([known.common])
         self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
         self._commits.keep(known.calls, lambda: known.state)
