@@ -98,11 +98,18 @@ void* map(Gpu* gpu, int file, size_t bytes, bool own) {
 }
 
 std::atomic<Fault> planted{Fault::kNone};
-std::atomic<int64_t> host_waits{0};
+std::atomic<int64_t> host_waits{0}, in_calls_ns{0};
+thread_local int calls = 0;  // one of NCCL's may have called the driver
 
 }  // namespace
 
 Fault planted_fault() { return planted; }
+
+InCall::InCall() : since_ns_(calls++ == 0 ? now_ns() : 0) {}
+InCall::~InCall() {
+  if (--calls == 0) in_calls_ns += now_ns() - since_ns_;
+}
+int64_t InCall::total_ns() { return in_calls_ns; }
 
 const std::vector<std::unique_ptr<Gpu>>& gpus() {
   static auto* mutex = new std::mutex();
@@ -273,6 +280,8 @@ HOST_GPU_EXPORT void host_gpu_be_late(int us) {
 }
 // How often a thread of the host has waited for a stream.
 HOST_GPU_EXPORT int64_t host_gpu_waits() { return host_waits; }
+// How long threads have been in calls that queue something, all of them together.
+HOST_GPU_EXPORT int64_t host_gpu_in_calls_ns() { return InCall::total_ns(); }
 HOST_GPU_EXPORT void host_gpu_drain() {
   for (const auto& gpu : gpus()) gpu->drain();
 }
@@ -352,6 +361,7 @@ HOST_GPU_EXPORT int cuLaunchKernel(void* function, unsigned grid_x, unsigned gri
                                    unsigned grid_z, unsigned block_x, unsigned block_y,
                                    unsigned block_z, unsigned, void* stream, void** parameters,
                                    void**) {
+  const InCall in_call;
   if (stream == nullptr || grid_x * grid_y * grid_z * block_x * block_y * block_z == 0)
     return kInvalidValue;
   if (contexts.empty()) return kInvalidContext;
@@ -386,6 +396,7 @@ HOST_GPU_EXPORT int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
 HOST_GPU_EXPORT int cuMemFreeHost(void* memory) { return std::free(memory), 0; }
 HOST_GPU_EXPORT int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes,
                                   void* stream) {
+  const InCall in_call;
   if (stream == nullptr) return kInvalidHandle;
   auto *target = reinterpret_cast<char*>(to), *source = reinterpret_cast<char*>(from);
   const bool apart = target + bytes <= source || source + bytes <= target;
@@ -420,6 +431,7 @@ HOST_GPU_EXPORT int cuStreamSynchronize(void* stream) {
   return static_cast<Stream*>(stream)->drain(), 0;
 }
 HOST_GPU_EXPORT int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  const InCall in_call;
   if (event == nullptr) return kInvalidHandle;
   const auto& one = *static_cast<Event*>(event);
   auto* on = stream == nullptr && !contexts.empty() ? contexts.back()->compute_stream()
@@ -461,6 +473,7 @@ HOST_GPU_EXPORT int cuEventDestroy_v2(void* event) {
 }
 // The stream null is TensorFlow's: its devices here tell no other library which stream theirs is.
 HOST_GPU_EXPORT int cuEventRecord(void* event, void* stream) {
+  const InCall in_call;
   auto* one = static_cast<Event*>(event);
   if (one == nullptr) return kInvalidHandle;
   if (stream == nullptr && contexts.empty()) return kInvalidContext;

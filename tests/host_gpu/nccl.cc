@@ -306,6 +306,7 @@ HOST_GPU_EXPORT int ncclCommDestroy(CommunicatorPtr* handle) {
 }
 HOST_GPU_EXPORT int ncclGroupStart() { return ++depth, kSuccess; }
 HOST_GPU_EXPORT int ncclGroupEnd() {
+  const InCall in_call;
   if (--depth > 0) return kSuccess;
   int result = kSuccess;
   for (Queued& one : std::exchange(grouped, {})) result = std::max(result, queue(std::move(one)));
@@ -315,12 +316,14 @@ HOST_GPU_EXPORT int ncclGroupEnd() {
 
 HOST_GPU_EXPORT int ncclAllReduce(const void* in, void* out, size_t count, int type, int operation,
                                   CommunicatorPtr* handle, void* stream) {
+  const InCall in_call;
   const Communicator& one = **handle;
   const std::vector<const char*> parts(static_cast<size_t>(one.size), place(in));
   return call(handle, stream, reduction(one, parts, out, count, type, operation, -1));
 }
 HOST_GPU_EXPORT int ncclReduceScatter(const void* in, void* out, size_t count, int type,
                                       int operation, CommunicatorPtr* handle, void* stream) {
+  const InCall in_call;
   const Communicator& one = **handle;
   std::vector<const char*> parts;
   for (int peer = 0; peer < one.size; ++peer)
@@ -329,12 +332,14 @@ HOST_GPU_EXPORT int ncclReduceScatter(const void* in, void* out, size_t count, i
 }
 HOST_GPU_EXPORT int ncclReduce(const void* in, void* out, size_t count, int type, int operation,
                                int root, CommunicatorPtr* handle, void* stream) {
+  const InCall in_call;
   const Communicator& one = **handle;
   const std::vector<const char*> parts(static_cast<size_t>(one.size), place(in));
   return call(handle, stream, reduction(one, parts, out, count, type, operation, root));
 }
 HOST_GPU_EXPORT int ncclAllGather(const void* in, void* out, size_t count, int type,
                                   CommunicatorPtr* handle, void* stream) {
+  const InCall in_call;
   const Communicator& one = **handle;
   const size_t bytes = bytes_of(type, count);
   Task task;
@@ -348,6 +353,7 @@ HOST_GPU_EXPORT int ncclAllGather(const void* in, void* out, size_t count, int t
 }
 HOST_GPU_EXPORT int ncclBroadcast(const void* in, void* out, size_t count, int type, int root,
                                   CommunicatorPtr* handle, void* stream) {
+  const InCall in_call;
   const Communicator& one = **handle;
   const size_t bytes = bytes_of(type, count);
   Task task;
@@ -359,12 +365,14 @@ HOST_GPU_EXPORT int ncclBroadcast(const void* in, void* out, size_t count, int t
 }
 HOST_GPU_EXPORT int ncclSend(const void* in, size_t count, int type, int peer,
                              CommunicatorPtr* handle, void* stream) {
+  const InCall in_call;
   Task task;
   task.out.push_back({peer, place(in), bytes_of(type, count)});
   return call(handle, stream, std::move(task));
 }
 HOST_GPU_EXPORT int ncclRecv(void* out, size_t count, int type, int peer, CommunicatorPtr* handle,
                              void* stream) {
+  const InCall in_call;
   Task task;
   task.in.push_back({peer, place(out), bytes_of(type, count)});
   task.results.emplace_back(place(out), bytes_of(type, count));

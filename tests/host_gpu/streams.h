@@ -92,6 +92,18 @@ enum class Fault : int {
 };
 HOST_GPU_EXPORT Fault planted_fault();
 
+// Adds up how long threads of a program are in calls of the driver and of NCCL that queue work:
+// what these stand-ins take, and not the program.
+class HOST_GPU_EXPORT InCall {
+ public:
+  InCall();
+  ~InCall();
+  static int64_t total_ns();
+
+ private:
+  const int64_t since_ns_;
+};
+
 // A GPU as HOST_GPUS lists it: `bytes[:slowness[:late_us[:name]]]`, with commas between GPUs.
 struct Settings {
   size_t memory_bytes = 0;
