@@ -10,6 +10,7 @@ from whale.ir.ops import EXCHANGES, ON_DEVICE
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, Shape, TensorType
 from whale.passes.resharding.on_devices import (
+    device_groups,
     find_in_stream,
     host_exchanges,
     mark_device_exchanges,
@@ -174,3 +175,20 @@ def test_groups_and_peers_of_a_device_are_counted() -> None:
     body = replace(program(exchange("WhaleSend", peer=1), exchange("WhaleRecv", "back", peer=2)), inputs=("comm", "x"))
     call = Node("call", "WhaleCall", (Ref("comm"), Ref("x")), (), {"f": Func("body")}, (X,), "", True)
     assert partners(program(routed, call, functions={"body": body}), 0, 4) == (0, 3)
+
+
+def test_groups_are_connected_in_one_order_on_all_ranks() -> None:
+    """All of them but that of all ranks, and those that send to one only."""
+    call = Node("call", "WhaleCall", (Ref("x"),), (), {"f": Func("body"), "Tin": (DType("float32"),)}, (X,), "", True)
+    kept = [exchange(op, f"{op} {ranks}", ranks=ranks, **attrs) for op, ranks, attrs in (
+        ("WhaleAllReduce", (2, 0), {"N": 1, "reduction": "sum"}),
+        ("WhaleAllReduce", (), {"N": 1, "reduction": "sum"}),
+        ("WhaleAllGather", (0, 1), {"axis": 0, "sizes": (1, 3)}),
+        ("WhaleAllReduce", (2, 0), {"N": 1, "reduction": "max"}),
+        ("WhaleAllReduce", (0, 3), {"N": 1, "reduction": "sum", "T": DType("int64")}),
+        ("WhaleSend", (0, 3), {"peer": 3}),
+    )]  # fmt: skip
+    named = [replace(node, name=f"n{i}") for i, node in enumerate(kept)]
+    body = Program("body", (HANDLE, *program(*named[:1]).nodes[1:]), (), ())
+    assert device_groups(on_devices(program(*named, call, functions={"body": body}), "c", 0)) == ((0, 1), (2, 0))
+    assert device_groups(program(*named)) == (), "what the host carries out"

@@ -1,6 +1,8 @@
 """Exchanges tensors directly between GPUs (`communication.backend` "nccl", "cuda-ipc", "pinned").
 
 ``wh.init`` opens them. `ExchangeOps` are the ops through which they, or the host, exchange.
+
+Decision: 0193.
 """
 
 from __future__ import annotations
@@ -124,6 +126,25 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
             expected="nccl: a GPU for each rank; cuda-ipc: ranks of one host, which may share a GPU; pinned: any",
             action=f"set communication.backend to {others}",
         ) from error
+
+
+def connect_groups(groups: Sequence[Sequence[int]], comm: whale_ops.Communicator, backend: str) -> None:
+    """Has NCCL connect groups of ranks now, and not when a step has taken the memory, or is timed.
+
+    Collective in each group; ranks have theirs in one order, so that none wait for each other in a circle. Other
+    transports connect ranks when they are opened.
+
+    Raises:
+      tf.errors.OpError: a rank is gone.
+    """
+    if backend != "nccl" or not groups:
+        return
+    import tensorflow as tf
+
+    with tf.init_scope(), tf.device(None):
+        for group in groups:
+            key = f"whale/connect/{'-'.join(map(str, group))}"
+            ExchangeOps(comm, backend)("all_reduce", [tf.zeros(1)], key=key, ranks=list(group))
 
 
 def count_device_buffer_bytes(config: Config) -> int:

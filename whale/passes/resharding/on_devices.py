@@ -8,6 +8,7 @@ exchange: kind, dtype, attributes.
   find_in_stream   finds the exchanges for which a device's stream waits, and not the host
   told_apart       marks the same exchanges as the device's, for predictions
   partners         counts the groups and ranks that a rank's device communicates with
+  device_groups    lists the groups that have to be connected before a rank's program runs
   host_exchanges   lists the exchanges through the host, and why
   host_lines       formats those of all ranks, with their bytes
 
@@ -173,6 +174,19 @@ def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
             else:
                 groups.add(group)
     return len(groups), len(peers - {rank})
+
+
+def device_groups(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Lists the groups in which a rank's device reduces, gathers or broadcasts, in an order that all ranks have.
+
+    Args:
+      program: the rank's program after `on_devices`. A group of all ranks, which is connected from the start, is none.
+    """
+    alone = {ON_DEVICE[op] for op in (*POINT_TO_POINT, "WhaleAllToAll")}
+    ops = set(ON_DEVICE.values()) - alone
+    graphs = (program, *program.functions.values())
+    found = {tuple(node.attrs.get("ranks") or ()) for graph in graphs for node in graph.nodes if node.op in ops}
+    return tuple(sorted(found - {()}))
 
 
 def host_exchanges(program: Program) -> Iterator[HostExchange]:

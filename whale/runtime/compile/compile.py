@@ -32,7 +32,7 @@ from whale.passes.memory.footprint import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.pass_manager import normalise
-from whale.passes.resharding.on_devices import DEVICE_BACKENDS, host_exchanges
+from whale.passes.resharding.on_devices import DEVICE_BACKENDS, device_groups, host_exchanges
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.passes.verify.undivided import explain_undivided
@@ -379,6 +379,7 @@ def ready_step(
         whole=compiled.whole,
         on_device=compiled.on_device,
         lends=bool(plan.lent_threads),
+        connects=device_groups(compiled.ranks[0]),
         matched=tuple(sorted(context.scoping.annotated)),
         chosen=msgspec.json.encode(chosen) if chosen is not None else b"",
     )

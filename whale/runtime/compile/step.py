@@ -20,6 +20,8 @@ from whale.capture.captured import Captured, CapturedVariable, Traced
 from whale.capture.function import Trace, trace_function
 from whale.capture.sharded import IteratorReads, ShardedTensor
 from whale.capture.signature import Arguments
+from whale.distributed.device_exchange import connect_groups
+from whale.distributed.faults import raise_comm_error
 from whale.distributed.trace import open_span
 from whale.errors import ProgramError
 from whale.ir.collector import suspend_garbage_collection
@@ -292,6 +294,7 @@ def _lower(
         function = lower_to_function(compiled.ranks, tag, streams, threads)
         ready = ready_step(compiled, function, uses, context, trace.inputs_description)
         ready = msgspec.structs.replace(ready, tag=tag, gathers=gathers, staged=staged, streams=streams)
+        _connect(ready, context)
         _foresee(trace, ready, compiled.number, kept, local, whole, context)
         call = callable_step(captured, ready, function, lambda: compiled.plan, compiled.number, context, compiled.ranks)
     step_cache.keep(kept, ready, function, compiled.plan, context)
@@ -333,10 +336,22 @@ def _take_ready(
             whale_ops.load_ops()
         if ready.lends:
             share_cores(context)
+        _connect(ready, context)
         _foresee(trace, ready, number, kept, {} if ready.gathers else local, False, context)
         call = callable_step(tied, ready, ready.function(streams), plan, number, context)
     seconds = {"kept": time.perf_counter() - start_s}
     return _step(call, tied, ready, plan, parts, seconds, trace.is_first, context)
+
+
+def _connect(ready: Ready, context: Context) -> None:
+    """Connects the groups of ranks whose GPUs exchange in a step, before it runs; collective in each group."""
+    if context.planning.dry is not None or len(context.comms) != 1 or not ready.connects:
+        return
+    try:
+        connect_groups(ready.connects, context.comms[0], context.config["communication.backend"])
+    except tf.errors.OpError as error:
+        raise_comm_error(error, context)
+        raise
 
 
 def _foresee(

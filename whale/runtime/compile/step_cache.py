@@ -63,6 +63,7 @@ class Ready(msgspec.Struct, frozen=True):
       chosen: the strategy that `auto_parallel` found for it, as JSON; empty: it did not.
       gathers: of a batch of which each rank read its rows it takes the whole; staged: it has stages.
       lends: whether ranks lend their cores to the first one, which computes it.
+      connects: groups of ranks whose GPUs exchange in it.
       tag: what the names of its functions begin with; streams: those of its random streams.
       exchange_s: seconds of a small exchange between hosts when it was made; 0: all ranks were on one.
       strategy_name: under which the strategy is cached; "": it is not.
@@ -92,6 +93,7 @@ class Ready(msgspec.Struct, frozen=True):
     gathers: bool = False
     staged: bool = False
     lends: bool = False
+    connects: tuple[tuple[int, ...], ...] = ()
     tag: str = ""
     streams: str = ""
     exchange_s: float = 0.0
