@@ -19,11 +19,17 @@ def main(folder: Path, alone: bool) -> None:
     from tests.combinations.__main__ import with_two_devices
 
     with_two_devices()
+    import tensorflow as tf
+
     from tests.combinations.features import BY_NAME
     from tests.combinations.run import outcome
+    from whale.distributed.device_exchange import claim_gpu
     from whale.started import process_place
 
-    rank = process_place().rank
+    place = process_place()
+    rank = place.rank
+    if not alone and tf.config.list_physical_devices("GPU"):
+        claim_gpu(place.local_rank)  # TensorFlow makes its devices for the run on one device, before wh.init
     with (folder / f"rank{rank}.jsonl").open("w") as out:
         for number, names in enumerate(json.loads((folder / "asked.json").read_text())):
             own = folder / str(number)
