@@ -94,6 +94,7 @@ class Attack:
     Attributes:
         strategy, step_s: the fastest so far.
         tried: changes whose devices and rows were legal; seen: these; waiting: those that may be faster.
+        won: part of the step that each kept change gained, with the names of what it changed.
     """
 
     def __init__(self, one: Case, strategy: ParallelStrategy, step_s: float, cluster: Cluster, seed: int) -> None:
@@ -102,33 +103,38 @@ class Attack:
         self.batch, self.r = one.batch, random.Random(seed)
         self.costs = StageCosts(self.model, self.machines)
         self.strategy, self.step_s, self.tried = strategy, step_s, 0
-        self.seen, self.waiting = {strategy}, list[ParallelStrategy]()
+        self.seen, self.waiting = {strategy}, dict[ParallelStrategy, str]()
+        self.won: list[tuple[float, str]] = []
 
     def run(self, moves: int, processor_s: float) -> None:
         """Tries so many legal changes, for at most so long."""
         until_s = time.process_time() + processor_s
         while self.tried < moves and time.process_time() < until_s:
-            other = self.strategy
+            other, names = self.strategy, []
             for _ in range(self.r.choice((1, 1, 2, 3))):
-                other = self.r.choice(CHANGES)(self, other) or other
+                change = self.r.choice(CHANGES)
+                if changed := change(self, other):
+                    other = changed
+                    names.append(change.__name__)
             if other in self.seen or not self._may_be_legal(other):
                 continue
             self.seen.add(other)
             self.tried += 1
             # What takes longest is asked last: most changes make the step longer, by the slowest stage alone.
             if self._at_least_s(other) < self.step_s:
-                self.waiting.append(other)
-            if self.waiting and (self.waiting[-1].chunks == 1 or len(self.waiting) >= TOGETHER):
+                self.waiting[other] = "+".join(names)
+            if other in self.waiting and (other.chunks == 1 or len(self.waiting) >= TOGETHER):
                 self._evaluate_waiting()
         self._evaluate_waiting()
 
     def _evaluate_waiting(self) -> None:
         """Keeps the fastest of the changes that wait, if it is faster; interleaved ones are played together."""
-        found = evaluate_many(self.model, self.machines, self.waiting, self.costs)
-        for other, one in sorted(zip(self.waiting, found), key=lambda e: e[1].step_s):
+        found = evaluate_many(self.model, self.machines, list(self.waiting), self.costs)
+        for (other, names), one in sorted(zip(self.waiting.items(), found), key=lambda e: e[1].step_s):
             if one.step_s >= self.step_s:
                 break
             if one.fits and not check(self.model, self.machines, other, self.batch):
+                self.won.append((1 - one.step_s / self.step_s, names))
                 self.strategy, self.step_s = other, one.step_s
         self.waiting.clear()
 

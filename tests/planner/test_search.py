@@ -25,6 +25,7 @@ from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner import ask
+from whale.planner.analytic_search import search_sequence, simplicity
 from whale.planner.analytic_search.candidates import Constraints
 from whale.planner.analytic_search.infeasible import changes
 from whale.planner.analytic_search.layer_profiles import LayerProfile, Measured, TableLayer, TableModel
@@ -33,6 +34,7 @@ from whale.planner.analytic_search.neighbours import other_orders
 from whale.planner.analytic_search.plan_check import check
 from whale.planner.analytic_search.search import Search
 from whale.planner.analytic_search.search_sequence import fits, search
+from whale.planner.analytic_search.simplicity import is_simpler, measure_complexity
 
 TWO = cluster_file.parse(
     "name: two\nnetworks: {f: {type: ethernet-25g}}\nhosts:\n"
@@ -91,6 +93,21 @@ def test_slow_devices_with_less_memory_come_first_where_the_last_layer_is_slow_t
     assert [stage.count for stage in found.strategy.stages] == [3, 10]
 
 
+def test_a_simpler_plan_wins_where_the_faster_one_gains_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(MIXED)
+    model = _model("gpt:layers=24,hidden=2048,heads=16,sequence=512", machines)
+    found = search(model, machines, 64, Constraints(budget_s=0.2))
+    own = measure_complexity(found.strategy)
+    slower = [evaluation.step_s for _, evaluation in found.simpler]
+    each = [measure_complexity(one) for one, _ in found.simpler]
+    assert found.evaluation.step_s <= found.fastest_s * (1 + simplicity.TIE) < slower[0] and slower == sorted(slower)
+    assert all(is_simpler(one, own) for one in each)
+    assert not any(is_simpler(a, b) for a, b in itertools.combinations(each, 2))  # else b is slower for nothing
+    monkeypatch.setattr(search_sequence, "TIE", slower[-1] / found.fastest_s - 1 + 1e-9)
+    tied = search(model, machines, 64, Constraints(budget_s=0.2))
+    assert tied.fastest_s == found.fastest_s and tied.strategy == found.simpler[-1][0] and not tied.simpler
+
+
 def test_orders_of_stages_are_listed_once() -> None:
     a, b = (DeviceGroup(0, 1, 2, 1),), (DeviceGroup(1, 1, 2, 1),)
     assert list(other_orders([a, a])) == []
@@ -103,7 +120,7 @@ def test_a_budget_is_work_and_a_larger_one_is_never_slower(monkeypatch: pytest.M
     machines = Machines(MIXED)
     model = _model("gpt:layers=12,hidden=512,heads=8,sequence=128", machines)
     found = [search(model, machines, 64, Constraints(budget_s=budget_s)) for budget_s in (0.05, 0.2, 0.6)]
-    steps = [one.evaluation.step_s for one in found]
+    steps = [one.fastest_s for one in found]
     assert steps == sorted(steps, reverse=True) and found[0].simulated < found[2].simulated
     assert found[0].cut == "the budget" and found[0].bound_s <= steps[2]
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
@@ -155,7 +172,7 @@ def test_kinds_of_hosts_that_are_left_idle_do_not_make_a_plan_slower() -> None:
     model = _model("gpt:layers=12,hidden=1024,heads=16,sequence=512", machines)
     both = search(model, machines, 96, Constraints(budget_s=0.6))
     new = Machines(msgspec.structs.replace(where, hosts=where.hosts[:1]))
-    assert both.evaluation.step_s <= search(model.on(new), new, 96, Constraints(budget_s=0.3)).evaluation.step_s
+    assert both.fastest_s <= search(model.on(new), new, 96, Constraints(budget_s=0.3)).fastest_s
     assert {part.pool for stage in both.strategy.stages for part in stage.parts} == {0}
 
 

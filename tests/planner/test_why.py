@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cost_model.cluster import cluster_file
 from whale.errors import PlanError, WhaleError
 from whale.planner import ask, replan
-from whale.planner.report.planfile import PlanFile
+from whale.planner.analytic_search.simplicity import is_simpler, measure_complexity
+from whale.planner.report.planfile import Alternative, PlanFile
 from whale.planner.why import answer
 
 WHERE = cluster_file.parse(
@@ -32,6 +34,21 @@ def test_each_axis_is_answered_by_its_difference_or_why_it_cannot_be(plan: PlanF
     assert slower.startswith("stages=4: 4 pipeline") and "+" in slower and "ms (" in slower
     assert "infeasible: 16 heads are not divisible by 3" in answer(plan, "tensor=3", BUDGET_S)
     assert "infeasible: 4 layers are not enough for 8 stages" in answer(plan, "stages=8", BUDGET_S)
+
+
+def test_what_is_simpler_is_said_with_what_it_costs(plan: PlanFile) -> None:
+    four = ask.plan(WHERE, 32, plan.transformer, limits=ask.limits(["stages=4", "tensor=1"], BUDGET_S))
+    two = ask.plan(
+        WHERE, 32, plan.transformer, limits=ask.limits(["stages=2", "tensor=1", "data=1", "chunks=1"], BUDGET_S)
+    )
+    assert is_simpler(measure_complexity(two.strategy), measure_complexity(four.strategy))
+    slower = Alternative(two.strategy, slower_s=0.03 * four.step_s)
+    words = answer(msgspec.structs.replace(four, alternatives=(slower,)), "simpler", BUDGET_S)
+    assert words.startswith("simpler: 2 pipeline x ") and words.endswith("(+3.00%)")
+    faster = Alternative(four.strategy, slower_s=-1e-3 * two.step_s)
+    words = answer(msgspec.structs.replace(two, alternatives=(faster,)), "simpler", BUDGET_S)
+    assert words.startswith("not as simple, which has to gain 0.2%: 4 pipeline x ") and "(-0.10%)" in words
+    assert words.endswith("simpler: nothing that fits was found") and faster.reason.startswith("faster by ")
 
 
 def test_a_change_that_is_faster_than_the_plan_is_said_to_be(plan: PlanFile) -> None:

@@ -19,10 +19,10 @@ from whale.ir.plan_text import explain_operations, format_bytes, format_seconds
 from whale.planner import ask, replan
 from whale.planner.analytic_search.candidates import FIXED
 from whale.planner.report.planfile import PlanFile
-from whale.planner.report.show import against, explain_layer, is_faster
+from whale.planner.report.show import against, explain_layer, is_faster, list_simpler
 
 FORMS = (
-    "a layer's number, stage=N, device=KIND, "
+    "a layer's number, simpler, stage=N, device=KIND, "
     + ", ".join(f"{name}=..." for name in FIXED)
     + ", batch=ROWS, HOST=COUNT, NETWORK=KIND, cluster=FILE"
 )
@@ -41,11 +41,14 @@ def explain(plan: PlanFile, what: str, budget_s: float) -> str:
 
 
 def answer(plan: PlanFile, question: str, budget_s: float) -> str:
-    """Answers `tensor=4`, `stage=2`, `device=t4`, `batch=512`, a host's name and number, or a network's and kind.
+    """Answers `simpler`, `tensor=4`, `stage=2`, `device=t4`, `batch=512`, a host's name and number, or a network's and
+    kind.
 
     Raises:
         PlanError: the question has none of these forms.
     """
+    if question == "simpler":
+        return "\n".join(list_simpler(plan))
     name, equals, value = question.partition("=")
     hosts = {host.name for host in plan.machines.cluster.hosts}
     if not equals or not value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -94,12 +94,14 @@ class SearchResult:
     """The result of a search, with statistics of the search.
 
     Attributes:
-        strategy, evaluation: the best strategy, and its predicted cost.
+        strategy, evaluation: the best strategy, and its predicted cost: the simplest of those that are about as fast.
         others: other strategies that fit, fastest first; misfits: some that do not.
         estimated, simulated: number of strategies that were estimated, and simulated.
         seconds: wall-clock time; work_s: of work.
         cluster: the cluster of the strategy: the search's, or the same with fewer devices of each host.
         bound_s: a lower bound of the step time of any strategy of the model on these devices.
+        fastest_s: the shortest step that was found; that of `strategy` may be longer by a tie (see `simplicity`).
+        simpler: strategies that are simpler, fastest first, each simpler than what is as fast.
         cut: what ended the search before all was looked at, the budget or the clock; empty: nothing.
     """
 
@@ -114,3 +116,5 @@ class SearchResult:
     bound_s: float
     cluster: Cluster
     cut: str = ""
+    fastest_s: float = 0.0
+    simpler: list[tuple[ParallelStrategy, Evaluation]] = field(default_factory=list)

@@ -52,6 +52,7 @@ from whale.planner.analytic_search.moves import Moves, Ranks, layer_moves, with_
 from whale.planner.analytic_search.neighbours import StageRanks, neighbours, other_orders, other_ranks
 from whale.planner.analytic_search.random_moves import RandomMoves
 from whale.planner.analytic_search.recompute_stages import RecomputeChoice
+from whale.planner.analytic_search.simplicity import Complexity, measure_complexity
 from whale.planner.analytic_search.work import COST_S, CUT_S, FIT_S, LOOKUP_S, PASS_S, RANDOM_S, TOGETHER_PASS_S, Work
 
 
@@ -102,9 +103,14 @@ class _Simulated:
 
     entries: list[tuple[float, ParallelStrategy, Evaluation]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)  # their hashes
+    # The fastest of each complexity, which may be slower than all entries.
+    simple: dict[Complexity, tuple[float, ParallelStrategy, Evaluation]] = field(default_factory=dict)
 
     def keep(self, strategy: ParallelStrategy, found: Evaluation) -> None:
         self.entries.append((found.step_s, strategy, found))
+        complexity = measure_complexity(strategy)
+        if (known := self.simple.get(complexity)) is None or found.step_s < known[0]:
+            self.simple[complexity] = self.entries[-1]
         if len(self.entries) > MOST_KEPT:
             self.entries.sort(key=lambda e: e[0])
             del self.entries[KEPT:]

@@ -3,7 +3,7 @@
 All of it is one sequence of steps, and the budget says only where it ends: a larger budget never gives a slower plan,
 and a busy machine plans the same as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187.
+Decisions: 0077, 0158, 0172, 0187, 0194.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 
 import msgspec
 
+from cost_model.analytic.evaluate import Evaluation
 from cost_model.analytic.layer_costs import Model
 from cost_model.cluster.cluster_file import Cluster, HostEntry
 from cost_model.cluster.pools import Machines, Pool
@@ -25,6 +26,7 @@ from whale.planner.analytic_search.candidates import Constraints, SearchResult
 from whale.planner.analytic_search.estimate import least_s
 from whale.planner.analytic_search.infeasible import nothing_fits
 from whale.planner.analytic_search.search import NothingFits, Search
+from whale.planner.analytic_search.simplicity import TIE, Complexity, find_front, is_simpler, measure_complexity
 from whale.planner.analytic_search.work import OutOfWork, Work
 
 # (ZeRO level, offload), from what costs least to what takes least memory.
@@ -134,8 +136,9 @@ class _Sequence:
 
     def make_result(self) -> SearchResult:
         """Returns the best strategy, of those that were found, with statistics."""
-        best = self.found[0]
-        strategy, evaluation = best.fastest  # type: ignore[misc]
+        fastest = self.found[0].fastest
+        assert fastest is not None
+        best, strategy, evaluation = self._choose(*fastest)
         others = {one: cost for other in self.found if other.machines.cluster is best.machines.cluster
                   for _, one, cost in other.kept.entries}  # fmt: skip
         others.pop(strategy, None)
@@ -150,10 +153,24 @@ class _Sequence:
             simulated=sum(one.simulated for one in self.searches),
             seconds=time.monotonic() - self.started_s,
             work_s=self.work.used_s,
-            bound_s=min([evaluation.step_s, *bounds]),
+            bound_s=min([fastest[1].step_s, *bounds]),
             cut=self.cut,
             cluster=best.machines.cluster,
+            fastest_s=fastest[1].step_s,
+            simpler=[best.kept.simple[one][1:] for _, one, _ in _list_simpler(best, strategy)],
         )
+
+    def _choose(
+        self, strategy: ParallelStrategy, evaluation: Evaluation
+    ) -> tuple[Search, ParallelStrategy, Evaluation]:
+        """Returns the simplest strategy that is slower than the fastest by no more than a tie, and who found it."""
+        most_s = evaluation.step_s * (1 + TIE)
+        chosen = self.found[0], strategy, evaluation
+        for one in self.found:
+            able = [c for seconds, c, _ in _list_simpler(one, strategy) if seconds <= most_s]
+            if able and is_simpler(able[-1], measure_complexity(chosen[1])):
+                chosen = one, *one.kept.simple[able[-1]][1:]
+        return chosen
 
     def _list_used(self, search: Search) -> list[Pool]:
         """Returns the pools that the fastest strategy of a search uses."""
@@ -257,6 +274,12 @@ class _Sequence:
             for zero, offload in MODES
             if limits.zero in (None, zero) and limits.offload in (None, offload) and (offload == "none" or hosts)
         ]
+
+
+def _list_simpler(search: Search, than: ParallelStrategy) -> list[tuple[float, Complexity, ParallelStrategy]]:
+    """Returns the strategies of a search that are simpler than one (see `find_front`)."""
+    others = ((seconds, key, strategy) for key, (seconds, strategy, _) in search.kept.simple.items())
+    return find_front(others, measure_complexity(than))
 
 
 def _list_other_choices(

@@ -66,8 +66,9 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
         found = evaluate(model, machines, strategy)
         if found.fits:
             return SearchResult(
-                strategy, found, [], [], 1, 1, time.monotonic() - started, 0.0, found.step_s, machines.cluster
-            )
+                strategy, found, [], [], 1, 1, time.monotonic() - started, 0.0, found.step_s, machines.cluster,
+                fastest_s=found.step_s,
+            )  # fmt: skip
     raise PlanError(
         "no strategy fits, by the published planner's formulas",
         given=model.name,

@@ -34,6 +34,7 @@ from whale.planner.evaluate import Evaluator, ModelEvaluator
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
 SLOWER, LACKING = 6, 3  # alternatives of a plan file at most: slower ones, then ones that do not fit
+SIMPLER = 2  # of them that are simpler than the plan, beside the simplest
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -53,7 +54,10 @@ class Alternative(msgspec.Struct, frozen=True):
             return self.refused
         if self.lacking_bytes is not None:
             return f"does not fit by {format_bytes(self.lacking_bytes)}"
-        return f"slower by {format_seconds(self.slower_s or 0.0)}"
+        slower_s = self.slower_s or 0.0
+        if slower_s < 0:
+            return f"faster by {format_seconds(-slower_s)}, but not as simple"
+        return f"slower by {format_seconds(slower_s)}"
 
 
 class PlanFile(PlanRecord, frozen=True, kw_only=True):
@@ -175,10 +179,17 @@ def from_search(
     table: LayerProfile | None,
     planner: str = "whale",
 ) -> PlanFile:
-    """Creates the plan file of a search's result, with the best alternative of each shape and those that nearly fit."""
+    """Creates the plan file of a search's result, with simpler alternatives, the best of each shape, and those that
+    nearly fit.
+    """
     best = found.evaluation.step_s
     others: list[Alternative] = []
     seen = {_shape(found.strategy)}
+    for strategy, evaluation in found.simpler[-1:] + found.simpler[:SIMPLER]:
+        if all(one.strategy != strategy for one in others):
+            seen.add(_shape(strategy))
+            others.append(Alternative(strategy, slower_s=evaluation.step_s - best))
+    others.sort(key=lambda one: one.slower_s or 0.0)
     for strategy, evaluation in found.others:
         if _shape(strategy) not in seen and len(others) < SLOWER:
             seen.add(_shape(strategy))

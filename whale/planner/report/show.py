@@ -26,6 +26,7 @@ from whale.ir.plan_text import (
 from whale.ir.prediction import Prediction
 from whale.ir.strategy import ParallelStrategy, Stage, count_expert_ranks, format_count
 from whale.planner.analytic_search.neighbours import move_cut
+from whale.planner.analytic_search.simplicity import TIE, find_front, measure_complexity
 from whale.planner.report.planfile import Alternative, PlanFile
 
 BAR = 10  # characters of a bar
@@ -446,8 +447,23 @@ def explain_layer(plan: PlanFile, layer: int) -> str:
         )
         if other is not None:
             lines.append(f"  in {words}: {_against(found, plan.evaluator().evaluate(other))}")
-    lines += [f"  {one.strategy.format_summary()}: {one.reason}" for one in plan.alternatives[:5]]
-    return "\n".join(lines)
+    simpler = list_simpler(plan)
+    told = [one for one in plan.alternatives[:5] if not any(one.strategy.format_summary() in text for text in simpler)]
+    lines += [f"  {one.strategy.format_summary()}: {one.reason}" for one in told]
+    return "\n".join([*lines, *(f"  {text}" for text in simpler)])
+
+
+def list_simpler(plan: PlanFile) -> list[str]:
+    """Says by how much the plans that are simpler were slower, a line for each, and what was faster by too little."""
+    others = [(one.slower_s, measure_complexity(one.strategy), one.strategy) for one in plan.alternatives
+              if one.slower_s is not None]  # fmt: skip
+    told = [(f"not as simple, which has to gain {TIE:.1%}", *one) for one in others if one[0] < 0]
+    told += [("simpler", *one) for one in find_front(others, measure_complexity(plan.strategy))]
+    said = [
+        f"{words}: {strategy.format_summary()}: {format_change(slower_s)} a step ({slower_s / plan.step_s:+.2%})"
+        for words, slower_s, _, strategy in told
+    ]
+    return said if told and told[-1][0] == "simpler" else [*said, "simpler: nothing that fits was found"]
 
 
 def _other_recompute(plan: PlanFile, model: Model, found: Evaluation, index: int) -> Iterator[str]:
@@ -541,8 +557,8 @@ def _list_changed_stages(one: PlanFile, other: PlanFile) -> list[str]:
 
 
 def is_faster(one: PlanFile, other: PlanFile) -> bool:
-    """Tells whether a plan's step is shorter than another's by more than rounding."""
-    return one.step_s < other.step_s * (1 - ROUNDING)
+    """Tells whether a plan's step is shorter than another's by more than a tie."""
+    return one.step_s < other.step_s * (1 - TIE)
 
 
 def against(fixed: PlanFile, free: PlanFile) -> str:
