@@ -233,7 +233,7 @@ def fit_file(path: Path, base: str, cluster: str | None, out: Path) -> str:
     """
     if is_file(base):
         raise ProgramError("a fitted stack has one of the package's as its base", given=base, expected="a name")
-    _, rows = read(path, software=base, cluster=cluster)
+    _, rows = read(path, software=base, cluster=cluster, strict=True)
     found = fit_rows(rows, stack(base))
     out.write_text(format_fit(found, path, out.stem))
     return describe_fit(found)

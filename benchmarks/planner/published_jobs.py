@@ -92,7 +92,7 @@ JOBS = (
         ),
         Degrees(
             stages=16, data=128, chunks=2, micro_batch=1, batch=15360, experts=64, zero=1, recompute="selective",
-            selective=("norms", "activation"),
+            selective=("norms", "activation", "queries"),
         ),
         ("h800-sxm-80gb", 8, "infiniband-ndr-400", 8), "megatron-core-fp8",
         step_s=15360 * 4096 * 180e3 * 3600 / 1e12 / 2048,

@@ -62,7 +62,8 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
     inner = e * into * routed * t.inner / w
     heads = tokens * t.output_width / w
     masks = (2 / along if stack.dropout else 0.0) * tokens * t.hidden  # of one byte
-    sent = e * rows * own * t.hidden if t.experts else 0.0  # tokens as they were sent, or came back
+    # Tokens as they came to the experts, operands of the first product, and went back, which the router's weights need.
+    sent = (operand + (0 if stack.weighs_experts_inside else e)) * rows * own * t.hidden if t.experts else 0.0
     return {
         "input": e * tokens * t.hidden / along,
         "norms": 2 * operand * tokens * t.hidden / along,
@@ -70,7 +71,7 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
         # The result of attention, which its backward pass reads, and the product after it, in its own dtype.
         "attention": (e if operand == e else e + operand) * heads,
         "residual": e * tokens * t.hidden / along + masks,
-        "network": inner + 2 * sent,
+        "network": inner + sent,
         "activation": operand * routed * t.inner / w,
         "core": _score_bytes(t, p, stack),
     }

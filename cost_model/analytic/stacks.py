@@ -87,6 +87,8 @@ class Stack(catalogue.Entry, frozen=True):
         base_gb: memory of the framework's own on every rank, context, loaded kernels and libraries' buffers included;
             at least the device's `context_gb`.
         receives_block: a stage waits for what it receives as long as the sender for what it sends: nothing runs beside.
+        weighs_experts_inside: the router's weights multiply what goes into an expert's last product, whose result is
+            not kept then.
     """
 
     dtype: str
@@ -127,6 +129,7 @@ class Stack(catalogue.Entry, frozen=True):
     kept_operand_bytes: NotNegative | None = None
     base_gb: NotNegative = 0.0
     receives_block: bool = False
+    weighs_experts_inside: bool = False
     kernel_time: Annotated[float, Meta(gt=0)] = 1.0
 
     @property
@@ -187,7 +190,18 @@ def read(path: str | Path) -> Stack:
     """Reads a stack's file; ClusterError says line and key of a mistake."""
     file = yaml_files.YamlFile(yaml_files.read_text(path, KIND), str(path), KIND)
     file.data = _complete(file.data, (Path(path).stem,))
-    return file.decode(Stack)
+    needed = {f.name for f in msgspec.structs.fields(Stack) if f.required} - {"name", "sources"}
+    if isinstance(file.data, dict) and len(needed - {*file.data}) > 1:
+        raise file.make_error(
+            [],
+            f"it has {len(needed & {*file.data})} of the {len(needed)} fields that every stack needs",
+            action="name one of the package's stacks, from which others are taken: `base: megatron-core-bf16`",
+        )
+    found = file.decode(Stack)
+    for field, dtype in (("dtype", found.dtype), ("weights_dtype", found.weights_dtype)):
+        if dtype not in (None, *SIZE_BYTES):
+            raise file.make_error([field], "unknown dtype", given=dtype, **catalogue.suggest_nearest(dtype, SIZE_BYTES))
+    return found
 
 
 def _complete(data: Any, names: tuple[str, ...]) -> Any:

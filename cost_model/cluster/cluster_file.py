@@ -269,10 +269,11 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
         raise file.make_error(keys, message, **facts)
 
     for name, entry in cluster.networks.items():
-        if entry.type not in catalogue.load_networks():
-            where: list[str | int] = ["networks", name, "type"]
+        try:
+            catalogue.find_network(entry.type)
+        except ClusterError:
             fail(
-                where,
+                ["networks", name, "type"],
                 "unknown network type",
                 given=entry.type,
                 **suggest_entry(entry.type, catalogue.load_networks()),

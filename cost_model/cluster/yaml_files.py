@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,28 @@ T = TypeVar("T")
 MOST_BYTES = 64 << 20  # of a file that a person writes, or a tool for one
 MOST_DEPTH = 64
 MOST_ALIASES = 1000
+MOST_SHOWN = 60  # characters of a value in a message
+# How messages call kinds of values.
+KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "null": "nothing",
+         "array": "a list, [...]", "object": "a mapping, {key: value}"}  # fmt: skip
+# What others call fields.
+CALLED = {
+    "hosts": ("nodes", "node", "machines", "servers"), "devices": ("gpus", "gpu", "accelerators", "device"),
+    "count": ("number", "num", "n", "nodes", "hosts", "gpus", "devices", "quantity"), "networks": ("network", "fabric"),
+    "type": ("kind", "model", "gpu", "device"), "memory_gb": ("memory", "mem", "ram", "vram", "memory_gib"),
+    "gb_per_s": ("bandwidth", "gbps", "speed"), "latency_us": ("latency",), "nics": ("adapters", "ports", "nic"),
+    "layers": ("num_layers", "num_hidden_layers", "hidden_layers", "depth"), "software": ("stack",),
+    "hidden": ("hidden_size", "d_model", "width", "embedding"),
+    "sequence": ("sequence_length", "seq_length", "seq_len", "seq", "context_length", "max_position_embeddings"),
+    "heads": ("num_heads", "num_attention_heads", "attention_heads"), "vocabulary": ("vocab", "vocab_size"),
+    "feed_forward": ("ffn", "intermediate_size", "ffn_hidden_size", "d_ff"),
+    "kv_heads": ("num_key_value_heads", "key_value_heads", "query_groups"), "top": ("top_k", "topk", "experts_per_tok"),
+    "tensor": ("tp", "tensor_parallel"), "stages": ("pp", "pipeline", "pipeline_parallel"),
+    "data": ("dp", "data_parallel"), "context": ("cp", "context_parallel"),
+    "experts": ("ep", "expert_parallel", "local_experts"),
+    "batch": ("global_batch", "global_batch_size", "gbs", "batch_size"), "micro_batch": ("mbs", "micro_batch_size"),
+    "zero": ("zero_stage", "zero_level"), "recompute": ("checkpointing", "activation_checkpointing"),
+}  # fmt: skip
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -104,11 +127,36 @@ class YamlFile:
             return msgspec.convert(self.data, kind)
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `")
-            unknown = re.search(r"unknown field `([^`]+)`", message)
-            facts = suggest_nearest(unknown[1], _list_fields(kind)) if unknown else {}
-            raise self.make_error(_parse_keys(path.rstrip("`")), message, **facts) from None
+            keys = _parse_keys(path.rstrip("`"))
+            if unknown := re.search(r"unknown field `([^`]+)`", message):
+                facts = _suggest_field(unknown[1], kind, keys)
+            elif missing := re.search(r"missing required field `([^`]+)`", message):
+                facts = {"action": f"add `{missing[1]}: ...`"}
+            elif "enum" in message:
+                facts = {"expected": ", ".join(map(str, _find_schema(kind, keys)[0].get("enum", ())))}
+            else:
+                message, facts = self._describe_value(message, keys)
+            raise self.make_error(keys, message, **facts) from None
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ClusterError(f"the {self.what} cannot be read", given=f"{self.origin}: {error}") from None
+
+    def _describe_value(self, message: str, keys: list[str | int]) -> tuple[str, dict[str, str]]:
+        """Returns an error's message about a value of another kind in words, with the value and what to do."""
+        wrong = re.fullmatch(r"Expected `([^`]+)`(.*?)(?:, got `\w+`)?", message)
+        if wrong is None:
+            return message, {}
+        value, there = self.data, True
+        for key in keys:
+            there = there and (key in value if isinstance(value, dict) else isinstance(key, int))
+            value = value[key] if there else None
+        names = wrong[1].split(" | ")
+        facts = {"given": str(value)[:MOST_SHOWN]} if there else {}
+        if isinstance(value, str) and value[:1].isdigit() and {"int", "float"} & {*names}:
+            unit = re.search(r"_((?:gb|tflops|us|ms|hours|bytes|gb_per_s|per_hour|s))$", str(keys[-1]) if keys else "")
+            facts["action"] = f"write the number alone{f', in {unit[1]}' if unit else ', in digits'}"
+        elif isinstance(value, dict) and "array" in names:
+            facts["action"] = "put it in brackets, as [{...}], or a dash before it"
+        return f"this has to be {' or '.join(KINDS.get(name, name) for name in names)}{wrong[2]}", facts
 
     def make_error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
         """Creates an error about the value at `keys`, or about the nearest enclosing value in the file."""
@@ -135,10 +183,32 @@ class YamlFile:
         )
 
 
-def _list_fields(kind: Any) -> dict[str, Any]:
-    """Returns the names of all fields of a struct and of nested structs."""
-    parts = msgspec.json.schema(kind)["$defs"].values()
-    return {name: None for part in parts for name in part.get("properties", ())}
+def _find_schema(kind: Any, keys: Sequence[str | int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the JSON schema of the value at some keys of a struct, empty if there is none, and all definitions."""
+    schema = msgspec.json.schema(kind)
+
+    def resolve(node: Any) -> Any:
+        for one in (node, *node.get("anyOf", ())):
+            if "$ref" in one:
+                return schema["$defs"][one["$ref"].rsplit("/", 1)[1]]
+        return node
+
+    node = resolve(schema)
+    for key in keys:
+        below = node.get("properties", {}).get(key) or node.get("items") or node.get("additionalProperties") or {}
+        node = resolve(below) if isinstance(below, dict) else {}
+    return node, schema["$defs"]
+
+
+def _suggest_field(name: str, kind: Any, keys: Sequence[str | int]) -> dict[str, str]:
+    """Returns the facts of an error about an unknown field: the one that others call so, or is spelt most like it."""
+    node, parts = _find_schema(kind, keys)
+    fields = dict.fromkeys(node.get("properties", ()))
+    word = name.lower().removeprefix("num_").removeprefix("n_")
+    if same := next((field for field, words in CALLED.items() if field in fields and word in words), ""):
+        return {"expected": same, "action": f"write {same} if that is what you mean"}
+    every = {field: None for part in parts.values() for field in part.get("properties", ())}
+    return suggest_nearest(name, fields or every)
 
 
 def _parse_keys(path: str) -> list[str | int]:

@@ -136,7 +136,7 @@ class Device(Entry, frozen=True):
                 f"the device {self.name} does not compute in {dtype}",
                 given=dtype,
                 expected=", ".join(self.peak_tflops),
-                action="choose one of these dtypes, software that computes in one (`--software`), or another device",
+                action="choose one of these dtypes, a stack that computes in one (`--stack`), or another device",
             )
         return peak * 1e12
 
@@ -182,6 +182,7 @@ class Network(Entry, frozen=True):
     gb_per_s: Positive
     fraction: Fraction
     step_us: StepTimes
+    aliases: list[str] = []
 
     @property
     def bytes_per_s(self) -> float:
@@ -255,8 +256,8 @@ def find_link(name: str) -> Link:
 
 
 def find_network(name: str) -> Network:
-    """Returns the network of a name between hosts; raises ClusterError, with the most similar known one, if there is
-    none.
+    """Returns the network of a name or alias between hosts; raises ClusterError, with the most similar known one, if
+    there is none.
     """
     return _find("network", name, load_networks())
 
@@ -276,7 +277,8 @@ def suggest_entry(name: str, known: Mapping[str, Entry]) -> dict[str, str]:
     wanted = _family_of(name)
     family = {k: v for k, v in known.items() if _are_alike(wanted, _family_of(k))}
     if close := difflib.get_close_matches(name.lower().replace(" ", "-"), list(family), n=1, cutoff=0.5):
-        return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}
+        nearest = family[close[0]].name
+        return {"expected": nearest, "action": f"write {nearest} if that is what you mean"}
     names = sorted({entry.name for entry in known.values()})
     return {"expected": "one of " + ", ".join(names), "action": "choose one of these names"}
 

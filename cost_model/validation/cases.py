@@ -20,6 +20,7 @@ from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.cluster import cluster_file as cluster
 from cost_model.cluster import yaml_files
 from cost_model.cluster.cluster_file import Attachment, Cluster, DeviceEntry, HostEntry, NetworkEntry
+from cost_model.hardware import catalogue
 from cost_model.validation.division import Division, complete
 from whale.errors import ClusterError, PlanError, ProgramError, WhaleError
 from whale.ir.strategy import Degrees, Recompute
@@ -430,6 +431,18 @@ def _plan(p: Degrees) -> str:
 
 
 SHARED_FORM = "shared form"  # whose tables are named after their files
+_SHARED = frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"})
+# What is read of the shared form, and what tables may say besides.
+_READ = _SHARED | {*Transformer.__struct_fields__} | {
+    "row", "group", "set", "note", "software", "alt_software", "cluster", "tensor", "pipeline", "data", "chunks",
+    "micro_batch", "context", "cp", "devices", "gpus", "zero", "recompute", "sequence_parallel", "shard",
+    "stage_layers", "expert_ranks",
+}  # fmt: skip
+OTHER_COLUMNS = {
+    "stages": "pipeline", "pp": "pipeline", "tp": "tensor", "dp": "data", "vpp": "chunks", "mbs": "micro_batch",
+    "gbs": "global_batch", "batch": "global_batch", "seconds": "measured_s", "step_s": "measured_s", "seq": "sequence",
+    "vocab": "vocabulary", "ffn": "feed_forward", "ep": "expert_ranks",
+}  # fmt: skip
 _VTRAIN = frozenset({"# GPUs", "micro batch", "tensor parallelism", "iteration time (ms)"})
 # In this order: the first whose columns a file has.
 SETS = (
@@ -438,7 +451,7 @@ SETS = (
     Published("Megatron SC'21, ZeRO 3", frozenset({"iter_s", "tp", "pp", "vpp", "zero"}), _megatron_zero),
     Published("vTrain multi-node", _VTRAIN | {"Parameters (billion)"}, _vtrain_multi, ranked=True),
     Published("vTrain single node", _VTRAIN, _vtrain_single),
-    Published(SHARED_FORM, frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"}), _read_shared_form),
+    Published(SHARED_FORM, _SHARED, _read_shared_form),
     Published("Sailor SOSP'25", frozenset({"table", "plan", "measured_s"}), _sailor),
     Published("MosaicML", frozenset({"Throughput (T/s)", "MicroBatchSize", "Sharding Strategy"}), _mosaic),
 )
@@ -453,23 +466,38 @@ def _with(row: Mapping[str, str], folder: Path, software: str, cluster: str) -> 
     return {**row, **given}
 
 
-def read(path: Path, software: str = "", cluster: str | None = None) -> tuple[Published, list[Case]]:
+def read(
+    path: Path, software: str = "", cluster: str | None = None, strict: bool = False
+) -> tuple[Published, list[Case]]:
     """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row.
 
     A row that can be read, and whose plan cannot be, is a case whose prediction says why.
 
     Args:
         software, cluster: of rows of the shared form that name none; a file is found from the folder of the rows'.
+        strict: a column of the shared form that is not read is an error.
     """
     with path.open(newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith(COMMENT))
         columns = set(rows.fieldnames or ())
         table = next((one for one in SETS if one.columns <= columns), None)
+        if table is None or table.name == SHARED_FORM:
+            names = [OTHER_COLUMNS.get(name, name) for name in rows.fieldnames or ()]
+            rows.fieldnames, columns = names, set(names)
+            table = next((one for one in SETS if one.columns <= columns), None)
+        if table is not None and table.name == SHARED_FORM and strict and (unknown := sorted(columns - _READ)):
+            raise ProgramError(
+                "a column of measured steps is none that is read",
+                given=f"{path}: {', '.join(unknown)}",
+                **catalogue.suggest_nearest(unknown[0], dict.fromkeys(_READ)),
+            )
         if table is None:
             raise ProgramError(
                 "the file's columns are those of no published table that is known",
                 given=f"{path}: {', '.join(sorted(columns)) or 'no columns'}",
                 expected="; ".join(f"{one.name}: {', '.join(sorted(one.columns))}" for one in SETS),
+                action=f"name columns as the {SHARED_FORM} does, of which this file lacks "
+                f"{', '.join(sorted(_SHARED - columns))} (docs/guides/stacks.md has an example)",
             )
         cases = []
         for row in rows:

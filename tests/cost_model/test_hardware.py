@@ -91,6 +91,10 @@ def test_names_are_forgiving_and_errors_name_the_nearest() -> None:
         hardware.find_device("xi3090")  # no family has that name, however alike the digits
     with pytest.raises(ClusterError, match="no such network\n  given: infinband-xdr\n  expected: infiniband-xdr-800"):
         hardware.find_network("infinband-xdr")
+    for name in ("hdr", "HDR", "ib-hdr", "InfiniBand HDR", "hdr_200"):
+        assert hardware.find_network(name).name == "infiniband-hdr-200"
+    assert hardware.find_network("200GbE").name == "ethernet-200g"
+    assert cluster_file.parse(GOOD.replace("infiniband-hdr-200", "HDR")).find_path
     with pytest.raises(ClusterError, match="v100-sxm2-32gb does not compute in bfloat16"):
         hardware.find_device("v100").peak_flops_per_s("bfloat16")
 
@@ -159,13 +163,27 @@ def test_a_key_that_stands_twice_is_an_error_with_its_line() -> None:
     ("old", "new", "where", "what"),
     [
         ("a100-sxm-80gb", "a100-sxm-90gb", "c.yaml:7, key hosts[0].devices[0].type", "expected: a100-sxm-80gb"),
-        ("count: 8", "count: -8", "c.yaml:7, key hosts[0].devices[0].count", "expected `int` >= 1"),
+        ("count: 8", "count: -8", "c.yaml:7, key hosts[0].devices[0].count", "this has to be a whole number >= 1"),
         ("nics: 8", "nix: 8", "c.yaml:8, key hosts[0].networks", "unknown field `nix`"),
-        ("infiniband-hdr-200", "infiniband-hdr", "c.yaml:2, key networks.fabric.type", "expected: infiniband-hdr-200"),
+        ("infiniband-hdr-200", "infiniband-hdd", "c.yaml:2, key networks.fabric.type", "expected: infiniband-hdr-200"),
         ("fabric: {nics: 1}", "fabrik: {nics: 1}", "c.yaml:11, key hosts[1].networks.fabrik", "expected: fabric"),
-        ("name: lab\n", "", "c.yaml:1", "missing required field `name`"),
-        ("count: 4", "count: four", "c.yaml:10, key hosts[1].devices[0].count", "expected `int`, got `str`"),
-        ("share: 0.5", "share: 1.5", "c.yaml:10, key hosts[1].devices[1].share", "expected `float` <= 1.0"),
+        ("name: lab\n", "", "c.yaml:1", "missing required field `name`\n  next: add `name: ...`"),
+        ("hosts:", "nodes:", "key nodes", "unknown field `nodes`\n  expected: hosts"),
+        ("devices: [", "gpus: [", "key hosts[1].gpus", "unknown field `gpus`\n  expected: devices"),
+        (
+            "{type: t4",
+            "{type: t4, memory_gb: 16GB",
+            "memory_gb",
+            "a number or nothing\n  given: 16GB\n  next: write the",
+        ),
+        (
+            "[{type: v100-sxm2-16gb, count: 4}, {type: t4, share: 0.5}]",
+            "{type: t4}",
+            "hosts[1].devices",
+            "list, [...]\n  g",
+        ),
+        ("count: 4", "count: four", "c.yaml:10, key hosts[1].devices[0].count", "this has to be a whole number"),
+        ("share: 0.5", "share: 1.5", "c.yaml:10, key hosts[1].devices[1].share", "this has to be a number <= 1.0"),
         ("{type: t4", "{typ: t4", "c.yaml:10, key hosts[1].devices[1].typ", "unknown field `typ`"),
         (
             "{type: t4",
@@ -182,10 +200,10 @@ def test_a_key_that_stands_twice_is_an_error_with_its_line() -> None:
             "c.yaml:2, key networks.fabric.gb_per_s",
             "at most 200; the catalogue has 25",
         ),
-        ("hdr-200", "hdr-200, latency_us: 0", "c.yaml:2, key networks", "expected `float` > 0.0"),
+        ("hdr-200", "hdr-200, latency_us: 0", "c.yaml:2, key networks", "this has to be a number > 0.0"),
         ("name: old", "name: new", "c.yaml:9, key hosts[1].name", "two entries of hosts have one name"),
         ("nics: 8}}", "nics: 8}", "c.yaml:9", "not YAML"),
-        ("nics: 8", "nics: 8, far_gb_per_s: 0", "c.yaml:8, key hosts[0].networks", "expected `float` > 0.0"),
+        ("nics: 8", "nics: 8, far_gb_per_s: 0", "c.yaml:8, key hosts[0].networks", "this has to be a number > 0.0"),
         ("    networks: {fabric: {nics: 1}}\n", "", "c.yaml:9, key hosts[1]", "attached to no network"),
     ],
 )

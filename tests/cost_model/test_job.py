@@ -76,9 +76,9 @@ software: composer-bf16
     ("old", "new", "message"),
     [
         ("hidden:", "hiden:", "job.yaml:1, key model.hiden: object contains unknown field `hiden`\n  expected: hidden"),
-        ("layers: 96", "layers: many", "job.yaml:1, key model.layers: expected `int`, got `str`"),
+        ("layers: 96", "layers: many", "job.yaml:1, key model.layers: this has to be a whole number"),
         ("recompute: full", "recompute: some", "job.yaml:2, key plan.recompute: invalid enum value 'some'"),
-        ("data: 8", "data: -8", "job.yaml:2, key plan.data: expected `int` >= 1"),
+        ("data: 8", "data: -8", "job.yaml:2, key plan.data: this has to be a whole number >= 1"),
         ("data: 8", "data: 7", "the global batch is not a multiple"),
         ("batch: 1536", "batch: 8000000000", "more micro-batches in a step than a schedule"),
         ("model:", "software: megatron-2020\nmodel:", "there is no such software stack"),
@@ -124,8 +124,12 @@ def test_measured_layers_take_the_place_of_formulas(tmp_path: Path, capsys: pyte
             "device: A10O",
             "profile.yaml:2, key layers\\[0\\].device: the hardware catalogue has no such device",
         ),
-        ("forward_s: 0.004", "forward_s: 0", "profile.yaml:2, key layers\\[0\\].forward_s: expected `float` > 0.0"),
-        ("memory_gb: 0.1", "memory_gb: -1", "layers\\[0\\].memory_gb: expected `float` >= 0.0"),
+        (
+            "forward_s: 0.004",
+            "forward_s: 0",
+            "profile.yaml:2, key layers\\[0\\].forward_s: this has to be a number > 0.0",
+        ),
+        ("memory_gb: 0.1", "memory_gb: -1", "layers\\[0\\].memory_gb: this has to be a number >= 0.0"),
     ],
 )
 def test_mistakes_in_profiles(

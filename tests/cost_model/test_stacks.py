@@ -76,6 +76,39 @@ def test_a_users_stack_is_a_file_with_the_same_fields(tmp_path: Path) -> None:
     assert job.read(task, "composer-bf16").software == "composer-bf16"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dtype: bfloat16\nfused_attention: true", "has 2 of the 26 fields that every stack needs next: name one of"),
+        ("base: megatron-core-bf16\ndtype: bf16", "key dtype: unknown dtype given: bf16 expected: bfloat16"),
+        ("base: megatron-core-bf16\nattention: flash-4", "expected: flash-1, flash-2, flash-3"),
+        ("base: megatron-core-bf16\nhost_us: 20us", "given: 20us next: write the number alone, in us"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_stack_say_what_to_write(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"name: mine\n{text}\n")
+    with pytest.raises(ClusterError) as caught:
+        read(tmp_path / "mine.yaml")
+    assert message in " ".join(str(caught.value).split())
+
+
+def test_experts_keep_operands_in_their_dtype_and_no_results_that_are_weighed_before() -> None:
+    # 8,192 tokens of one expert's width a rank come and go: Megatron-Core weighs what goes into the last product.
+    model = Transformer(8, 1024, 16, 4096, 32000, 512, experts=16, top=2, gated=1)
+    share = LayerShare(experts=4)
+    sent = 4 * 4096 * 2 * 4 // 16 * 1024  # elements: experts of a rank x tokens of each x hidden
+    inner = 2 * 2 * sent // 1024 * 512
+    held = {
+        name: held_tensors(model, share, stack(name))["network"]
+        for name in ("megatron-2022", "megatron-core-bf16", "megatron-core-fp8")
+    }
+    assert held == {
+        "megatron-2022": inner + 4 * sent,
+        "megatron-core-bf16": inner + 2 * sent,
+        "megatron-core-fp8": inner + sent,
+    }
+
+
 def test_a_plan_names_the_file_of_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine\nbase: megatron-core-bf16\n")
     monkeypatch.chdir(tmp_path)
@@ -262,6 +295,8 @@ def test_a_stack_is_fitted_to_ten_measured_rows_and_says_how_well(
         (["job.yaml", "--cluster", "c.yaml", "--out", "o.yaml"], "--out is for --fit"),
         (["--cluster", "c.yaml"], "a job file is needed"),
         (["--fit", "rows.csv", "--out", "o.yaml", "--cluster", "h.yaml"], "too few rows"),
+        (["--fit", "odd.csv", "--out", "o.yaml", "--cluster", "h.yaml"], "rows_each expected: micro_batch"),
+        (["--fit", "few.csv", "--out", "o.yaml", "--cluster", "h.yaml"], "lacks global_batch, measured_s"),
         (["--fit", "rows.csv", "--out", "o.yaml", "--cluster", "h.yaml", "--stack", "o.yaml"], "one of the package's"),
     ],
 )
@@ -275,7 +310,9 @@ def test_mistakes_in_what_is_fitted(
     monkeypatch.chdir(tmp_path)
     Path("h.yaml").write_text("name: h\nhosts: [{name: n, devices: [{type: h100, count: 8}]}]")
     Path("rows.csv").write_text(f"{HEADS}\n8,2048,16,1024,32000,1,1,8,1,1,8,none,0.5\n")
-    of_rows = message in ("too few rows", "one of the package's")  # which are told when the files have been read
+    Path("odd.csv").write_text(f"{HEADS},rows_each\n8,2048,16,1024,32000,1,1,8,1,1,8,none,0.5,1\n")
+    Path("few.csv").write_text("layers,hidden,heads,batches\n8,2048,16,1\n")
+    of_rows = arguments[0] == "--fit" and "h.yaml" in arguments  # which are told when the files have been read
     with contextlib.nullcontext() if of_rows else pytest.raises(SystemExit):
         assert main(["simulate", *arguments]) != 0
     assert message in " ".join(capsys.readouterr().err.split())

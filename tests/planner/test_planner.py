@@ -17,7 +17,7 @@ from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from whale.cli import main
 from whale.errors import ClusterError, PlanError
-from whale.ir.strategy import Degrees, DeviceGroup, Stage
+from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, divide_chunks
 from whale.planner import ask
 from whale.planner.analytic_search import layer_profiles as tables
 from whale.planner.analytic_search.candidates import Constraints
@@ -25,7 +25,7 @@ from whale.planner.analytic_search.plan_check import check
 from whale.planner.analytic_search.search_sequence import search
 from whale.planner.analytic_search.whale22 import algorithm_1, formula_1
 from whale.planner.report import planfile
-from whale.planner.report.show import against, diff, explain_layer, show
+from whale.planner.report.show import _name_chunk, against, diff, explain_layer, schedule_lines, show
 
 UNEQUAL = """
 name: unequal
@@ -406,3 +406,11 @@ def test_unequal_devices_gain_as_much_as_was_published():
     assert alone.step_s / both.step_s == pytest.approx(1.45, abs=0.05)
     (stage,) = both.strategy.stages
     assert {part.pool: part.rows for part in stage.parts} == {0: 41, 1: 23}
+
+
+def test_more_chunks_than_letters_have_names() -> None:
+    stages = [Stage(ranges, (DeviceGroup(0, 1, 1, 1),)) for ranges in divide_chunks(60, 2, 30)]
+    told = schedule_lines(ParallelStrategy(tuple(stages), 2))
+    assert told[0] == "schedule   1f1b, 30 chunks per stage"
+    assert [_name_chunk(chunk) for chunk in (0, 8, 25, 26, 63)] == ["a", "i", "z", "aa", "bl"]
+    assert "F0h F1h F0i F1i" in told[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from string import ascii_lowercase
 from textwrap import wrap
 
 from cost_model.analytic.evaluate import Evaluation, not_compared, prediction_of
@@ -366,11 +367,17 @@ def schedule_lines(strategy: ParallelStrategy) -> list[str]:
     stages = len(orders)
     for stage in sorted({0, 1, stages - 2, stages - 1} if stages > 4 else set(range(stages))):
         passes = [
-            f"{'B' if b else 'F'}{m}" + ("abcdefgh"[c] if strategy.chunks > 1 else "") for c, m, b in orders[stage]
+            f"{'B' if b else 'F'}{m}" + (_name_chunk(c) if strategy.chunks > 1 else "") for c, m, b in orders[stage]
         ]
         text = " ".join(passes[:PASSES]) + (" ..." if len(passes) > PASSES else "")
         lines.append(f"  {stage:>5}    {text}")
     return lines
+
+
+def _name_chunk(chunk: int) -> str:
+    """Returns a chunk's letters: a to z, then aa, ab, ..."""
+    before, last = divmod(chunk, len(ascii_lowercase))
+    return (ascii_lowercase[before - 1] if before else "") + ascii_lowercase[last]
 
 
 def layer_table(plan: PlanFile) -> list[str]:
