@@ -420,7 +420,8 @@ def attack(seed: int, moves: int, choices: int, budget_s: float | None = None) -
         raise PlanError("a plan is illegal", given=f"case {seed}", found="; ".join(wrong))
     hand = Attack(one, found.strategy, found.evaluation.step_s, found.cluster, seed)
     hand.run(moves, max(searched_s, 1.0))
-    by = hand.strategy.format_summary()
+    won = ", ".join(f"{names} {gain:.2%}" for gain, names in hand.won)
+    by = f"{hand.strategy.format_summary()} ({won or 'nothing'})"
     fixed_s = found.evaluation.step_s
     r = random.Random(seed)
     until_s = time.process_time() + searched_s

@@ -198,7 +198,7 @@ def test_moves_are_legal() -> None:
     found = search(model, machines, 64, Constraints(stages=3, budget_s=0.2)).strategy
     moves: Moves = own.moves
     some = [own._with_layers_of(found, replace_micro_batches(found, n), ranks) for n, ranks in moves.of_ranks(found)]
-    some += layer_moves(found)
+    some += layer_moves(found, [1.0] * len(found.stages))
     assert len(some) > 50
     assert {wrong for one in some for wrong in check(model, machines, one, 64)} == set()
 

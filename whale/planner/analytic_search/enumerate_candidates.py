@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from cost_model.analytic.layer_costs import Model
 from cost_model.cluster.pools import Machines
 from whale.ir.strategy import DeviceGroup, count_expert_ranks
@@ -85,10 +87,15 @@ class Families(Estimates):
         self, chosen: Sequence[int], tensors: tuple[int, ...], units: list[int], rows: int
     ) -> Iterator[Candidate]:
         limits, count, hidden = self.limits, self.model.count, self.model.stack.overlaps_sends
-        for how, data in itertools.product(self.recomputes(), divisors(self.batch // rows)):
+        for how, data, spread in itertools.product(
+            self.recomputes(), divisors(self.batch // rows), self._expert_degrees()
+        ):
             if data > max(units) or self.data not in (None, data) or data % self.replicas_step:
                 continue
-            ways = limits.experts or count_expert_ranks(self.model.experts, data)
+            widest = count_expert_ranks(self.model.experts, data)
+            if spread and widest <= spread:
+                continue
+            ways = limits.experts or spread or widest
             per_layer = [self.predict_whole(k, t, rows, how, ways)[2] for k, t in zip(chosen, tensors)]
             order = sorted(range(len(chosen)), key=lambda i: per_layer[i])
             micro_batches = self.batch // rows // data
@@ -102,6 +109,8 @@ class Families(Estimates):
             if len(chosen) > 1 and min(most) == 0:
                 continue
             settings = self.settings(micro_batches, how)
+            if spread:
+                settings = msgspec.structs.replace(settings, expert_ranks=spread)
             ranks = [DeviceGroup(k, t, data, rows) for k, t in zip(chosen, tensors)]
             sends_s = max(self.sends_s(pair, how) for pair in zip(ranks, ranks[1:] or ranks))
             after_s: dict[int, tuple[float, float]] = {}
@@ -131,12 +140,16 @@ class Families(Estimates):
                     reduce_s, update_s = after_s[stages]
                     reduce_s = self.predict_reduced_s(reduce_s, slowest, stages, chunks, micro_batches)
                     estimate_s = micro_batches * passes_s + wait_s + reduce_s + update_s + tied_s
-                    if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen)):
+                    if self.keeps(estimate_s, (how[0], stages.bit_length(), max(tensors), chosen, spread)):
                         kinds = tuple(
                             ((DeviceGroup(chosen[i], tensors[i], data, rows),), own[i])
                             for i in self._order_by_memory(chosen)
                         )
                         yield self.noted(Candidate(estimate_s, kinds, settings, chunks))
+
+    def _expert_degrees(self) -> tuple[int, ...]:
+        """Returns the replicas that divide experts, of candidates: as many as can (0), or none, without exchanges."""
+        return (0, 1) if self.model.experts and self.limits.experts is None else (0,)
 
     def _order_by_memory(self, chosen: Sequence[int]) -> list[int]:
         """Orders pools by memory, largest first: the first stages keep the most activations."""

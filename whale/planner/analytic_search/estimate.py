@@ -59,6 +59,8 @@ class Estimates:
         # Whether candidates are left out that are far behind the best one with room, and that one; estimates that are
         # too long to be looked at beside what was simulated.
         self.prunes, self.best_estimate_s, self.known_s = True, math.inf, math.inf
+        self.able = [one for one in model.recomputes() if limits.recompute in (None, one[0])]
+        self.kinds = {way: [kind for kind, parallel in self.able if parallel == way] for way in (False, True)}
         self.each: dict[tuple[int, int, int, str, bool, int], tuple[LayerCosts, float, float]] = {}
         self.after: dict[tuple[tuple[tuple[int, int, int], ...], int], tuple[float, float]] = {}
         self.tied: dict[tuple[int, int, int, int], float] = {}
@@ -144,13 +146,11 @@ class Estimates:
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
         """Returns the pairs (recompute, sequence parallel) that the model supports and the user allows."""
-        found = self.model.recomputes()
-        wanted = self.limits.recompute
-        return [one for one in found if wanted is None or one[0] == wanted]
+        return self.able
 
     def recompute_kinds(self, sequence_parallel: bool) -> list[Recompute]:
         """Returns the kinds of recompute that a stage may use, the least recomputation first."""
-        return [kind for kind, parallel in self.recomputes() if parallel == sequence_parallel]
+        return self.kinds[sequence_parallel]
 
     def tensors(self, pool: int) -> list[int]:
         """Returns the tensor-parallel degrees on a pool that the user allows."""
@@ -278,6 +278,19 @@ class Estimates:
                 room += min(free / max(1.0, state + live * held) for free, state, held in worst)
             at += count
         return room >= self.model.count
+
+    def has_room_for_states(self) -> bool:
+        """Tells whether all devices together could hold the states, however these are divided."""
+        pool = next((one.number for one in self.machines.pools if self.tensors(one.number)), None)
+        if pool is None:
+            return False
+        tensor = self.tensors(pool)[0]
+        one = self.predict_whole(pool, tensor, self.rows_of(pool, tensor)[0], self.recomputes()[0], 1)[0]
+        held, gradients, optimizer = states(one, ((0, self.model.count),), 1, 0)
+        on_devices = {"none": held + gradients + optimizer, "optimizer": held + gradients, "parameters": 0.0}
+        return tensor * on_devices[self.offload] <= sum(
+            pool.devices * pool.memory_bytes for pool in self.machines.pools
+        )
 
     def rates(self) -> dict[tuple[str, float], float]:
         """Returns the most rows that a device of each kind, by its name and share, trains in a second."""

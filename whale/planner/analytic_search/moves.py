@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -30,15 +31,20 @@ def has_room(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> bo
         for part in parts:
             own = wanted.setdefault(part.pool, {})
             own[part.tensor] = own.get(part.tensor, 0) + part.replicas
-    return all(_pool_has_room(machines, pool, groups) for pool, groups in wanted.items())
+    pools = machines.pools
+    return all(
+        _fit_on_hosts(pools[pool].per_host, pools[pool].hosts, tuple(sorted(groups.items(), reverse=True)))
+        for pool, groups in wanted.items()
+    )
 
 
-def _pool_has_room(machines: Machines, number: int, groups: dict[int, int]) -> bool:
-    pool = machines.pools[number]
-    if sum(tensor * count for tensor, count in groups.items()) > pool.devices:
+@lru_cache(maxsize=1 << 16)
+def _fit_on_hosts(per_host: int, hosts: int, groups: tuple[tuple[int, int], ...]) -> bool:
+    """Tells whether hosts of a kind have room for groups of devices: (devices of a group, number), largest first."""
+    if sum(tensor * count for tensor, count in groups) > per_host * hosts:
         return False
-    free = [(pool.per_host, pool.hosts)]  # runs of hosts with equally many free devices
-    for tensor, left in sorted(groups.items(), reverse=True):
+    free = [(per_host, hosts)]  # runs of hosts with equally many free devices
+    for tensor, left in groups:
         after: list[tuple[int, int]] = []
         for devices, hosts in free:
             each = devices // tensor
@@ -329,10 +335,14 @@ class Moves:
         return found
 
 
-def layer_moves(strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
+def layer_moves(strategy: ParallelStrategy, seconds: Sequence[float]) -> Iterator[ParallelStrategy]:
     """Yields the strategy with one layer less in one range of layers and one more in another, wherever these lie.
 
-    Of equal stages in a row only the first and the last one give and take.
+    Of equal stages in a row only the first and the last one give and take; those that take the longest give first, to
+    those that take the shortest.
+
+    Args:
+        seconds: of a micro-batch on each stage.
     """
     counts = [high - low for _, low, high in strategy.ordered_layers]
     parts = [stage.parts for stage, _, _ in strategy.ordered_layers]
@@ -342,7 +352,8 @@ def layer_moves(strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
         ends += dict.fromkeys((own[0], own[-1]))
     ends = list(dict.fromkeys([0, *ends, len(counts) - 1]))
     pairs = [(a, b) for a, b in itertools.permutations(ends, 2) if counts[a] > 1]
-    pairs.sort(key=lambda pair: abs(pair[0] - pair[1]) > 1)  # neighbours first
+    stages = len(strategy.stages)
+    pairs.sort(key=lambda pair: seconds[pair[1] % stages] - seconds[pair[0] % stages])
     for giver, taker in pairs[:MOST_PAIRS]:
         other = list(counts)
         other[giver], other[taker] = other[giver] - 1, other[taker] + 1

@@ -34,7 +34,7 @@ class RandomMoves:
         self.ways: list[Callable[[random.Random, ParallelStrategy], ParallelStrategy | None]] = [
             self._other_tensor, self._other_replicas, self._other_pool, self._mix, self._other_micro_batches,
             self._insert, self._remove, self._exchange, self._other_chunks, self._other_settings,
-            self._move_layers, self._move_layers,
+            *[self._move_layers] * 4,
         ]  # fmt: skip
 
     def change(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
@@ -181,9 +181,10 @@ class RandomMoves:
         counts = _of(strategy)[1]
         if len(counts) == 1:
             return None
-        for _ in range(r.choice((1, 1, 2, 4))):
+        moved = r.choice((1, 1, 2, 3))  # at a time, once or several times
+        for _ in range(1 if moved > 1 else r.choice((1, 1, 2, 4))):
             giver, taker = r.sample(range(len(counts)), 2)
-            counts[giver], counts[taker] = counts[giver] - 1, counts[taker] + 1
+            counts[giver], counts[taker] = counts[giver] - moved, counts[taker] + moved
         return with_counts(strategy, counts) if min(counts) > 0 else None
 
 

@@ -13,7 +13,7 @@ reduction. Repeated layers are computed once. Candidates with the best estimates
 simulated. What no family contains (other tensor-parallel degrees in the first and last stage, a stage more on idle
 devices, uneven chunks) is reached by `moves`, one change after the other.
 
-Decision: 0048.
+Decisions: 0048, 0195.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from cost_model.analytic.evaluate import Evaluation, tied_s
+from cost_model.analytic.evaluate import Evaluation, evaluate, tied_s
 from cost_model.analytic.evaluate_many import LEAST, evaluate_many
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stage_cache import StageCosts
@@ -82,10 +82,11 @@ MISFIT_PASSES = 5000  # ...so many passes of a step, which take long to play
 # Parts of a step by which another is shorter: of the first changes of a strategy, of later ones, of the last ones,
 # against rounding.
 LEAP, STEP, SHORTER = 1e-2, 1e-3, 1e-9
+AGAIN = 5e-3  # part of a step by which other layers make it shorter, until other ranks are looked at again
 MOST_KEPT, KEPT = 400, 200  # simulated strategies: of so many, so many are left
 NEARLY = 1.25  # times the step, up to which other cuts may make it shorter
 MANY = 10  # times that a chain is walked until its best cuts are found
-MOST_CHUNKS = 32  # of a stage
+MOST_CHUNKS = 64  # of a stage
 SHAKEN, PATIENCE = 3, 16  # random changes that are improved, and times that they may be of no use
 # Random changes that may be of no use, of the best strategy and of each other one begun with; how many these are.
 WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
@@ -93,7 +94,7 @@ POLISHED = 512  # random moves of several layers that may be of no use
 TOGETHER, AT_ONCE = 32, 8  # interleaved strategies that are simulated at once: of random moves, of others
 WORSE = 1.5  # times the step, which a random change may make it longer
 # Numbers of chunks that are looked at, beside those near a strategy's own and those that divide layers evenly.
-CHUNKS_LOOKED_AT = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+CHUNKS_LOOKED_AT = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 CHUNKS_TRIED = 4  # numbers of chunks of a strategy that are simulated, of those with the best estimates
 
 
@@ -108,12 +109,15 @@ class _Simulated:
 
     def keep(self, strategy: ParallelStrategy, found: Evaluation) -> None:
         self.entries.append((found.step_s, strategy, found))
-        complexity = measure_complexity(strategy)
-        if (known := self.simple.get(complexity)) is None or found.step_s < known[0]:
-            self.simple[complexity] = self.entries[-1]
+        self.keep_simple(strategy, found)
         if len(self.entries) > MOST_KEPT:
             self.entries.sort(key=lambda e: e[0])
             del self.entries[KEPT:]
+
+    def keep_simple(self, strategy: ParallelStrategy, found: Evaluation) -> None:
+        complexity = measure_complexity(strategy)
+        if (known := self.simple.get(complexity)) is None or found.step_s < known[0]:
+            self.simple[complexity] = found.step_s, strategy, found
 
 
 class NothingFits(Exception):
@@ -144,6 +148,8 @@ class Search(Families):
         # (settings, ranks) that were cut; those whose ranks were changed in all ways, for steps shorter than that.
         self.cuts: dict[int, tuple[ParallelStrategy | None, float]] = {}
         self.changed: dict[int, float] = {}
+        self.live_of: dict[tuple[str, int, int, int], list[int]] = {}  # see `live`
+        self.listed_s = math.inf  # step of the best candidate, before any was improved
         self.shaken = 0  # times that random changes were made
         self.moves = Moves(
             machines,
@@ -311,7 +317,8 @@ class Search(Families):
         settings = msgspec.structs.replace(strategy, stages=())
         ranks = [stage.parts for stage in strategy.stages]
         key = hash((settings, tuple(ranks), strategy.chunks))
-        if seconds > self.changed.get(key, 0.0):
+        known_s = self.changed.get(key, 0.0)
+        if seconds > known_s or seconds < known_s * (1 - AGAIN):
             yield from self._other_settings(strategy)
             yield from self._other_ranks(strategy, seconds)
             if strategy.chunks == 1 and len(ranks) <= CUT_ANEW:
@@ -322,7 +329,7 @@ class Search(Families):
             if wide:
                 choices = self.choices.get((strategy.micro_batches, strategy.sequence_parallel), [])
                 yield from other_ranks(strategy, self.machines, choices, self.limits.stages is None)
-        yield from layer_moves(strategy)
+        yield from layer_moves(strategy, [sum(c.forward_s) + sum(c.backward_s) for c in self._costs(strategy)])
 
     def _other_settings(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
         """Yields the strategy with other levels of ZeRO and other numbers of chunks."""
@@ -337,23 +344,26 @@ class Search(Families):
         yield from self._chunked(strategy, [stage.parts for stage in strategy.stages], strategy.chunks)
 
     def _other_ranks(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
-        """Yields the strategy with other ranks and cut anew, where the devices could be faster than `seconds`."""
+        """Yields the strategy with other ranks, then cut anew, where the devices could be faster than `seconds`."""
         settings = msgspec.structs.replace(strategy, stages=())
         changes = [one for one in self.moves.of_ranks(strategy) if self._least_s(*one, settings) < seconds]
         random.Random(len(changes)).shuffle(changes)  # those that are alike come one after the other
+        able: list[tuple[float, ParallelStrategy, Ranks]] = []
         for micro_batches, ranks in changes:
             own = self._settings_for(settings, micro_batches, ranks)
             plain = self._with_layers_of(strategy, own, ranks)
             least_s = self.at_least_s(plain)
             if least_s < seconds:
                 yield plain
-            # Cuts take longest: they are made where they may help. Another number of stages has other good numbers of
-            # chunks, and those that were good may not fit.
             if least_s < NEARLY * seconds or math.isinf(least_s):
-                if strategy.chunks == 1:
-                    yield from self._recut(own, [ranks], seconds)
-                elif len(ranks) != len(strategy.stages):
-                    yield from self._chunked(own, ranks, strategy.chunks)
+                able.append((least_s, own, ranks))
+        # Cuts take longest: they are made last, and where they may help most first. Another number of stages has other
+        # good numbers of chunks, and those that were good may not fit.
+        for _, own, ranks in sorted(able, key=lambda e: e[0]):
+            if strategy.chunks == 1:
+                yield from self._recut(own, [ranks], seconds)
+            elif len(ranks) != len(strategy.stages):
+                yield from self._chunked(own, ranks, strategy.chunks)
 
     def _settings_for(self, settings: ParallelStrategy, micro_batches: int, ranks: Ranks) -> ParallelStrategy:
         """Returns settings with another number of micro-batches, as they can be on these ranks."""
@@ -430,16 +440,37 @@ class Search(Families):
                 found.append((seconds, chunks, own))
         yield from (own for _, _, own in sorted(found, key=lambda e: e[:2])[:CHUNKS_TRIED])
 
-    def begin(self, improved: int) -> None:
+    def simplify(self, most_s: float) -> None:
+        """Looks at the fastest strategy with fewer chunks, from one on, until one takes no longer than `most_s`.
+
+        What that finds is kept for the comparison of simple strategies alone, so that it changes no search.
+        """
+        assert self.fastest is not None
+        strategy = self.fastest[0]
+        settings, ranks = msgspec.structs.replace(strategy, stages=()), [stage.parts for stage in strategy.stages]
+        for chunks in range(1, strategy.chunks):
+            one = self._divided(settings, ranks, chunks)
+            if self.at_least_s(one) <= most_s:
+                found = evaluate(self.model, self.machines, one, self.stage_costs)
+                if found.fits:
+                    self.kept.keep_simple(one, found)
+                    if found.step_s <= most_s:
+                        return
+
+    def begin(self, improved: int, below_s: float = math.inf) -> None:
         """Lists candidates, simulates the best and improves so many of these.
 
         With many devices only powers of two of rows are listed, and stages that divide the layers.
+
+        Args:
+            below_s: nothing is improved where the best candidate takes longer than that.
 
         Raises:
             NothingFits: no strategy fits.
         """
         self._list(hurried=not self.few)
-        if self.few:
+        # Where states are offloaded, moving them takes longer than what is balanced there.
+        if self.few and self.offload == "none" and self.has_room_for_states():
             known_s = self.limits.faster_than_s
             fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
             for strategy in exact(self, None if math.isinf(fastest_s) else fastest_s, self.choices):
@@ -447,18 +478,24 @@ class Search(Families):
         if not self.kept.entries:
             raise NothingFits(self)
         assert self.fastest is not None
-        if self.fastest[1].step_s <= BEHIND * self.limits.faster_than_s:
+        self.listed_s = self.fastest[1].step_s
+        if self.listed_s <= min(below_s, BEHIND * self.limits.faster_than_s):
             self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
             self._improve_best(IMPROVED_FEW if self.few else improved)
 
     def go_on(self, improved: int) -> None:
-        """Lists all candidates, improves so many of them, and makes random changes of the best strategy."""
+        """Makes random changes of the best strategies, and improves so many of these."""
         self._wander_from_best()
         for seconds, strategy in self._beginnings()[:WANDERED_FROM]:
             self._wander(strategy, seconds, WANDERED_SOME)
         self._polish()
         if not self.few:
-            assert self.fastest is not None
+            self._improve_best(improved, closely=True)
+
+    def widen(self, improved: int) -> None:
+        """Lists all candidates, improves so many of them, and makes random changes of ranks."""
+        assert self.fastest is not None
+        if not self.few:
             self.known_s = BEHIND * self.fastest[1].step_s
             self._list(hurried=False)
             self._improve_best(improved, closely=True)
@@ -466,17 +503,22 @@ class Search(Families):
         self._shake()
 
     def _wander(self, strategy: ParallelStrategy, seconds: float, patience: int) -> None:
-        """Changes a strategy at random as long as that helps: until so many changes in a row have not."""
-        failed, r = 0, random.Random(self.shaken)
+        """Changes a strategy at random as long as that helps: until so many changes have together gained too little.
+
+        Where many stages are unequal, each change gains next to nothing, and a thousand a tenth.
+        """
+        tried, since_s, r = 0, seconds, random.Random(self.shaken)
         self.shaken += 1
-        while failed < patience:
+        while tried < patience:
             changed = [self.random.change(r, strategy) for _ in range(TOGETHER)]
             self.work.spend(TOGETHER * (RANDOM_S + LOOKUP_S * len(strategy.stages)))
-            before_s, most_s = seconds, seconds * (1 - SHORTER)
+            most_s = seconds * (1 - SHORTER)
             for took_s, fitted in self.consider_many(filter(None, changed), most_s, AT_ONCE):
                 if took_s < seconds:
                     strategy, seconds = fitted, took_s
-            failed = 0 if seconds < before_s * (1 - STEP) else failed + TOGETHER
+            tried += TOGETHER
+            if seconds < since_s * (1 - STEP):
+                tried, since_s = 0, seconds
 
     def _wander_from_best(self) -> None:
         assert self.fastest is not None
@@ -498,6 +540,7 @@ class Search(Families):
             before = self.fastest
             self.improve(strategy, seconds, SHORTER if self.few else LEAP, wide)
             if closely and self.fastest is not None and self.fastest is not before:
+                self._wander_from_best()
                 self.improve(self.fastest[0], self.fastest[1].step_s, STEP)
         for gain in (STEP, SHORTER):
             assert self.fastest is not None
@@ -609,9 +652,10 @@ class Search(Families):
 
     def live(self, strategy: ParallelStrategy, index: int) -> int:
         """Returns how many micro-batch chunks a stage keeps at its peak."""
-        return count_live_chunks(
-            strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index
-        )
+        key = strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches
+        if key not in self.live_of:
+            self.live_of[key] = [count_live_chunks(*key, stage) for stage in range(key[1])]
+        return self.live_of[key][index]
 
     def least_memory(self) -> Iterator[Candidate]:
         """Yields the listed candidates, and then those with the most division and recomputation, however slow they

@@ -3,11 +3,12 @@
 All of it is one sequence of steps, and the budget says only where it ends: a larger budget never gives a slower plan,
 and a busy machine plans the same as an idle one.
 
-Decisions: 0077, 0158, 0172, 0187, 0194.
+Decisions: 0077, 0158, 0172, 0187, 0194, 0195.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -36,7 +37,8 @@ MODES: tuple[tuple[int, Offload], ...] = (
 # Strategies that are improved: at first, on parts of the cluster, and at last of the searches that found the best.
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
 ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO, or with divided rows, may be
-LEAST_TOKENS = 2048  # of a row that a rank has at least, where rows are divided
+ABOUT = 1.1  # times the best candidate, up to which one with more divided rows or states may become the best
+LEAST_TOKENS = 256  # of a row that a rank has at least, where rows are divided
 TAKEN_ALONG = 60  # strategies, where a search goes on without some hosts
 GONE_ON = 3  # searches that are gone on with, of those with the best strategies
 FEWER = (2, 4, 8)  # of so many devices of a host one is used, where a host's adapters or links are too slow for more
@@ -101,8 +103,10 @@ class _Sequence:
         self.run_on_all()
         if not self.found:
             return
-        gone_on = [self._leave_idle_out()]
-        gone_on[0].go_on(IMPROVED_LAST)
+        first, now = self.found[0], self._leave_idle_out()
+        gone_on = [now, first] if now.machines is first.machines else [now]
+        now.go_on(IMPROVED)
+        self._fix_choices()
         tried = [self.machines.cluster]
         used = {pool.host.name for pool in self._list_used(self.found[0])}
         for cluster in _parts(self.machines.cluster, self.limits.exact_devices, used):
@@ -114,7 +118,9 @@ class _Sequence:
         for one in self.found[:GONE_ON]:
             if one not in gone_on:
                 one.limits = replace(one.limits, faster_than_s=math.inf)
-                one.go_on(IMPROVED_LAST)
+                one.go_on(IMPROVED)
+        for one in self.found[:GONE_ON]:
+            one.widen(IMPROVED_LAST)
         self._fix_choices()
 
     def _fix_choices(self) -> None:
@@ -127,8 +133,8 @@ class _Sequence:
             if getattr(free, name) is not None:
                 continue
             known_s = best.fastest[1].step_s  # type: ignore[index]
-            limits = replace(free, **{name: value}, faster_than_s=known_s)  # type: ignore[arg-type]
-            one = self._begin(best.model, best.machines, limits, IMPROVED_PART)
+            limits = replace(free, **{name: value}, faster_than_s=ROUGHLY * known_s)  # type: ignore[arg-type]
+            one = self._begin(best.model, best.machines, limits, IMPROVED_PART, ROUGHLY * best.listed_s)
             if one.fastest is not None and one.fastest[1].step_s < known_s:
                 took_s, fitted = best.consider(one.fastest[0])
                 if took_s < known_s:
@@ -165,6 +171,9 @@ class _Sequence:
     ) -> tuple[Search, ParallelStrategy, Evaluation]:
         """Returns the simplest strategy that is slower than the fastest by no more than a tie, and who found it."""
         most_s = evaluation.step_s * (1 + TIE)
+        self.work.may_end = False
+        if self.limits.chunks is None:
+            self.found[0].simplify(most_s)
         chosen = self.found[0], strategy, evaluation
         for one in self.found:
             able = [c for seconds, c, _ in _list_simpler(one, strategy) if seconds <= most_s]
@@ -178,20 +187,27 @@ class _Sequence:
         return [pool for pool in search.machines.pools if pool.number in used]
 
     def _leave_idle_out(self) -> Search:
-        """Returns the search to go on with: that of the fastest strategy, without kinds of hosts that it leaves idle.
+        """Returns the search to go on with: that of the fastest strategy, without kinds of hosts that it leaves idle,
+        and with any level of ZeRO.
 
         There are fewer changes of it there, and a search that never had these hosts goes on so as well: with more
         kinds of hosts the plan is no slower.
         """
         best = self.found[0]
         best.limits = replace(best.limits, faster_than_s=math.inf)
+        # The level that made states fit need not be the fastest one.
+        free = replace(best.limits, zero=self.limits.zero)
         names = {pool.host.name for pool in self._list_used(best)}
         hosts = [host for host in best.machines.cluster.hosts if host.name in names]
-        if len(hosts) == len(best.machines.cluster.hosts):
+        if len(hosts) == len(best.machines.cluster.hosts) and free == best.limits:
             return best
-        own = Machines(msgspec.structs.replace(best.machines.cluster, hosts=hosts))
+        own = best.machines
+        if len(hosts) < len(own.cluster.hosts):
+            own = Machines(msgspec.structs.replace(own.cluster, hosts=hosts))
         kept = [pool.number for pool in best.machines.pools if pool.host.name in names]
-        one = Search(self.model.on(own), own, self.batch, best.limits, self.work)
+        model = best.model if own is best.machines else self.model.on(own)
+        one = Search(model, own, self.batch, free, self.work)
+        one.listed_s = best.listed_s
         known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
         for _, strategy in known[:TAKEN_ALONG]:
             if all(part.pool in kept for stage in strategy.stages for part in stage.parts):
@@ -228,7 +244,8 @@ class _Sequence:
             known_s = ROUGHLY * self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
             context = self.found[0].limits.context if self.found else self.limits.context
             limits = replace(self.limits, zero=zero, offload=offload, context=context, faster_than_s=known_s)
-            self._begin(self.model, self.machines, limits, IMPROVED)
+            listed_s = min(one.listed_s for one in self.searches)
+            self._begin(self.model, self.machines, limits, IMPROVED, ABOUT * listed_s)
 
     def _is_bound(self) -> bool:
         """Tells whether nothing fits yet, or what is the fastest divides tensors or layers or computes again."""
@@ -239,24 +256,26 @@ class _Sequence:
         return set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
 
     def _divide_rows(self) -> None:
-        """Searches with 2, 4, ... ranks that divide the tokens of a row, as long as a step gets shorter."""
+        """Searches with 2, 4, ... ranks that divide the tokens of a row, as long as the best candidates get faster."""
         tokens = self.model.sequence
         if self.limits.context is not None:
             return
-        context = 2
+        context, listed_s = 2, min(one.listed_s for one in self.searches)
         while tokens % context == 0 and tokens // context >= LEAST_TOKENS and context <= self.machines.devices:
             known_s = self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
             limits = replace(self.limits, context=context, faster_than_s=ROUGHLY * known_s)
-            self._begin(self.model, self.machines, limits, IMPROVED)
-            if self.found and self.found[0].fastest[1].step_s >= known_s:  # type: ignore[index]
+            one = self._begin(self.model, self.machines, limits, IMPROVED, ABOUT * listed_s)
+            if one.listed_s > ABOUT * listed_s:
                 return
-            context *= 2
+            context, listed_s = 2 * context, one.listed_s
 
-    def _begin(self, model: Model, machines: Machines, limits: Constraints, improved: int) -> Search:
+    def _begin(
+        self, model: Model, machines: Machines, limits: Constraints, improved: int, below_s: float = math.inf
+    ) -> Search:
         one = Search(model, machines, self.batch, limits, self.work)
         self.searches.append(one)
         try:
-            one.begin(improved)
+            one.begin(improved, below_s)
         except NothingFits:
             pass
         return one
@@ -285,14 +304,21 @@ def _list_simpler(search: Search, than: ParallelStrategy) -> list[tuple[float, C
 def _list_other_choices(
     strategy: ParallelStrategy, model: Model, machines: Machines
 ) -> Iterator[tuple[str, int | Recompute]]:
-    """Yields choices that a strategy did not make, by their names among constraints, those near its own first."""
+    """Yields choices that a strategy did not make, by their names among constraints: those of stages, replicas, tensors
+    and rows in turn, near its own first; then those that single changes reach as well.
+    """
     parts = [part for stage in strategy.stages for part in stage.parts]
     stages, rows, chunks = len(strategy.stages), parts[0].rows, strategy.chunks
     tensors = {tensor for part in parts for tensor in model.tensor_degrees(part.pool)} - {part.tensor for part in parts}
-    yield from (("tensor", tensor) for tensor in sorted(tensors, key=lambda one: abs(one - strategy.tensor)))
+    data, most = strategy.stages[0].replicas // strategy.context, min(model.count, machines.devices)
     near = dict.fromkeys((stages // 2, 2 * stages, stages - 1, stages + 1, 1))
-    yield from (("stages", n) for n in near if 0 < n <= min(model.count, machines.devices) and n != stages)
-    yield from (("micro_batch", n) for n in (rows // 2, 2 * rows) if n)
+    in_turn: list[list[tuple[str, int | Recompute]]] = [
+        [("stages", n) for n in near if 0 < n <= most and n != stages],
+        [("data", n) for n in (data // 2, 2 * data, 4 * data, data // 4) if n],
+        [("tensor", n) for n in sorted(tensors, key=lambda one: abs(one - strategy.tensor))],
+        [("micro_batch", n) for n in (rows // 2, 2 * rows) if n],
+    ]
+    yield from (one for row in itertools.zip_longest(*in_turn) for one in row if one is not None)
     yield from (("recompute", how) for how, _ in model.recomputes() if {how} != set(strategy.recomputes))
     if stages > 1:
         yield from (("chunks", n) for n in dict.fromkeys((1, 2, chunks + 1, chunks - 1)) if n > 0 and n != chunks)
