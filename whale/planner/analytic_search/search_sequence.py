@@ -91,6 +91,7 @@ class _Sequence:
         self.work = Work(limits.budget_s)
         self.searches: list[Search] = []
         self.started_s, self.cut = time.monotonic(), ""
+        self.fixed: ParallelStrategy | None = None  # the strategy of which choices were fixed to other values
 
     @property
     def found(self) -> list[Search]:
@@ -128,6 +129,8 @@ class _Sequence:
         what is faster with all choices free.
         """
         best = self.found[0]
+        if best.fastest[0] == self.fixed:  # type: ignore[index]
+            return
         strategy, free = best.fastest[0], replace(best.limits, faster_than_s=math.inf)  # type: ignore[index]
         for name, value in _list_other_choices(strategy, best.model, best.machines):
             if getattr(free, name) is not None:
@@ -139,6 +142,7 @@ class _Sequence:
                 took_s, fitted = best.consider(one.fastest[0])
                 if took_s < known_s:
                     best.improve(fitted, took_s)
+        self.fixed = best.fastest[0]  # type: ignore[index]
 
     def make_result(self) -> SearchResult:
         """Returns the best strategy, of those that were found, with statistics."""
