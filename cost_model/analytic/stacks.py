@@ -199,7 +199,7 @@ def read(path: str | Path) -> Stack:
         )
     found = file.decode(Stack)
     for field, dtype in (("dtype", found.dtype), ("weights_dtype", found.weights_dtype)):
-        if dtype not in (None, *SIZE_BYTES):
+        if dtype is not None and dtype not in SIZE_BYTES:
             raise file.make_error([field], "unknown dtype", given=dtype, **catalogue.suggest_nearest(dtype, SIZE_BYTES))
     return found
 

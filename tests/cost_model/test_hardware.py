@@ -94,7 +94,7 @@ def test_names_are_forgiving_and_errors_name_the_nearest() -> None:
     for name in ("hdr", "HDR", "ib-hdr", "InfiniBand HDR", "hdr_200"):
         assert hardware.find_network(name).name == "infiniband-hdr-200"
     assert hardware.find_network("200GbE").name == "ethernet-200g"
-    assert cluster_file.parse(GOOD.replace("infiniband-hdr-200", "HDR")).find_path
+    assert cluster_file.parse(GOOD.replace("infiniband-hdr-200", "HDR")).networks["fabric"].type == "HDR"
     with pytest.raises(ClusterError, match="v100-sxm2-32gb does not compute in bfloat16"):
         hardware.find_device("v100").peak_flops_per_s("bfloat16")
 

@@ -149,7 +149,7 @@ class Families(Estimates):
 
     def _expert_degrees(self) -> tuple[int, ...]:
         """Returns the replicas that divide experts, of candidates: as many as can (0), or none, without exchanges."""
-        return (0, 1) if self.model.experts and self.limits.experts is None else (0,)
+        return (0, 1) if self.model.experts and self.limits.experts is None and not self.hurried else (0,)
 
     def _order_by_memory(self, chosen: Sequence[int]) -> list[int]:
         """Orders pools by memory, largest first: the first stages keep the most activations."""

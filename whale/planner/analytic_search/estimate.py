@@ -82,7 +82,7 @@ class Estimates:
             replicas = max(1, groups // ways) * ways
         key = (pool, tensor, rows, *how, ways)
         if key not in self.each:
-            self.work.spend(LAYERS_S)
+            self.work.spend_once((id(self.model), self.context, key), LAYERS_S)
             more = (self.context, ways) if self.context > 1 or ways else ()
             one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas, *more)
             count = self.model.count

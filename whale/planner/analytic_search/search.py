@@ -132,10 +132,16 @@ class Search(Families):
     """Searches strategies of a model on a cluster with a fixed global batch, with one kind of ZeRO and offload."""
 
     def __init__(
-        self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work | None = None
+        self,
+        model: Model,
+        machines: Machines,
+        batch: int,
+        limits: Constraints,
+        work: Work | None = None,
+        stage_costs: StageCosts | None = None,
     ) -> None:
         super().__init__(model, machines, batch, limits, work or Work(math.inf))
-        self.stage_costs = StageCosts(model, machines)
+        self.stage_costs = stage_costs or StageCosts(model, machines)  # which other searches on these may know as well
         self.simulated = 0
         self.candidates: list[Candidate] = []
         self.kept = _Simulated()

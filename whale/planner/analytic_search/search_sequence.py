@@ -210,8 +210,13 @@ class _Sequence:
             own = Machines(msgspec.structs.replace(own.cluster, hosts=hosts))
         kept = [pool.number for pool in best.machines.pools if pool.host.name in names]
         model = best.model if own is best.machines else self.model.on(own)
-        one = Search(model, own, self.batch, free, self.work)
+        one = Search(model, own, self.batch, free, self.work, best.stage_costs if own is best.machines else None)
         one.listed_s = best.listed_s
+        if own is not best.machines:  # first what a search that never had the other hosts does
+            try:
+                one.begin(IMPROVED)
+            except NothingFits:
+                pass
         known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
         for _, strategy in known[:TAKEN_ALONG]:
             if all(part.pool in kept for stage in strategy.stages for part in stage.parts):
@@ -276,7 +281,8 @@ class _Sequence:
     def _begin(
         self, model: Model, machines: Machines, limits: Constraints, improved: int, below_s: float = math.inf
     ) -> Search:
-        one = Search(model, machines, self.batch, limits, self.work)
+        like = next((one for one in self.searches if one.model is model and one.machines is machines), None)
+        one = Search(model, machines, self.batch, limits, self.work, like.stage_costs if like else None)
         self.searches.append(one)
         try:
             one.begin(improved, below_s)

@@ -9,6 +9,7 @@ Decision: 0158.
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 
 # Seconds of one core: an estimate of a candidate; the layers' costs on a kind of rank; a stage's cost, computed or
 # looked up; a random change; a pass of a step that is simulated, alone or with those of others; a look at whether
@@ -36,8 +37,15 @@ class Work:
     def __init__(self, budget_s: float) -> None:
         self.budget_s, self.used_s = budget_s, 0.0
         self.may_end = self.late = False
+        self._done: set[Hashable] = set()
         self._until_s = time.process_time() + max(1.0, PROCESSOR_TIMES * budget_s)
         self._next_s = LOOK_S
+
+    def spend_once(self, what: Hashable, seconds: float) -> None:
+        """Counts some work unless it was done before, by another search of the sequence."""
+        if what not in self._done:
+            self._done.add(what)
+            self.spend(seconds)
 
     def spend(self, seconds: float) -> None:
         """Counts some work.
