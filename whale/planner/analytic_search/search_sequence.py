@@ -107,6 +107,7 @@ class _Sequence:
         first, now = self.found[0], self._leave_idle_out()
         gone_on = [now, first] if now.machines is first.machines else [now]
         now.go_on(IMPROVED)
+        self._convert_rows()
         self._fix_choices()
         tried = [self.machines.cluster]
         used = {pool.host.name for pool in self._list_used(self.found[0])}
@@ -214,7 +215,7 @@ class _Sequence:
         one.listed_s = best.listed_s
         if own is not best.machines:  # first what a search that never had the other hosts does
             try:
-                one.begin(IMPROVED)
+                one.begin(IMPROVED_PART)
             except NothingFits:
                 pass
         known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
@@ -273,10 +274,29 @@ class _Sequence:
         while tokens % context == 0 and tokens // context >= LEAST_TOKENS and context <= self.machines.devices:
             known_s = self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
             limits = replace(self.limits, context=context, faster_than_s=ROUGHLY * known_s)
-            one = self._begin(self.model, self.machines, limits, IMPROVED, ABOUT * listed_s)
+            one = self._begin(self.model, self.machines, limits, IMPROVED_PART, ABOUT * listed_s)
             if one.listed_s > ABOUT * listed_s:
                 return
             context, listed_s = 2 * context, one.listed_s
+
+    def _convert_rows(self) -> None:
+        """Looks at the fastest strategies with half or twice as many ranks that divide tokens, and rows alike, and goes
+        on with those where one is faster.
+        """
+        best = self.found[0]
+        for context in (best.context // 2, 2 * best.context) if self.limits.context is None else ():
+            tokens = self.model.sequence
+            if not context or tokens % context or tokens // context < LEAST_TOKENS:
+                continue
+            limits = replace(best.limits, context=context)
+            one = Search(best.model, best.machines, self.batch, limits, self.work, best.stage_costs)
+            one.listed_s = best.listed_s
+            known = sorted(((seconds, strategy) for seconds, strategy, _ in best.kept.entries), key=lambda e: e[0])
+            for converted in filter(None, (_divide_tokens(strategy, context) for _, strategy in known[:TAKEN_ALONG])):
+                one.consider(converted)
+            if one.fastest is not None and one.fastest[1].step_s < best.fastest[1].step_s:  # type: ignore[index]
+                self.searches.append(one)
+                one.go_on(IMPROVED)
 
     def _begin(
         self, model: Model, machines: Machines, limits: Constraints, improved: int, below_s: float = math.inf
@@ -333,6 +353,22 @@ def _list_other_choices(
     if stages > 1:
         yield from (("chunks", n) for n in dict.fromkeys((1, 2, chunks + 1, chunks - 1)) if n > 0 and n != chunks)
     yield from (("zero", level) for level in range(4) if level != strategy.zero)
+
+
+def _divide_tokens(strategy: ParallelStrategy, context: int) -> ParallelStrategy | None:
+    """Returns a strategy with other ranks that divide tokens and as many replicas; None: there is none."""
+    stages = []
+    for stage in strategy.stages:
+        parts = []
+        for part in stage.parts:
+            rows, odd = divmod(part.rows * context, strategy.context)
+            if odd or part.replicas % context:
+                return None
+            parts.append(msgspec.structs.replace(part, rows=rows))
+        if context > 1 and len({part.rows for part in parts}) > 1:
+            return None
+        stages.append(msgspec.structs.replace(stage, parts=tuple(parts)))
+    return msgspec.structs.replace(strategy, context=context, stages=tuple(stages))
 
 
 def _renumber_pools(strategy: ParallelStrategy, kept: Sequence[int]) -> ParallelStrategy:
