@@ -38,6 +38,7 @@ MODES: tuple[tuple[int, Offload], ...] = (
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
 ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO, or with divided rows, may be
 ABOUT = 1.1  # times the best candidate, up to which one with more divided rows or states may become the best
+SOON_S = 2.0  # of work, after which only those that are faster at once are improved
 LEAST_TOKENS = 256  # of a row that a rank has at least, where rows are divided
 TAKEN_ALONG = 60  # strategies, where a search goes on without some hosts
 GONE_ON = 3  # searches that are gone on with, of those with the best strategies
@@ -274,8 +275,9 @@ class _Sequence:
         while tokens % context == 0 and tokens // context >= LEAST_TOKENS and context <= self.machines.devices:
             known_s = self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
             limits = replace(self.limits, context=context, faster_than_s=ROUGHLY * known_s)
-            one = self._begin(self.model, self.machines, limits, IMPROVED_PART, ABOUT * listed_s)
-            if one.listed_s > ABOUT * listed_s:
+            below_s = listed_s * (ABOUT if self.work.used_s < SOON_S else 1.0)
+            one = self._begin(self.model, self.machines, limits, IMPROVED_PART, below_s)
+            if one.listed_s > listed_s:
                 return
             context, listed_s = 2 * context, one.listed_s
 
