@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl.api import StagingError
+from tensorflow.python.saved_model import load as original_load
+from tensorflow.python.saved_model import save as original_save
 
 import whale as wh
 from whale.errors import ProgramError
@@ -95,6 +98,13 @@ def test_a_module_is_saved_as_one_process_saves_it(ranks: Start, tmp_path: Path,
     assert (traces, signatures) == wanted[:2]
     for found, one in zip(results, wanted[2], strict=True):
         np.testing.assert_allclose(found, one, rtol=1e-12)
+
+
+def test_saving_is_replaced_under_both_names_of_its_module(ranks: Start) -> None:
+    ranks(2)
+    imported = importlib.import_module("tensorflow.saved_model")  # Keras' export imports it
+    assert imported.save is tf.saved_model.save is not original_save.save
+    assert imported.load is tf.saved_model.load is not original_load.load
 
 
 def test_exports_and_checkpoints_take_steps(ranks: Start, tmp_path: Path) -> None:

@@ -16,14 +16,11 @@ from whale.capture.gradients import find_scope
 from whale.capture.graph import read_graph
 from whale.errors import CaptureError
 from whale.ir.collector import suspend_garbage_collection
-from whale.ir.ops import FRAMES, REF_VARIABLES
+from whale.ir.ops import FRAMES, QUEUE_READS, REF_VARIABLES
 from whale.ir.program import Program, Ref
 from whale.ir.values import Dims, TensorType
 
-_SOURCES = frozenset(
-    {"IteratorGetNext", "IteratorGetNextSync", "QueueDequeueV2", "QueueDequeueManyV2",
-     "QueueDequeueUpToV2", "PyFunc", "PyFuncStateless", "EagerPyFunc"}
-)  # fmt: skip
+_SOURCES = QUEUE_READS | {"IteratorGetNext", "IteratorGetNextSync", "PyFunc", "PyFuncStateless", "EagerPyFunc"}
 SAVES = frozenset({"SaveV2", "MergeV2Checkpoints"})
 BEGINS = frozenset({"MakeIterator"})
 

@@ -10,6 +10,7 @@ Decision: 0147.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,8 +46,12 @@ def install() -> None:
     ):
         setattr(checkpoint_management, name, _during_run(getattr(checkpoint_management, name), new))
     tf.train.get_checkpoint_state = checkpoint_management.get_checkpoint_state
-    tf.saved_model.save = _capturing(_during_run(tf.saved_model.save, _save_model))
-    tf.saved_model.load = _during_run(tf.saved_model.load, _load_model)
+    save = _capturing(_during_run(tf.saved_model.save, _save_model))
+    load = _during_run(tf.saved_model.load, _load_model)
+    # The first import of tensorflow.saved_model, as by Keras' export, makes a second module, and tf.saved_model is that
+    # from then on.
+    for module in (tf.saved_model, importlib.import_module("tensorflow.saved_model")):
+        module.save, module.load = save, load
 
 
 def _during_run(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:

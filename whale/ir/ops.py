@@ -51,10 +51,11 @@ CALLS = _split_names("PartitionedCall StatefulPartitionedCall WhaleCall")
 DATASET_LOOPS = _split_names("ReduceDataset ScanDataset")
 # They call Python, which may have a state.
 PYTHON_FUNCTIONS = _split_names("PyFunc EagerPyFunc")
+QUEUE_READS = _split_names("QueueDequeueV2 QueueDequeueManyV2 QueueDequeueUpToV2")
+QUEUE_WRITES = _split_names("QueueEnqueueV2 QueueEnqueueManyV2 QueueCloseV2")
 # They change tables and queues, which each process has made for itself.
-OBJECT_UPDATES = _split_names(
-    "LookupTableInsertV2 LookupTableRemoveV2 LookupTableImportV2 QueueEnqueueV2 QueueEnqueueManyV2 QueueDequeueV2 "
-    "QueueDequeueManyV2 QueueDequeueUpToV2 QueueCloseV2"
+OBJECT_UPDATES = (
+    QUEUE_READS | QUEUE_WRITES | _split_names("LookupTableInsertV2 LookupTableRemoveV2 LookupTableImportV2")
 )
 # A loop's iterator over a dataset, and what it has read.
 ITERATOR_READS = _split_names("MakeIterator IteratorGetNextAsOptional")

@@ -34,7 +34,7 @@ from whale.frontends.tf1.one_rank import SingleRankRuns, run_key
 from whale.frontends.tf1.ranks_graph import RanksGraph, Run
 from whale.frontends.tf1.saving import CheckpointRuns
 from whale.frontends.tf1.variables import Layout, SessionVariables
-from whale.ir.ops import READS
+from whale.ir.ops import QUEUE_WRITES, READS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, remove_work
 from whale.passes.normalize.inline import inline
@@ -48,8 +48,6 @@ from whale.runtime.elastic.elastic_run import refuse_session
 from whale.runtime.graph_semantics import BatchReaders
 from whale.runtime.input.local_batches import describe_brought, exchange, rows_of_values
 from whale.runtime.loss_scale import find_loss_scale_feed
-
-_QUEUE_WRITERS = frozenset({"QueueEnqueueV2", "QueueEnqueueManyV2", "QueueCloseV2"})
 
 
 class DistributedSession(BaseSession):  # type: ignore[misc]
@@ -359,7 +357,7 @@ class DistributedSession(BaseSession):  # type: ignore[misc]
 
 def _is_only_filling_queues(targets: Sequence[tf.Operation], fetches: Sequence[Any]) -> bool:
     """Tells whether a run only enqueues, as those of queue runners do."""
-    return bool(targets) and not fetches and all(op.type in _QUEUE_WRITERS for op in targets)
+    return bool(targets) and not fetches and all(op.type in QUEUE_WRITES for op in targets)
 
 
 class Session(DistributedSession, tf.compat.v1.Session):  # type: ignore[misc]
