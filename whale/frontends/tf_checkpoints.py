@@ -51,7 +51,7 @@ def install() -> None:
     # The first import of tensorflow.saved_model, as by Keras' export, makes a second module, and tf.saved_model is that
     # from then on.
     for module in (tf.saved_model, importlib.import_module("tensorflow.saved_model")):
-        module.save, module.load = save, load
+        vars(module).update(save=save, load=load)
 
 
 def _during_run(original: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
