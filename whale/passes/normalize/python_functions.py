@@ -22,8 +22,11 @@ from whale.sharding_rules.graph import list_called_functions
 
 def run_python_everywhere(program: Program) -> Program:
     """Marks the Python functions of the program, and of its loops and branches, and takes the first rank's results."""
-    bodies = {name: _take_first_results(program.functions[name]) for name in _list_bodies(program)}
-    changed = _take_first_results(program)
+    graphs = [program, *program.functions.values()]
+    # Elsewhere iterators begin where they are read: on the first rank, as a session's does.
+    loops = any(node.op == "IteratorGetNextAsOptional" for graph in graphs for node in graph.nodes)
+    bodies = {name: _take_first_results(program.functions[name], loops) for name in _list_bodies(program)}
+    changed = _take_first_results(program, loops)
     if changed is program and all(bodies[name] is program.functions[name] for name in bodies):
         return program
     return replace(changed, functions={**program.functions, **bodies})
@@ -43,21 +46,27 @@ def _list_bodies(program: Program) -> Iterator[str]:
                         yield func.name
 
 
-def _take_first_results(graph: Program) -> Program:
-    begins = any(node.op == "MakeIterator" for node in graph.nodes)
-    if not any(map(_is_called, graph.nodes)) and not any(node.op in ELEMENTS_READ for node in graph.nodes):
+def _take_first_results(graph: Program, loops: bool) -> Program:
+    """Returns the graph, or a function's, with the first rank's results.
+
+    Args:
+      loops: whether the program has loops over datasets or iterators.
+    """
+    begins = loops and any(node.op == "MakeIterator" for node in graph.nodes)
+    called = {node.name for node in graph.nodes if _is_called(node) or (loops and node.op in ITERATOR_READS)}
+    if not called and not any(node.op in ELEMENTS_READ for node in graph.nodes):
         return graph
     taken = {
         ref: Ref(f"{ref.node}/whale_of_first_{ref.index}")
         for node in graph.nodes
-        if _is_called(node) or node.op in ELEMENTS_READ
+        if node.name in called or node.op in ELEMENTS_READ
         for ref, kind in zip(node.list_refs(), node.outputs)
         if kind.dtype not in UNMOVABLE
     }
     nodes: list[Node] = []
     for node in graph.nodes:
         node = replace(node, inputs=tuple([taken.get(ref, ref) for ref in node.inputs]))
-        everywhere = _is_called(node) or (begins and _makes_dataset(node))
+        everywhere = node.name in called or (begins and _makes_dataset(node))
         nodes.append(node.with_marks(on_every_rank=True) if everywhere else node)
         for ref, kind in zip(node.list_refs(), node.outputs):
             if ref in taken:
@@ -68,8 +77,6 @@ def _take_first_results(graph: Program) -> Program:
 
 def _is_called(node: Node) -> bool:
     """Tells whether an op changes objects of the script, and its results can be sent."""
-    if node.op in ITERATOR_READS:
-        return True
     changes = node.op in OBJECT_UPDATES or (node.op in PYTHON_FUNCTIONS and node.stateful)
     return changes and not any(t.dtype in UNMOVABLE for t in node.outputs)
 
