@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -273,6 +274,8 @@ def test_a_terminal_has_a_line_while_something_takes_its_time() -> None:
         "from whale.cli.given import show_progress\nimport time\nwith show_progress('looking', 0.01): time.sleep(0.1)"
     )
     subprocess.run([sys.executable, "-c", script], stderr=terminal, cwd=ROOT, check=True)
-    told = os.read(screen, 10_000).decode()
+    told = ""
+    while not told.endswith("\r\x1b[K") and select.select([screen], [], [], 10)[0]:  # what was written comes in parts
+        told += os.read(screen, 10_000).decode()
     assert told.startswith("\r\x1b[Klooking ...") and "looking ... 0 s" in told and told.endswith("\r\x1b[K")
     os.close(terminal), os.close(screen)
