@@ -25,6 +25,7 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 __asm__(".symver dlerror, dlerror@GLIBC_2.2.5");
 __asm__(".symver dlclose, dlclose@GLIBC_2.2.5");
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
 __asm__(".symver pthread_once, pthread_once@GLIBC_2.2.5");
 __asm__(".symver pthread_setname_np, pthread_setname_np@GLIBC_2.12");
 // Without the error handling of SVID since glibc 2.29.
