@@ -67,8 +67,8 @@ def _write_python_states(states: tuple[Any, ...]) -> None:
 
 
 class SharedTrace:
-    """What one process traces once, and Whale once for each program of it: the programs draw from the same streams, and
-    find the same values of Python.
+    """Keeps what the programs have in common that Whale traces where one process has one trace: they draw from the same
+    streams of random numbers, and find the same values of Python.
 
     Args:
       step: what is traced.
