@@ -23,7 +23,7 @@ DOCUMENTS = [
     ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-_ROOTS = sorted(p.name for p in ROOT.iterdir() if p.is_dir() and p.name != ".git")
+_ROOTS = sorted(p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in {".git", "dist"})  # dist: made wheels
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # whale/ir/plan.py, and with braces or a star: whale/{ir,rules}/*.py
 _FILE = re.compile(rf"(?<![\w/.:-])((?:{'|'.join(map(re.escape, _ROOTS))})/[\w./{{}},*-]*\.[a-z]{{1,4}})(?![\w/])")
