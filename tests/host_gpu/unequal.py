@@ -55,10 +55,10 @@ def wide_rows(function: Callable[..., Any]) -> list[float]:
 
 
 def products(function: Callable[..., Any]) -> list[float]:
-    """Losses of a step that computes longer than it exchanges."""
+    """Losses of a step that computes much longer than it exchanges, also where other tests slow exchanges down."""
     generator = np.random.default_rng(2)
-    weights = [tf.Variable(generator.standard_normal((400, 400)) / 20) for _ in range(3)]
-    x = generator.standard_normal((1024, 400))
+    weights = [tf.Variable(generator.standard_normal((128, 128)) / 11) for _ in range(4)]
+    x = generator.standard_normal((8192, 128))
 
     @function
     def step(x: Any) -> Any:
