@@ -337,11 +337,13 @@ class ChosenStrategy(msgspec.Struct, frozen=True):
     Attributes:
         step_s: seconds of a step; 0: not known.
         held_bytes: of the rank that holds most; 0: not known.
+        compared: its steps were compared with a measured one of one rank on the cores of all.
     """
 
     strategy: ParallelStrategy
     step_s: float = 0.0
     held_bytes: int = 0
+    compared: bool = False
 
 
 def count_expert_ranks(experts: int, replicas: int) -> int:

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
-from whale.runtime.compile.lending import run_with_threads
+import whale_ops
 
 THREADS = 3
+
+
+def run_with_threads(call: Any, threads: int) -> Any:
+    """Returns what runs a ``tf.function`` without arguments with other threads than TensorFlow's."""
+    concrete = call.get_concrete_function()
+    types, shapes = [one.dtype for one in concrete.outputs], [one.shape for one in concrete.outputs]
+    name = concrete.function_def.signature.name
+    body = attr_value_pb2.NameAttrList(name=name)
+    ops = whale_ops.load_ops()
+
+    def run(concrete: Any = concrete) -> Any:  # which keeps it alive
+        captured = concrete.captured_inputs
+        return ops.whale_call(args=captured, Tout=types, f=name, bodies=[body], shapes=shapes, threads=threads)
+
+    return tf.function(run, autograph=False)
 
 
 def _spent_ticks() -> dict[str, int]:

@@ -92,18 +92,11 @@ class Lending(Protocol):
     """The cores of a host that one rank may compute on while the others wait, as far as they can be measured."""
 
     @property
-    def own_threads(self) -> int:
-        """Returns the threads of each rank."""
-
-    @property
     def threads(self) -> int:
         """Returns the threads of one rank on the cores of all."""
 
-    def measure_rates(self, own: Rates, threads: int) -> Rates:
-        """Returns a rank's figures with so many threads while others wait; ``own``: with its own while they work."""
-
-    def measure_step(self, program: Program) -> tuple[float, float]:
-        """Returns the seconds of a step of one rank's program, on random values, with its own threads and with all.
+    def measure_step(self, program: Program) -> float:
+        """Returns the seconds of a step of one rank's program, on random values, with all threads.
 
         Raises:
           WhaleError: it cannot be run without effects on the script.
@@ -184,10 +177,6 @@ class SearchEnvironment:
             if self.prices is None
             else cluster_machine(self.prices)
         )
-
-    def lend(self, rates: Rates) -> SearchEnvironment:
-        """Returns the environment in which rank 0 computes at other rates, with cores of ranks that wait."""
-        return replace(self, rates=(rates, *self.rates[1:]))
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
         """Returns the largest memory deficit of a rank if ranks need ``held`` bytes; below 0: all fit."""

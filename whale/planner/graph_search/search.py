@@ -18,7 +18,6 @@ import msgspec
 
 from cost_model.graph.machine import make_rated_machine
 from cost_model.graph.machine_profile import MachineProfile
-from cost_model.graph.predict import rank_seconds
 from whale.errors import AcrossMicroBatchesError, DoesNotFitError, PlanError, WhaleError
 from whale.ir.layout import Shard, divide_proportionally
 from whale.ir.ops import PYTHON_FUNCTIONS
@@ -204,7 +203,7 @@ def best_way(
       stages: only pipelines with so many stages; 0: any strategy.
       budget_s: seconds after which no further strategy is tried; None: the default of a run.
       team: processes that evaluate strategies in parallel.
-      is_corrected: the figures explain steps that ran, so that a measured step of one rank counts as it is.
+      is_corrected: the figures explain steps that ran, so that a measured step of one rank may be compared with them.
 
     Raises:
       PlanError: no strategy can run.
@@ -240,8 +239,8 @@ def best_way(
             ready = search.begin_before_stages(plans, ready)
         search.look(plans, *ready)
         _look_at_leaner(search, plans)
-    if not stages:
-        _look_at_lending(search, plans, is_corrected)
+    if is_corrected and not stages:
+        _look_at_lending(search, plans)
     best = _best(search, environment)
     if team is not None and best.by:
         plan, held_bytes = team.plan(best.by, best.strategy)
@@ -267,26 +266,17 @@ def way_or_lending(
     plans = Plans(program, settings, environment)
     search.look(plans, present)
     search.found = [replace(way, seconds=took_s) for way in search.found]
-    _look_at_lending(search, plans, is_compared=True)
+    _look_at_lending(search, plans)
     best = _best(search, environment)
     chosen = ChosenStrategy(best.strategy, best.seconds, best.bytes)
     told = list(_describe_choice(best, search, environment))
     return Found(chosen, best.made or plans.make(best.strategy), told, search.is_whole, tuple(search.lost))
 
 
-def _look_at_lending(search: Search, plans: Plans, is_compared: bool = False) -> None:
-    """Evaluates rank 0 alone with the cores of all ranks: by a bound, then priced, then as a step that was run.
-
-    Each is done only if the one before it is faster than all else. What a step gains by threads is measured with its
-    own program; what the others take is predicted, as is what one rank takes with its own threads, so that the error of
-    predictions for this program is in both.
-
-    Args:
-      is_compared: what the others take was measured: the step is run, and counts as it is.
-    """
-    environment, settings = plans.environment, plans.settings
-    lending, own = environment.lending, environment.rates[0]
-    if lending is None or not _may_lend(settings, environment):
+def _look_at_lending(search: Search, plans: Plans) -> None:
+    """Evaluates rank 0 alone with the cores of all ranks, by a step that is run; measured steps say what to beat."""
+    lending, settings = plans.environment.lending, plans.settings
+    if lending is None or not _may_lend(settings, plans.environment):
         return
     name = f"rank 0 alone, with {lending.threads} threads on the cores that the others lend"
     strategy = divide_over_all(name, settings.size, lent_threads=lending.threads)
@@ -299,31 +289,17 @@ def _look_at_lending(search: Search, plans: Plans, is_compared: bool = False) ->
         program = inline(substitute_kernels(lower_planned_ranks(plans.program, alone, (0,)), alone)[0])
     except PlanError as error:
         return lose(f"cannot run: {error.message}")
-    more = lending.threads / lending.own_threads
-    ideal = replace(own, flops_per_s=more * own.flops_per_s, bytes_per_s=more * own.bytes_per_s)
-    (bound_s,) = rank_seconds(program, 0, 1, [make_rated_machine([ideal])])
-    needed_s = float("inf") if is_compared else (1 - LEAST_GAIN) * search.to_beat_s()
-    if bound_s >= needed_s:
-        return lose(f"{1e3 * bound_s:.2f} ms at least")
-    with_all = replace(plans, environment=environment.lend(lending.measure_rates(own, lending.threads)))
-    asked = Asked(strategy, needed_s)
-    answer, way = try_candidate(with_all, asked)
-    if way is None or not way.fits or way.seconds >= asked.needed_s:
-        return search.note(strategy, answer, way)
     ops = {n.op for graph in (program, *program.functions.values()) for n in graph.nodes}
     if seen := sorted(ops & _SEEN_BY_SCRIPTS):
         return lose(f"not tried, since the step has effects that the script sees: {', '.join(seen)}")
     try:
-        alone_s, all_s = lending.measure_step(program)
+        step_s = lending.measure_step(program)
     except WhaleError as error:
         return lose(f"not tried: {error.message}")
-    gained = f"{1e3 * alone_s:.2f} ms with {lending.own_threads}, and {1e3 * all_s:.2f} with {lending.threads}"
-    search.tried.append(f"  a step alone on rank 0, measured: {gained} thread{'s' * (lending.threads > 1)}")
-    if is_compared:
-        return search.note(strategy, answer, replace(way, seconds=all_s))
-    waiting = lending.measure_rates(own, lending.own_threads)  # as the step was measured
-    (predicted_s,) = rank_seconds(program, 0, 1, [make_rated_machine([waiting])])
-    return search.note(strategy, answer, replace(way, seconds=predicted_s * all_s / alone_s))
+    if step_s >= search.to_beat_s():
+        return lose(f"{1e3 * step_s:.2f} ms, measured")
+    answer, way = try_candidate(plans, Asked(strategy, float("inf")))
+    return search.note(strategy, answer, way and replace(way, seconds=step_s))
 
 
 def _may_lend(settings: PlanSettings, environment: SearchEnvironment) -> bool:

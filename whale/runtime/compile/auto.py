@@ -67,7 +67,7 @@ def spread_program(
       number: of the program in this run.
       captured: the program as it was captured; None: its gradients are not marked, which recomputation needs.
       options: describes settings with which the step would fit into a number of bytes per rank.
-      lends: ranks may lend their cores to the first one.
+      lends: ranks may lend their cores to the first one, once steps have run.
 
     Raises:
       PlanError: no strategy can run, or none fits into the ranks' memory.
@@ -133,8 +133,6 @@ def _agree(
     if kept is not None:
         return kept, None
     environment = _environment(program, context, number, captured)
-    if lends and environment.prices is None:
-        environment = replace(environment, lending=find_lending(program, context))
 
     def look(team: RankTeam | None = None) -> tuple[ChosenStrategy, Made]:
         with log_while_running(f"looking for a way to spread `{program.name}` ({len(program.nodes)} operations)"):
@@ -143,7 +141,7 @@ def _agree(
             except DoesNotFitError as error:
                 error.action = options(environment.limits_bytes)
                 raise
-        _say(found.chosen, found.lines, environment.lending is None)
+        _say(found.chosen, found.lines, not lends)
         context.planning.searched_all = found.is_whole
         if found.is_whole and not changed:  # else a later run, on a machine that is less busy, may find a faster one
             keep_strategy(program, context, settings, found.chosen)
@@ -233,6 +231,7 @@ def search_again(
         if chosen.step_s > present_s * (1 - LEAST_GAIN):
             present_s = took[0]
             chosen = msgspec.structs.replace(present, step_s=present_s)
+        chosen = msgspec.structs.replace(chosen, compared=environment.lending is not None)
         took_s = time.perf_counter() - started_s
         found.append(SearchedAgain(chosen, present_s, slower, best.is_whole, least_bytes, bytes_per_s, took_s))
         return best.chosen, best.made
@@ -257,9 +256,10 @@ def _compare_with_lending(
     assert present is not None
     if context.rank == 0:
         try:
-            found = way_or_lending(program, settings, environment, present.strategy, took_s)
+            with log_while_running(f"comparing steps of `{program.name}` with one rank on the cores of all"):
+                found = way_or_lending(program, settings, environment, present.strategy, took_s)
             is_lent, least_bytes = bool(found.chosen.strategy.lent_threads), min(environment.limits_bytes)
-            chosen = found.chosen if is_lent else msgspec.structs.replace(present, step_s=took_s)
+            chosen = found.chosen if is_lent else msgspec.structs.replace(present, step_s=took_s, compared=True)
             spent_s = time.perf_counter() - started_s
             again = SearchedAgain(chosen, took_s, Slowdown(), True, least_bytes, bytes_per_s, spent_s)
             mine = msgspec.msgpack.encode(again)

@@ -3,9 +3,10 @@
 All ranks compare, after the same steps. Where these are far off, one way or the other, as under another profile, on
 another link, or beside other programs, the search is asked again with figures that explain what was measured. What it
 finds is kept for later runs; this run goes over to it as soon as that saves more than it takes, if as many steps come
-as there were. The first rank says so in one line.
+as there were. The first rank says so in one line. Where steps are near their prediction, and ranks may lend the first
+one their cores, a step of one rank on the cores of all is measured beside, once steps have taken as long as that will.
 
-Decisions: 0185, 0199.
+Decisions: 0185, 0199, 0200.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _T = TypeVar("_T")
 # so many times as long as predicted, or the prediction as they do, and so much longer.
 FIRST, STEPS = 4, 8
 FAR, FAR_S = 2.0, 2e-3
-# A step of one rank on the cores of all is measured already where steps take so many times as long as predicted.
-FAR_TO_LEND = 1.25
+# What measuring a step of one rank on the cores of all takes at most, by and large: so long, and so many first steps.
+LENDING_S, LENDING_STEPS = 1.0, 2.0
 MOST_MOVES = 3  # of a run to another strategy: what is measured may change as often as it likes
 PURPOSE = "comparing steps with their prediction"
 
@@ -108,7 +109,7 @@ class StepForecast:
       correct: makes later runs take another strategy; None: look anew.
       moving_s: returns the seconds that variables take to go over to another strategy; infinite where they cannot, with
         the reason.
-      may_lend: ranks may lend the first one their cores, and do not.
+      may_lend: ranks may lend the first one their cores, do not, and it was not measured before what that gives.
       better: the strategy to go over to, once that pays; None: there is none.
     """
 
@@ -126,6 +127,8 @@ class StepForecast:
     _before: dict[str, tuple[float, int]] = field(default_factory=dict)
     _first_s: float = 0.0
     _pays_after: float = 0.0  # steps, when it pays to go over
+    _measured: StepTimes | None = None
+    _lending_after: float = math.inf  # steps, when one rank on the cores of all is measured
 
     def watch_steps(self, call: Callable[..., _T], name: str, number: int) -> Callable[..., _T]:
         """Returns the same callable, whose calls are timed if it is the program's."""
@@ -159,6 +162,9 @@ class StepForecast:
         """
         if self._calls == FIRST + STEPS and self._times_s:
             self._compare()
+        if self._calls >= self._lending_after and self._measured is not None:
+            self._lending_after = math.inf
+            self._look_again(self._measured, is_near=True)
         if self.better is None or self._calls < self._pays_after:
             return None
         better, self.better = self.better, None
@@ -184,24 +190,29 @@ class StepForecast:
         return StepTimes(statistics.median(self._times_s), self._first_s, exchanges_s, sent_bytes // STEPS)
 
     def _compare(self) -> None:
-        mine = self._measure()
-        self._times_s, search, self.search = [], self.search, None
-        brief = pack((mine.step_s, bool(mine.exchanges_s)))
+        self._measured, self._times_s = self._measure(), []
+        mine = self._measured
+        brief = pack((mine.step_s, bool(mine.exchanges_s), mine.first_s, self.step_s, self.may_lend))
         said = [unpack(one) for one in self.comm.allgather_bytes("whale/forecast", brief, TURN_TIMEOUT_S, PURPOSE)]
-        step_s = find_step_s(said)
-        far = is_far(step_s, self.step_s)
-        near = not far and self.may_lend and search is not None and step_s > self.step_s
-        if not far and not (near and is_far(step_s, self.step_s, FAR_TO_LEND)):
-            return
+        step_s, first_s = find_step_s([(one[0], one[1]) for one in said]), max(one[2] for one in said)
+        self.step_s = said[0][3]
+        if is_far(step_s, self.step_s):
+            self._look_again(mine, is_near=False)
+        elif self.search is not None and all(one[4] for one in said):
+            self._lending_after = (LENDING_S + LENDING_STEPS * first_s) / step_s
+
+    def _look_again(self, mine: StepTimes, is_near: bool) -> None:
+        """Searches by what steps took, or only compares them with one rank on the cores of all; collective."""
+        search, self.search = self.search, None
         whole = pack((mine.step_s, mine.first_s, mine.exchanges_s, mine.sent_bytes))
         every = self.comm.allgather_bytes("whale/forecast/far", whole, TURN_TIMEOUT_S, PURPOSE)
         took = StepsTook.agree([StepTimes(*unpack(one)) for one in every])
-        found, why = _search(search, took, near)
-        if far or found is not None:
+        found, why = _search(search, took, is_near)
+        if not is_near or found is not None:
             self.correct(found.chosen if found is not None and found.is_whole else None)
         if found is not None:
             why = self._weigh(found, took)
-        if self.comm.rank == 0 and (far or self.better is not None):
+        if self.comm.rank == 0 and (not is_near or self.better is not None):
             log.warning(f"auto_parallel: {self._describe(took, mine.sent_bytes)}; {why}")
 
     def _weigh(self, found: SearchedAgain, took: StepsTook) -> str:

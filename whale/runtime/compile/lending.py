@@ -4,23 +4,18 @@ TensorFlow makes its pools of threads when a process starts, with a rank's part 
 computes for all runs on pools of ours beside these (``WhaleCall``), whose threads may be on the cores of all ranks; the
 others wait for its results, asleep.
 
-Decisions: 0052, 0190.
+Decisions: 0052, 0190, 0200.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from ctypes import c_int
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
-import whale_ops
-from cost_model.graph.machine import Rates
 from whale.cgroup import cpu_quota
 from whale.errors import ProgramError
 from whale.ir.program import Program
@@ -28,16 +23,14 @@ from whale.passes.memory.step_bytes import predict_at_most_bytes
 from whale.passes.settings import PlanSettings
 from whale.runtime.compile.measured_call import compile_program_alone, draw_operands
 from whale.runtime.compile.memory_plan import limit_bytes
-from whale.runtime.compile.microbenchmark import measured_calls
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.plan_cache import know_machines
 from whale.runtime.context import Context
 from whale_ops.memory import load_library
 from whale_ops.processor import count_threads
 
-RATES_S = 0.1  # of measuring products, and half of that what is bound by memory
-# A step is run so many times at least with either number of threads, in turns, and for so long.
-TURNS, TURNS_S = 3, 0.2
+# A step is run so many times at least, and for so long.
+RUNS, RUNS_S = 3, 0.1
 
 
 @dataclass(frozen=True)
@@ -45,25 +38,15 @@ class HostCores:
     """The cores of the host on which all ranks of a run are; see `whale.planner.graph_search.environment.Lending`.
 
     Attributes:
-      program: whose variables say how many bytes streams have.
-      own_threads: of each rank; threads: of one on the cores of all.
+      threads: of one rank on the cores of all.
       free_bytes: that a step's second copy may take.
     """
 
-    program: Program
-    own_threads: int
     threads: int
     free_bytes: float
 
-    def measure_rates(self, own: Rates, threads: int) -> Rates:
-        """Measures products and copies with a rank's own threads, or with those on all cores, while the others wait."""
-        run = (lambda call: call) if threads == self.own_threads else (lambda call: run_with_threads(call, threads))
-        flops_per_s, bytes_per_s = measured_calls(self.program, run)(RATES_S)
-        origin = f"measured with {threads} threads: {flops_per_s / 1e9:.0f} GFLOP/s, {bytes_per_s / 1e9:.1f} GB/s"
-        return replace(own, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, origin=origin)
-
-    def measure_step(self, program: Program) -> tuple[float, float]:
-        """Returns the seconds of a step on random values, with a rank's own threads and with all.
+    def measure_step(self, program: Program) -> float:
+        """Returns the seconds of a step on random values with all threads; the least of a few.
 
         Raises:
           ProgramError: it takes what no random values can be made of, fails on them, or does not fit beside the script.
@@ -74,20 +57,16 @@ class HostCores:
         try:
             values, variables = draw_operands(program)
             operands = [*values, *(v.handle for v in variables)]
-            calls = [
-                compile_program_alone(program, operands, len(program.outputs), threads) for threads in (0, self.threads)
-            ]
-            for call in calls:
+            call = compile_program_alone(program, operands, len(program.outputs), self.threads)
+            call()
+            least_s, runs = float("inf"), 0
+            end_s = time.perf_counter() + RUNS_S
+            while runs < RUNS or time.perf_counter() < end_s:
+                runs += 1
+                start_s = time.perf_counter()
                 call()
-            least_s = [float("inf")] * 2
-            end_s, turns = time.perf_counter() + TURNS_S, 0
-            while turns < TURNS or time.perf_counter() < end_s:
-                turns += 1
-                for i, call in enumerate(calls):
-                    start_s = time.perf_counter()
-                    call()
-                    least_s[i] = min(least_s[i], time.perf_counter() - start_s)
-            return least_s[0], least_s[1]
+                least_s = min(least_s, time.perf_counter() - start_s)
+            return least_s
         except tf.errors.OpError as error:
             raise ProgramError("the step fails on random values", given=str(error).splitlines()[0]) from error
 
@@ -107,7 +86,7 @@ def find_lending(program: Program, context: Context) -> HostCores | None:
     share_cores(context)
     limit, _ = limit_bytes(context)
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
-    return HostCores(program, own, threads, limit - held)
+    return HostCores(threads, limit - held)
 
 
 def may_lend(context: Context) -> bool:
@@ -127,19 +106,3 @@ def share_cores(context: Context) -> None:
     here = (own for own, host in zip(known.cores, hosts) if host == hosts[context.rank])
     cores = sorted(set(chain(*here)))
     load_library().whale_lend_cores((c_int * len(cores))(*cores), len(cores))
-
-
-def run_with_threads(call: Any, threads: int) -> Callable[[], Any]:
-    """Returns what runs a ``tf.function`` without arguments with other threads than TensorFlow's."""
-    concrete = call.get_concrete_function()
-    name = concrete.function_def.signature.name
-    types = [one.dtype for one in concrete.outputs]
-    shapes = [one.shape for one in concrete.outputs]
-    body = attr_value_pb2.NameAttrList(name=name)
-    ops = whale_ops.load_ops()
-
-    def run(concrete: Any = concrete) -> Any:  # which keeps it alive
-        captured = concrete.captured_inputs
-        return ops.whale_call(args=captured, Tout=types, f=name, bodies=[body], shapes=shapes, threads=threads)
-
-    return tf.function(run, autograph=False)

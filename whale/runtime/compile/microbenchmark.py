@@ -113,12 +113,8 @@ def _product_dtype(context: Context, program: Program) -> str:
 _Measured = Callable[[float], tuple[float, float]]
 
 
-def measured_calls(program: Program, run: Callable[[Any], Callable[[], Any]] = lambda call: call) -> _Measured:
-    """Returns what measures a processor, with a product and a stream in each call.
-
-    Args:
-      run: returns what runs a `tf.function`.
-    """
+def measured_calls(program: Program) -> _Measured:
+    """Returns what measures a processor, with a product and a stream in each call."""
     import tensorflow as tf
 
     x = tf.random.stateless_normal([1024, 1024], _SEED)
@@ -126,8 +122,8 @@ def measured_calls(program: Program, run: Callable[[Any], Callable[[], Any]] = l
     held = sum(v.type.bytes for v in program.variables if v.type.is_static)
     count = min(16 << 20, max(1 << 18, held // 12))
     y = tf.random.stateless_normal([count], _SEED)
-    product = run(tf.function(lambda: tf.linalg.matmul(x, x), autograph=False))
-    stream = run(tf.function(lambda: y + y * 0.5, autograph=False))
+    product = tf.function(lambda: tf.linalg.matmul(x, x), autograph=False)
+    stream = tf.function(lambda: y + y * 0.5, autograph=False)
     product(), product(), stream(), stream()
 
     def measured(seconds: float) -> tuple[float, float]:

@@ -388,8 +388,13 @@ def _foresee(
         )
 
     def correct(chosen: ChosenStrategy | None) -> None:
+        if chosen is not None and chosen.strategy == auto.strategy:
+            step_cache.correct(kept, chosen, context)
+            kept_step = ""
+        else:
+            kept_step = kept
         if context.rank == 0:
-            correct_strategy(chosen, kept, context, settings_of(context))
+            correct_strategy(chosen, kept_step, context, settings_of(context))
 
     planning.forecast = StepForecast(
         number,
@@ -398,7 +403,7 @@ def _foresee(
         search if context.config["mesh.auto_parallel"] and not is_given and planning.moves < MOST_MOVES else None,
         correct,
         lambda found: _predict_moving_s(found, context),
-        may_lend(context) and not auto.strategy.lent_threads,
+        may_lend(context) and not auto.strategy.lent_threads and not auto.compared,
     )
 
 

@@ -181,6 +181,21 @@ def keep(name: str, ready: Ready, function: LoweredFunction, plan: Plan, context
     put_kept(files, context, name, msgspec.msgpack.encode(whole))
 
 
+def correct(name: str, chosen: ChosenStrategy, context: Context) -> None:
+    """Changes what is said of the strategy of a cached step, which stays the same.
+
+    Args:
+      name: as ``find`` returned.
+    """
+    files = files_of(context, settings_of(context)) if name else None
+    if files is None or (data := get_kept(files, name, "the lowered step")) is None:
+        return
+    kept = msgspec.msgpack.decode(data, type=Ready)
+    put_kept(
+        files, context, name, msgspec.msgpack.encode(msgspec.structs.replace(kept, chosen=msgspec.json.encode(chosen)))
+    )
+
+
 def remember(ready: Ready, plan: Callable[[], Plan], predicted: Callable[[], dict[str, int]], context: Context) -> None:
     """Records the same facts about a cached step in the run's context as for programs compiled in this run.
 
@@ -236,7 +251,8 @@ def _digest(
         context.scoping.annotations,
         find_variable_names(trace.variables) if context.scoping.annotations else {},
     ]
-    auto = context.planning.auto, know_machines(context).machines if _is_auto(context) else ()
+    strategy = None if context.planning.auto is None else context.planning.auto.strategy
+    auto = strategy, know_machines(context).machines if _is_auto(context) else ()
     run = (
         context.size, context.ranks, context.comm_name, context.local_ranks, context.scoping.scopes[-1:],
         context.scoping.split_everything, context.solo, number,
