@@ -192,6 +192,8 @@ def format_fit(found: Fit, path: Path, name: str) -> str:
     """Returns the stack's file: its base, what differs, where that comes from, and how far rows were off."""
     own = found.base.name
     data: dict[str, object] = {"name": name, "base": own, **found.fields}
+    if any(case.model.experts for case in found.rows):
+        data["compared_experts"] = True
     data["compared"] = {curve: msgspec.to_builtins(one) for curve, one in found.compared.items()}
     if found.fields:
         data["sources"] = {",".join(found.fields): f"fitted on {len(found.rows)} rows of {path.name}"}

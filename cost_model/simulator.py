@@ -365,8 +365,9 @@ def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list
     return curve
 
 
-def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int) -> float:
-    """Returns the part of the gradient reduction that the last backward passes do not hide.
+def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int, lost: float = 0.0) -> float:
+    """Returns the part of the gradient reduction that the last backward passes do not hide, and by how much it slows
+    these down besides.
 
     Each layer's reduction begins once its gradient is complete. Chunks end one after the other, and after each the next
     one still has its passes for the last `group` micro-batches (Narayanan et al., "Efficient large-scale language model
@@ -375,6 +376,7 @@ def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], 
 
     Args:
         reduce_s: of all layers; counts, back: of each chunk, its layers and the seconds of one backward pass.
+        lost: the part of a device's units that a collective takes from kernels beside it.
     """
     each_s = reduce_s / max(1, sum(counts))
     free_s, ready_s = -math.inf, -group * sum(back)  # 0: the end of the last pass
@@ -382,4 +384,5 @@ def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], 
         ready_s += group * seconds
         free_s = max(free_s, ready_s) + each_s * number
     own_s = each_s * counts[0]
-    return max(min(each_s, own_s), own_s + max(free_s, -back[0]))
+    exposed_s = max(min(each_s, own_s), own_s + max(free_s, -back[0]))
+    return exposed_s + lost * (reduce_s - exposed_s)

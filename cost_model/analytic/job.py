@@ -17,6 +17,7 @@ from cost_model.analytic.layer_profile import Profile
 from cost_model.analytic.predict import JobPrediction, predict
 from cost_model.analytic.stacks import is_file, stack
 from cost_model.analytic.transformer import Transformer
+from cost_model.analytic.transformer_model import stack_of
 from cost_model.cluster import yaml_files
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
@@ -79,11 +80,12 @@ def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
 
 
 def _likely(job: Job, cluster: Cluster, found: JobPrediction) -> str:
-    one, machines = stack(job.software), Machines(cluster)
+    one, machines = stack_of(stack(job.software), job.model), Machines(cluster)
     low_s, high_s = likely_s(one, found.strategy, machines, found.step_s)
     text = f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
     if devices := not_compared(one, found.strategy, machines):
-        text += f"; no step under {one.name} on {', '.join(devices)} was compared"
+        kind = "of a model with experts " if job.model.experts else ""
+        text += f"; no step {kind}under {one.name} on {', '.join(devices)} was compared"
     return text
 
 

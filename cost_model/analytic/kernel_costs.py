@@ -11,10 +11,6 @@ from cost_model.hardware import Device
 from cost_model.kernels.collectives import COLLECTIVES, Group
 from cost_model.kernels.compute import Rates, attention_s, find_rates, matmul_s, streaming_s
 
-# Multiprocessors that run a collective's channels instead of the kernels beside it (NCCL: 16 to 24 channels with one
-# block each between the GPUs of a host; src/graph/connect.cc).
-CHANNELS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -79,8 +75,8 @@ def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
             seconds = matmul_s(on.weight_rates if op.weights else rates, op.m, op.n, op.k, op.batch)
             beside[op.name] = seconds
             device_s += seconds
-            if op.weights and stack.quantise_bytes:
-                device_s += streaming_s(rates, stack.quantise_bytes * op.m * op.k)
+            if op.weights and stack.quantise_bytes and not op.cast_before:
+                device_s += streaming_s(rates, stack.quantise_bytes * op.batch * op.m * op.k)
         elif isinstance(op, Streaming):
             device_s += streaming_s(rates, op.moved_bytes) + (op.kernels - 1) * rates.kernel_s
             launch_us += (op.kernels - 1) * host_us
@@ -97,6 +93,6 @@ def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
                 exposed_s += seconds
     for op, seconds in hidden:
         beside_s = min(seconds * (1 - op.exposed), sum(beside[name] for name in op.over))
-        device_s += beside_s * CHANNELS / rates.units
+        device_s += beside_s * rates.lost_units
         exposed_s += seconds - beside_s
     return Cost(device_s, exposed_s, launch_us * 1e-6)

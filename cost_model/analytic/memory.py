@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_model.analytic.kernel_costs import CHANNELS
 from cost_model.analytic.layer_costs import LayerCosts
 from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.analytic.transformer_kernels import count_shared_rows, expert_rows
+from cost_model.kernels.compute import CHANNELS
 from whale.ir.strategy import DeviceGroup, Offload
 
 # A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.

@@ -80,6 +80,7 @@ class Stack(catalogue.Entry, frozen=True):
         update_kernels: launches per parameter tensor after the last backward pass.
         compared: how far published steps under it were from predictions, by the efficiency curve of their devices
             (`curve_of`).
+        compared_experts: whether models with experts are among these; else nothing is known of such ones.
         step_ms: once per step: data, loss to the host, logging.
         kept_operand_bytes: of an element of a product's operand that is kept for the backward pass, where it is not
             kept in `dtype`.
@@ -124,6 +125,7 @@ class Stack(catalogue.Entry, frozen=True):
     selective_part: Part = 0.0
     drops_unneeded: bool = False
     compared: dict[str, Compared] = msgspec.field(default_factory=dict)
+    compared_experts: bool = False
     weights_dtype: str | None = None
     quantise_bytes: NotNegative = 0.0
     kept_operand_bytes: NotNegative | None = None
@@ -136,6 +138,11 @@ class Stack(catalogue.Entry, frozen=True):
     def element_bytes(self) -> int:
         """Returns the bytes of an element of activations, weights and gradients."""
         return math.ceil(SIZE_BYTES[self.dtype])
+
+    @property
+    def operand_bytes(self) -> float:
+        """Returns the bytes of an element of the operands of products with layers' weights, as they are gathered."""
+        return SIZE_BYTES[self.weights_dtype] if self.weights_dtype else self.element_bytes
 
     @property
     def repeats_selectively(self) -> bool:
@@ -218,7 +225,12 @@ def _complete(data: Any, names: tuple[str, ...]) -> Any:
     text = yaml_files.read_text(path, KIND)
     fields = _complete(yaml_files.YamlFile(text, str(path), KIND).data, (*names, base))
     sources = own.get("sources") or {}
-    merged = {**fields, "compared": {}, **own}  # what its base was compared with says nothing of another stack
+    merged = {
+        **fields,
+        "compared": {},
+        "compared_experts": False,
+        **own,
+    }  # what its base was compared with says nothing of another stack
     if isinstance(sources, dict):  # a field's own source comes before that of a base, whose key may name several
         merged["sources"] = {**sources, **{key: text for key, text in fields["sources"].items() if key not in sources}}
     return merged

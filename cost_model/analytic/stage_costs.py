@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.analytic.kernel_costs import CHANNELS
 from cost_model.analytic.layer_costs import (
     MATRICES_OUTSIDE,
     MATRICES_PER_LAYER,
@@ -25,7 +24,7 @@ from cost_model.analytic.memory import Footprint, count_offloaded_bytes, part_me
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster.pools import Machines, Pool
 from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
-from cost_model.kernels.compute import Rates, streaming_s
+from cost_model.kernels.compute import CHANNELS, Rates, streaming_s
 from cost_model.simulator import not_hidden_s
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute, Stage
 
@@ -35,6 +34,9 @@ HOST_UPDATES_PER_S = 3.9e9
 # On the host, for each piece of a tensor that is sent as a list of pieces: a view where the list is made and one where
 # it is copied (ProcessGroupNCCL.cpp of PyTorch 1.8, allgather and reduce_scatter), about a microsecond each (estimate).
 VIEWS_S = 2e-6
+
+# What a channel of a ring carries: NCCL, src/graph/tuning.cc, perChMaxRingLL128Bws of Volta and Ampere.
+CHANNEL_BYTES_PER_S = 20e9
 
 Passes = tuple[list[float], list[float], int]  # see `passes_of`
 
@@ -112,7 +114,11 @@ def stage_cost(
     reduce_s = reduction_s(model, machines, stage.parts, summed, strategy.zero, strategy.count_sharding(stage))
     if model.stack.hides_data_parallel:
         counts = [high - low for low, high in stage.layers]
-        reduce_s = not_hidden_s(reduce_s, counts, back, min(count, strategy.micro_batches))
+        lost = 0.0
+        if reduce_s > 0:  # as many channels as carry the ring
+            carried = machines.data_group(members(stage.parts)).ring_bytes_per_s / (CHANNELS * CHANNEL_BYTES_PER_S)
+            lost = min(1.0, carried) * max(rates_of_part(model, machines, part).lost_units for part in stage.parts)
+        reduce_s = not_hidden_s(reduce_s, counts, back, min(count, strategy.micro_batches), lost)
     memory = stage_memory(strategy, stage, costs, live, count)
     slowest = costs[limiting].held_bytes
     return StageCost(
@@ -293,7 +299,7 @@ class ShardedLayer:
             again_s=times * gather_s if zero >= 3 else 0.0,
             reduce_s=reduce_s,
             copy_s=streaming_s(rates, stack.gradient_copy_bytes * parameters),
-            lost=CHANNELS / rates.units if stack.hides_data_parallel else 0.0,
+            lost=rates.lost_units if stack.hides_data_parallel else 0.0,
             hidden=stack.hides_data_parallel,
         )
 

@@ -37,6 +37,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `shared_experts`: experts that every token goes through besides `top` of `experts`.
     `dense_layers`: first layers that have one network of width `dense_feed_forward` instead of experts.
     `rotary`: 1 where positions are rotations of queries and keys (RoPE), and not a table of parameters.
+    `dropout`: 1 where training drops activations under a stack whose models mostly do not (GPT-3 in Megatron-Core).
     `predicted_tokens`: of a sequence, whose logits are computed (0: all; in BERT's training, the masked words).
     `state_bytes`: of the optimizer per parameter, a float32 copy included (Adam 12; 4 without moments, as Adafactor).
     """
@@ -66,6 +67,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dense_feed_forward: Amount = 0
     relu: Switch = 0
     rotary: Switch = 0
+    dropout: Switch = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):

@@ -18,7 +18,10 @@ from cost_model.analytic.transformer import LayerShare, Transformer
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`batch` products [m, k] x [k, n]; `weights`: of a layer's weights or for them (float8 serves only these)."""
+    """`batch` products [m, k] x [k, n]; `weights`: of a layer's weights or for them (float8 serves only these).
+
+    `cast_before`: its operands are those of other products, for which they were cast to the weights' dtype.
+    """
 
     name: str
     m: int
@@ -26,6 +29,7 @@ class Matmul:
     k: int
     batch: int = 1
     weights: bool = False
+    cast_before: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,11 @@ FLOAT_BYTES = 4  # of single precision, in which the loss is computed
 # Products of the fused attention's backward pass for each of its forward pass: five instead of two, since the scores
 # are computed again (Dao et al., "FlashAttention", 2022, algorithm 4).
 ATTENTION_BACKWARD = 2.5
+# Seconds of fused attention with dropout for those without: each score draws a random number in both passes, which
+# nothing hides. Ma et al., "Reducing the cost of dropout in Flash-Attention by hiding RNG with GEMM", 2024: a fifth of
+# a block of Llama 3 on GH100 in float8, 1.3 ps a score; without dropout both passes take 3.6 ps at flash-3's rate
+# (heads of 128).
+ATTENTION_DROPOUT = 1.7
 # Bytes of keys and values, and of their gradients, that go round in context parallelism's backward pass, for those of
 # the forward pass.
 ROUND_BACKWARD = 2.0
@@ -75,10 +84,14 @@ ROUND_BACKWARD = 2.0
 NORM_BACKWARD = 2.5
 
 
-def _pair_flops(t: Transformer, p: LayerShare) -> float:
-    """Returns the FLOPs of one rank's heads: two products, on the pairs of tokens that attend to each other."""
+def _pair_flops(t: Transformer, p: LayerShare, stack: Stack) -> float:
+    """Returns the FLOPs of one rank's heads: two products, on the pairs of tokens that attend to each other.
+
+    With dropout, more by what its random numbers take.
+    """
     heads = max(1, t.heads // p.tensor)
-    return 2.0 * p.rows * heads * t.attended * (t.key_head + t.value_head) / p.context
+    flops = 2.0 * p.rows * heads * t.attended * (t.key_head + t.value_head) / p.context
+    return flops * (ATTENTION_DROPOUT if stack.dropout else 1.0)
 
 
 def _block(t: Transformer, p: LayerShare) -> int:
@@ -106,7 +119,7 @@ def _core_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
         round_ = _round(t, p, stack, 1.0, ("attention",))
-        return [Attention("attention", _pair_flops(t, p), _block(t, p)), *round_]
+        return [Attention("attention", _pair_flops(t, p, stack), _block(t, p)), *round_]
     scores = float(b * heads * own * s)
     ops: list[Op] = [Matmul("scores", own, s, k, b * heads), Streaming("softmax", stack.softmax_bytes * scores)]
     if stack.dropout:
@@ -119,7 +132,7 @@ def _core_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     b, s, own, k, v = p.rows, t.sequence, -(-t.sequence // p.context), t.key_head, t.value_head
     heads = max(1, t.heads // p.tensor)
     if stack.fused_attention:
-        back = Attention("attention gradient", ATTENTION_BACKWARD * _pair_flops(t, p), _block(t, p))
+        back = Attention("attention gradient", ATTENTION_BACKWARD * _pair_flops(t, p, stack), _block(t, p))
         return [back, *_round(t, p, stack, ROUND_BACKWARD, ("attention gradient",))]
     scores = float(b * heads * own * s)
     ops: list[Op] = [Matmul("context: left", own, s, v, b * heads), Matmul("context: right", s, v, own, b * heads)]
@@ -146,6 +159,21 @@ def _widths(t: Transformer, p: LayerShare) -> list[tuple[str, int, int]]:
     ]
 
 
+def _rotate(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
+    """Lists the kernel that rotates queries and keys by their positions, or their gradients back: reads, writes both.
+
+    Latent attention rotates a part of each head's queries, and one key for all heads.
+    """
+    if not t.rotary:
+        return []
+    if t.latent:
+        width = (t.heads // p.tensor + 1) * t.rope_width
+    else:
+        heads = t.heads // p.tensor + max(1, (t.kv_heads or t.heads) // p.tensor)
+        width = heads * t.key_head
+    return _pointwise("rotation", 2.0 * stack.element_bytes * p.tokens(t) * width, stack)
+
+
 def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of one layer's forward pass on one rank, in order."""
     e = stack.element_bytes
@@ -161,6 +189,7 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *_enter(p, whole, stack, products[0][0]),
         *[Matmul(name, T, wide, deep, weights=True) for name, wide, deep in products],
         *_bias(stack, float(T) * sum(wide for _, wide, _ in products)),
+        *_rotate(t, p, stack),
         *_core_forward(t, p, stack),
         Streaming("heads together", 2.0 * e * T * heads),
         Matmul("projection", T, h, heads, weights=True),
@@ -204,13 +233,13 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *drop_2,
         *_regather(p, whole, stack, "feed forward 2: input"),
         Matmul("feed forward 2: input", rows, f // w, h, own_experts, weights=True),
-        Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True),
+        Matmul("feed forward 2: weight", f // w, h, rows, own_experts, weights=True, cast_before=True),
         *_accumulate(gradients, float(f) * h / w * own_experts),
         # Reads the gradient, and writes one, for each first product; reads what went into the activation and came out.
         *_pointwise("activation gradient", (2 + 2 * first) * e * rows * own_experts * float(f) / w, stack),
         *_regather(p, whole, stack, "feed forward 1: input"),
         Matmul("feed forward 1: input", rows, h, first * f // w, own_experts, weights=True),
-        Matmul("feed forward 1: weight", first * f // w, h, rows, own_experts, weights=True),
+        Matmul("feed forward 1: weight", first * f // w, h, rows, own_experts, weights=True, cast_before=True),
         *_back(p, whole, stack, "feed forward 1: weight"),
         *_accumulate(gradients, float(first * f) * h / w * own_experts),
         *_list_shared_backward(t, p, stack),
@@ -220,10 +249,11 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *drop_1,
         *_regather(p, whole, stack, "projection: input"),
         Matmul("projection: input", T, heads, h, weights=True),
-        Matmul("projection: weight", heads, h, T, weights=True),
+        Matmul("projection: weight", heads, h, T, weights=True, cast_before=True),
         *_accumulate(gradients, float(h) * heads),
         Streaming("heads apart", 2.0 * e * T * heads),
         *_core_backward(t, p, stack),
+        *_rotate(t, p, stack),
         Streaming("qkv together", 3.0 * e * T * sum(wide for _, wide, _ in products), 2),
         *_regather(p, whole, stack, f"{products[0][0]}: input"),
         *_products_backward(t, p, products, gradients),
@@ -240,7 +270,7 @@ def _products_backward(
     for name, wide, deep in reversed(products):
         ops += [
             Matmul(f"{name}: input", p.tokens(t), deep, wide, weights=True),
-            Matmul(f"{name}: weight", wide, deep, p.tokens(t), weights=True),
+            Matmul(f"{name}: weight", wide, deep, p.tokens(t), weights=True, cast_before=True),
             *_accumulate(accumulate_bytes, float(wide) * deep),
         ]
     return ops
@@ -269,10 +299,10 @@ def _list_shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[O
     T, h, f, first = p.tokens(t), t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
     return [
         Matmul("shared 2: input", T, f, h, weights=True),
-        Matmul("shared 2: weight", f, h, T, weights=True),
+        Matmul("shared 2: weight", f, h, T, weights=True, cast_before=True),
         *_pointwise("shared activation gradient", (2.0 + 2 * first) * stack.element_bytes * T * f, stack),
         Matmul("shared 1: input", T, h, first * f, weights=True),
-        Matmul("shared 1: weight", first * f, h, T, weights=True),
+        Matmul("shared 1: weight", first * f, h, T, weights=True, cast_before=True),
         *_accumulate(stack.accumulate_bytes, (1.0 + first) * f * h),
     ]
 
@@ -282,7 +312,7 @@ def _list_shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[O
 MODULES: dict[str, tuple[str, ...]] = {
     "norms": ("norm 1", "norm 2"),
     "activation": ("activation", "shared activation"),
-    "queries": ("qkv", "bias", "latents", "queries", "keys and values"),
+    "queries": ("qkv", "bias", "rotation", "latents", "queries", "keys and values"),
     "network": ("router", "dispatch, combine", "feed forward 1", "activation", "shared 1", "shared activation"),
 }
 
@@ -323,14 +353,18 @@ def _list_routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         return []
     tokens = p.tokens(t)
     copied = 2.0 * 2 * e * tokens * t.top * t.hidden
-    return [Matmul("router", tokens, t.experts, t.hidden, weights=True), Streaming("dispatch, combine", copied, 2)]
+    return [Matmul("router", tokens, t.experts, t.hidden), Streaming("dispatch, combine", copied, 2)]
 
 
 def _enter(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
-    """Lists what comes before a column-parallel product: nothing, or the gather of the sequence."""
+    """Lists what comes before a column-parallel product: nothing, or the gather of the sequence.
+
+    Operands of products with weights are gathered as they were cast for these; `product` is empty for the logits.
+    """
     if not p.sequence_parallel or p.tensor == 1:
         return []
-    return [Collective("gather", "all_gather", stack.element_bytes * elements, *_in_pieces(stack, product))]
+    each = stack.operand_bytes if product else stack.element_bytes
+    return [Collective("gather", "all_gather", each * elements, *_in_pieces(stack, product))]
 
 
 def _leave(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
@@ -364,16 +398,16 @@ def _regather(p: LayerShare, elements: float, stack: Stack, product: str) -> lis
     """Lists the gathers of a product's operand (or output's gradient) in a sequence-parallel backward pass.
 
     Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
-    which only the weight's gradient needs, behind the input's gradient.
+    which only the weight's gradient needs, behind the input's gradient. Both were cast before, if they are for these.
     """
-    e = stack.element_bytes
+    each = stack.operand_bytes
     if not p.sequence_parallel or p.tensor == 1:
         return []
     column = product.startswith(("feed forward 1", "qkv", "latents"))
     if not column:
-        return [Collective("gather again", "all_gather", e * elements, *_in_pieces(stack, product))]
+        return [Collective("gather again", "all_gather", each * elements, *_in_pieces(stack, product))]
     over = (product,) if stack.hides_tensor_parallel else ()
-    return [Collective("gather again", "all_gather", e * elements, over)]
+    return [Collective("gather again", "all_gather", each * elements, over)]
 
 
 def _bias(stack: Stack, elements: float) -> list[Op]:
@@ -395,10 +429,12 @@ def embedding_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     """Lists the kernels of the embedding: rows of the (split) table, their sum over ranks, positions, dropout."""
     e = stack.element_bytes
     elements = float(p.tokens(t) * t.hidden)
+    added = 0 if t.rotary else 3 * e
+    dropped = 2 * e + 1 if stack.dropout else 0
     return [
         Streaming("rows", 2 * e * elements, 4),
         *_leave(p, elements, stack, ""),
-        Streaming("positions and dropout", (5 * e + 1) * elements, 3),
+        *([Streaming("positions and dropout", (added + dropped) * elements, 3)] if added or dropped else []),
     ]
 
 

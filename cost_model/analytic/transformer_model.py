@@ -38,7 +38,7 @@ class TransformerModel:
         name: str = "",
         profile: Profile | None = None,
     ) -> None:
-        self.transformer, self.stack, self.machines = transformer, stack, machines
+        self.transformer, self.stack, self.machines = transformer, stack_of(stack, transformer), machines
         self.name = name or f"transformer of {transformer.parameters / 1e9:.3g} billion parameters"
         self.count = transformer.layers
         self.experts = transformer.experts
@@ -100,7 +100,9 @@ class TransformerModel:
             each = [(self._dense_layer(p, on), t.dense_layers), (layer, L - t.dense_layers)]
         ahead = [(one.forward, count) for one, count in each]
         back = [(one.backward, count) for one, count in each]
-        routed = float(stack.element_bytes) * p.tokens(t) * t.hidden * t.top * (1 - t.dense_layers / L)
+        # Ranks that divide the sequence each send their tokens.
+        sent = p.tokens(t) / (tensor if sequence_parallel else 1)
+        routed = float(stack.element_bytes) * sent * t.hidden * t.top * (1 - t.dense_layers / L)
         return LayerCosts(
             forward_s=_along(
                 [(c.device_s + c.exposed_s, n) for c, n in ahead], _whole(first.forward), _whole(last.forward)
@@ -198,6 +200,17 @@ class TransformerModel:
             inside = min(all_gather_s(self.machines.tensor_group(pool.number, tensor), whole) for pool in able)
             return point_to_point_s(whole / tensor, *path) + inside
         return point_to_point_s(whole, *path)
+
+
+def stack_of(stack: Stack, transformer: Transformer) -> Stack:
+    """Returns a stack as it trains a model: with the model's dropout, and as if nothing had been compared if what was
+    compared were models without experts and this is one with them.
+    """
+    if transformer.dropout and not stack.dropout:
+        stack = msgspec.structs.replace(stack, dropout=True)
+    if transformer.experts and stack.compared and not stack.compared_experts:
+        stack = msgspec.structs.replace(stack, compared={})
+    return stack
 
 
 def _scale_measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> float:

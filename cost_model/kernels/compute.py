@@ -3,6 +3,8 @@
 A matrix product is computed in tiles of its result, one per multiprocessor at a time, so the last wave of tiles may
 leave multiprocessors idle, and a tile has a start and an end outside its main loop; see NVIDIA, "Matrix Multiplication
 Background User's Guide" (tile and wave quantisation). Other kernels stream their operands through memory once.
+
+Decision: 0204, 0205.
 """
 
 from __future__ import annotations
@@ -26,12 +28,18 @@ SPLITS = (1, 2, 4, 8)
 LEAST_K = 256  # of the inner dimension that a multiprocessor gets of a divided product
 MANY_RANKS = 8  # up to which the slowest is that of the exact number
 MOST_WAVES = 2  # of tiles, up to which libraries divide the inner dimension
+# Multiprocessors that run a collective's channels instead of the kernels beside it (NCCL: 16 to 24 channels with one
+# block each between the GPUs of a host; src/graph/connect.cc).
+CHANNELS = 16
 SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "float4": 0.5, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates per second of one device (or a share of it); made once per device and dtype."""
+    """The rates per second of one device (or a share of it); made once per device and dtype.
+
+    `lost_units`: the part of its units that is missing to kernels while a collective runs beside them.
+    """
 
     units: int
     matmul_flops_per_s: float
@@ -41,6 +49,7 @@ class Rates:
     attention_flops_per_s: float
     attention_ramp: float
     element_bytes: float
+    lost_units: float = 0.0
 
 
 @lru_cache(maxsize=65536)
@@ -80,16 +89,38 @@ def find_rates(
     """
     curve: Efficiency = load_efficiencies()[device.efficiency]
     peak = device.peak_flops_per_s(dtype) / compute_slowdown(ranks, curve.variation) / slower
+    units = max(1, round(device.units * share))
     return Rates(
-        units=max(1, round(device.units * share)),
+        units=units,
         matmul_flops_per_s=peak * curve.find_matmul_fraction(dtype) * share,
-        fill_k=curve.matmul_fill_k,
+        fill_k=curve.matmul_fill_k * _step_rate(device, dtype),
         memory_bytes_per_s=device.memory_bytes_per_s * curve.memory_fraction * share / slower,
         kernel_s=curve.kernel_us * 1e-6,
         attention_flops_per_s=peak * curve.find_attention_fraction(attention) * share,
         attention_ramp=curve.attention_ramp,
         element_bytes=SIZE_BYTES[dtype],
+        lost_units=_count_channels(device) / units,
     )
+
+
+def _count_channels(device: Device) -> float:
+    """Returns the units of a device that a collective takes from the kernels beside it.
+
+    Accelerators other than GPUs have engines of their own for what they send; a processor has a thread that sends.
+    """
+    return {"gpu": min(CHANNELS, device.units), "cpu": 1, "accelerator": 0}[device.kind]
+
+
+def _step_rate(device: Device, dtype: str) -> float:
+    """Returns how many steps of the inner dimension a multiprocessor takes in one of 16-bit floats.
+
+    A tile's start and end take about as long in every dtype: results and partial sums are no shorter in float8. So they
+    are as long as more steps of it. A processor's curve counts in steps of the dtype that it computes in.
+    """
+    if device.kind == "cpu":
+        return 1.0
+    half = max(device.peak_tflops.get(name, 0.0) for name in ("bfloat16", "float16"))
+    return device.peak_tflops[dtype] / half if half else 1.0
 
 
 def matmul_flops(m: int, n: int, k: int, batch: int = 1) -> float:

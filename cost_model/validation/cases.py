@@ -275,6 +275,9 @@ FOLDED = {
     (6144, 48, 19456): (8, 0, 24576),  # Nemotron 4 15B and 22B
     (18432, 96, 56832): (8, 0, 73728),  # Nemotron 4 340B
 }
+# Tables whose plain models are GPT-3's, which NVIDIA's recipes train with dropout, unlike Llama and Nemotron (0.1,
+# github.com/NVIDIA/dgxc-benchmarking, nemo_megatron/gpt3_175b_hydra.yaml).
+NEMO = ("NVIDIA", "NeMo")
 FSDP_RANKS, FSDP_FROM = 128, 512  # MaxText's rows from so many ranks on shard over so many, as their notes say
 
 
@@ -299,6 +302,8 @@ def _described(row: Mapping[str, str]) -> Transformer:
     known = FOLDED.get((given["hidden"], given["heads"], given.get("feed_forward", 0)))
     if known is not None and not {"kv_heads", "gated", "experts"} & given.keys():
         given |= dict(zip(("kv_heads", "gated", "feed_forward"), known), untied=1, rotary=1)
+    elif known is None and row.get("set", "").startswith(NEMO) and not given.get("feed_forward"):
+        given.setdefault("dropout", 1)
     return Transformer(**given)
 
 

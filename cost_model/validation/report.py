@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cost_model.analytic.evaluate import likely_s
 from cost_model.analytic.stacks import stack
+from cost_model.analytic.transformer_model import stack_of
 from cost_model.cluster.pools import Machines
 from cost_model.validation.cases import Case, Published, read_published_cluster
 from whale.errors import WhaleError
@@ -47,7 +48,10 @@ def results(cases: Sequence[Case]) -> list[Result]:
         try:
             one = case.predict()
             likely = likely_s(
-                stack(case.stack), one.strategy, Machines(read_published_cluster(case.cluster)), one.step_s
+                stack_of(stack(case.stack), case.model),
+                one.strategy,
+                Machines(read_published_cluster(case.cluster)),
+                one.step_s,
             )
             found.append(Result(case, one.step_s, likely, fits=one.evaluation.fits, peak_gb=one.peak_bytes / 1e9))
         except WhaleError as error:

@@ -84,3 +84,22 @@ def test_update_traffic() -> None:
 def test_loading_is_as_slow_as_storage_or_workers() -> None:
     assert load_s(1e6, 100, 1e9, work_s=1e-3, workers=4) == pytest.approx(0.1)
     assert load_s(1e6, 100, 1e9, work_s=1e-2, workers=4) == pytest.approx(0.25)
+
+
+def test_a_tile_begins_and_ends_in_as_long_in_every_dtype() -> None:
+    """Of a long inner dimension little is lost, of a short one twice as much in float8, which is twice as fast."""
+    h100 = hardware.find_device("h100-sxm-80gb")
+    half, eighth = find_rates(h100, "bfloat16"), find_rates(h100, "float8")
+    assert eighth.fill_k == pytest.approx(2 * half.fill_k, rel=1e-3)
+    assert find_rates(h100, "tf32").fill_k == pytest.approx(half.fill_k / 2, rel=1e-3)
+    lost = [matmul_s(on, 8192, 8192, 512) / matmul_s(on, 8192, 8192, 16384) * 32 for on in (half, eighth)]
+    assert lost[1] - 1 > 1.7 * (lost[0] - 1) > 0.3
+    cpu = next(one for one in hardware.load_devices().values() if one.kind == "cpu")
+    assert len({find_rates(cpu, dtype).fill_k for dtype in cpu.peak_tflops}) == 1
+
+
+@pytest.mark.parametrize(("name", "lost"), [("h100-sxm-80gb", 16 / 132), ("tpu-v6e", 0.0), ("gaudi3", 0.0)])
+def test_collectives_take_units_from_kernels_where_these_run_them(name: str, lost: float) -> None:
+    device = hardware.find_device(name)
+    assert find_rates(device, "bfloat16").lost_units == pytest.approx(lost)
+    assert find_rates(device, "bfloat16", share=0.5).lost_units == pytest.approx(2 * lost)

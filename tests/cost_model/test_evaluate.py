@@ -19,6 +19,7 @@ from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
+from cost_model.kernels.compute import find_rates
 from cost_model.simulator import simulate
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import count_live_micro_batches, make_schedule
@@ -194,5 +195,6 @@ def test_sums_of_gradients_run_behind_the_passes_of_other_chunks(chunks: int, sl
             free = max(free, ends[chunk]) + each_s
         of_last_layer = ends[0] + each_s * chunks / (GPT.layers // 2)
         ready.append(max(of_last_layer, each_s + max(free, ends[0] - found.stages[stage].backward_s[0])))
-    assert found.passes_s + found.reduce_s == pytest.approx(max(ready), abs=0.2 * whole.reduce_s)
+    beside_s = find_rates(machines.pools[0].device, "float16").lost_units * whole.reduce_s
+    assert -0.2 * whole.reduce_s <= found.passes_s + found.reduce_s - max(ready) <= 0.2 * whole.reduce_s + beside_s
     assert found.reduce_s < whole.reduce_s

@@ -18,7 +18,8 @@ from cost_model.analytic.memory import held_tensors, layer_activation_bytes
 from cost_model.analytic.predict import predict
 from cost_model.analytic.stacks import Stack, find_modules, read, stack, stacks
 from cost_model.analytic.transformer import LayerShare, Transformer
-from cost_model.analytic.transformer_kernels import Collective, layer_backward, layer_forward
+from cost_model.analytic.transformer_kernels import Collective, Matmul, layer_backward, layer_forward
+from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
 from cost_model.hardware import find_device, load_efficiencies
@@ -329,3 +330,54 @@ def test_constants_of_several_stacks_are_fitted_to_rows(tmp_path: Path, capsys: 
     with pytest.raises(SystemExit):
         calibrate.main(["--rows", str(DATA / "maxtext_70b_h100.csv"), "--stacks", *names, "--constants", "host_us"])
     assert "4 rows of maxtext-bf16, maxtext-fp8, fewer than 5" in capsys.readouterr().err
+
+
+def test_operands_are_cast_once_and_gathered_as_they_were_cast() -> None:
+    """TransformerEngine, pytorch/module/base.py: grad_output_preprocess casts and transposes, and gathers bytes."""
+    core, share = stack("megatron-core-fp8"), LayerShare(tensor=8, sequence_parallel=True)
+    on = rank_on(find_device("h100"), 1.0, Machines(H100).tensor_group(0, 8), core)
+    passes = layer_forward(GPT, share, core), layer_backward(GPT, share, core)
+    each = [[op for op in ops if isinstance(op, Matmul) and op.weights] for ops in passes]
+    cast = [[op for op in ops if not op.cast_before] for ops in each]
+    assert len(cast[0]) == len(each[0]) == len(cast[1]) == len(each[1]) / 2  # what came in, what came back
+    free = changed(core, quantise_bytes=0.0)
+    without = rank_on(find_device("h100"), 1.0, on.group, free)
+    bytes_ = sum(op.m * op.k for ops in cast for op in ops) * core.quantise_bytes
+    seconds = sum(cost(ops, on).device_s - cost(ops, without).device_s for ops in passes)
+    kernels_s = sum(map(len, cast)) * on.rates.kernel_s
+    assert seconds == pytest.approx(bytes_ / on.rates.memory_bytes_per_s + kernels_s, rel=1e-6)
+    whole = GPT.sequence * GPT.hidden
+    sizes = {op.kind: op.tensor_bytes for ops in passes for op in ops if isinstance(op, Collective)}
+    assert sizes == {"all_gather": whole, "reduce_scatter": 2 * whole}
+
+
+def test_attention_with_dropout_waits_for_random_numbers() -> None:
+    dropped = msgspec.structs.replace(GPT, dropout=1)
+    plan = Degrees(tensor=8, data=4, batch=32, sequence_parallel=True)
+    plain_s, dropped_s = (predict(one, plan, CORE, H100).step_s for one in (GPT, dropped))
+    assert 1.03 < dropped_s / plain_s < 1.4
+    year = stack("megatron-2022")  # whose models are trained with dropout
+    assert predict(dropped, plan, year, H100).step_s == predict(GPT, plan, year, H100).step_s
+
+
+def test_ranks_that_divide_the_sequence_send_their_own_tokens_to_experts() -> None:
+    mixture = msgspec.structs.replace(GPT, experts=8, top=2)
+    model = TransformerModel(mixture, CORE, Machines(H100))
+    one, two = (model.layer_costs(0, tensor, 1, "none", tensor > 1, 32, 8).routed_bytes for tensor in (1, 2))
+    assert one == 2 * two == 2.0 * 2 * GPT.sequence * GPT.hidden
+
+
+def test_nothing_is_known_of_models_with_experts_where_none_was_compared(tmp_path: Path) -> None:
+    mixture, plan = msgspec.structs.replace(GPT, experts=8, top=2), Degrees(data=8, batch=8, experts=8)
+    intervals = []
+    path = tmp_path / "mine.yaml"
+    path.write_text("{name: mine, base: megatron-core-bf16, compared: {hopper-sxm: {rows: 9, low: 0.9, high: 1.1}}}")
+    path_experts = tmp_path / "more.yaml"
+    path_experts.write_text(
+        path.read_text().replace("compared:", "compared_experts: true, compared:").replace("mine", "more")
+    )
+    for one in (path, path_experts):
+        task = job.Job(mixture, plan, str(one))
+        found = job.report(task, H100, task.predict(H100))
+        intervals.append("no step of a model with experts under" in found)
+    assert intervals == [True, False]

@@ -207,7 +207,8 @@ class Estimates:
         if not self.model.stack.hides_data_parallel:
             return reduce_s
         counts = [max(1, self.model.count // (stages * chunks))] * chunks
-        return not_hidden_s(reduce_s, counts, [BACKWARD * passes_s / chunks] * chunks, min(stages, micro_batches))
+        back = [BACKWARD * passes_s / chunks] * chunks
+        return not_hidden_s(reduce_s, counts, back, min(stages, micro_batches))
 
     def tied_s(self, first: DeviceGroup, last: DeviceGroup, stages: int) -> float:
         """Returns the seconds to sum the gradients of the weights that the first and the last of equal stages share."""

@@ -19,7 +19,7 @@ from cost_model.analytic.evaluate import Evaluation, evaluate, prediction_of
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer import Transformer
-from cost_model.analytic.transformer_model import TransformerModel
+from cost_model.analytic.transformer_model import TransformerModel, stack_of
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
 from whale.errors import PlanError
@@ -183,6 +183,7 @@ def from_search(
     nearly fit.
     """
     best = found.evaluation.step_s
+    used = stack(software) if transformer is None else stack_of(stack(software), transformer)
     others: list[Alternative] = []
     seen = {_shape(found.strategy)}
     for strategy, evaluation in found.simpler[-1:] + found.simpler[:SIMPLER]:
@@ -205,7 +206,7 @@ def from_search(
         software=software,
         batch=batch,
         strategy=found.strategy,
-        predicted=prediction_of(found.evaluation, found.strategy, Machines(cluster), stack(software)),
+        predicted=prediction_of(found.evaluation, found.strategy, Machines(cluster), used),
         bound_s=found.bound_s,
         cut=found.cut,
         transformer=transformer,

@@ -162,7 +162,8 @@ def compared_with(model: Model, strategy: ParallelStrategy, machines: Machines) 
     others = not_compared(model.stack, strategy, machines)
     if not others:
         return "published steps"
-    return f"published steps of other kinds: none under {model.stack.name} on {', '.join(others)} was compared"
+    kind = "of a model with experts " if model.experts else ""
+    return f"published steps of other kinds: none {kind}under {model.stack.name} on {', '.join(others)} was compared"
 
 
 def _devices(machines: Machines) -> str:
