@@ -134,6 +134,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "evaluate",
         "report",
         "run_described",
+        "hugging_face",
         "ask",
         "replan",
         "why",

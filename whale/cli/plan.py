@@ -40,7 +40,8 @@ def add_parser(verbs: Any) -> None:
     verb.add_argument(
         "--describe",
         metavar="MODEL",
-        help="gpt:layers=96,hidden=12288,heads=96,batch=1536 or moe:...,experts=64; "
+        help="gpt:layers=96,hidden=12288,heads=96,batch=1536, moe:...,experts=64, llama:, mixtral:, or a Hugging Face "
+        "configuration (config.json,sequence=8192,batch=512); "
         "dlrm:tables=26,rows=1000000,batch=4096, classifier:classes=1000000,features=512,batch=64, or "
         "bert:, t5:, vit: and resnet: with the fields of their model files, spread as auto_parallel would",
     )

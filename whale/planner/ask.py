@@ -13,12 +13,14 @@ from cost_model.analytic.transformer import Transformer, padded_vocabulary
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
+from cost_model.cluster.yaml_files import CALLED
 from whale.errors import PlanError, find_similar
 from whale.ir.strategy import Degrees
 from whale.planner.analytic_search.candidates import FIXED, Constraints
 from whale.planner.analytic_search.layer_profiles import LayerProfile, TableModel
 from whale.planner.analytic_search.search_sequence import search
 from whale.planner.analytic_search.whale22 import plan22
+from whale.planner.hugging_face import read_config
 from whale.planner.report.planfile import PlanFile, from_search
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
@@ -29,6 +31,10 @@ _STRATEGY = frozenset(f.name for f in msgspec.structs.fields(Degrees)) - {"exper
 HEAD_WIDTHS = (128, 64)  # that published models have
 LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of these
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
+# Families of described transformers, and what their models have in common.
+_GATED = {"gated": 1, "untied": 1, "rotary": 1}
+FAMILIES: dict[str, dict[str, int]] = {"gpt": {}, "moe": {}, "llama": _GATED, "mixtral": _GATED}
+WITH_EXPERTS = ("moe", "mixtral")
 
 
 # Families whose step is captured and planned as a script's: their layers are unlike.
@@ -45,33 +51,44 @@ def describe(text: str) -> tuple[Transformer, int | None]:
 
     `gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`, and
     `moe:...,experts=64[,top=2]`, each layer's feed-forward networks; `state_bytes=4` for an optimizer without moments.
+    `llama` and `mixtral` are `gpt` and `moe` with gates, rotations and a head of its own. A Hugging Face configuration
+    says most of it: `config.json[,sequence=8192,batch=512]`.
 
     Returns: the transformer, and the batch where the text names one.
     """
-    family, _, rest = text.partition(":")
+    values: dict[str, int] = dict(DEFAULTS)
+    path, _, rest = text.partition(",")
+    if path.endswith(".json"):
+        values |= read_config(path)
+        family = "moe" if "experts" in values else "gpt"
+    else:
+        family, _, rest = text.partition(":")
     names = [f.name for f in msgspec.structs.fields(Transformer)]
     example = "gpt:layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=51200,batch=1536"
-    if family not in ("gpt", "moe"):
-        others = ["moe:...,experts=64", *(f"{name}:..." for name in CAPTURED)]
-        near = find_similar(family, ("gpt", "moe", *CAPTURED))
+    if family not in FAMILIES:
+        others = ["moe:...,experts=64", *(f"{name}:..." for name in ("llama", "mixtral", *CAPTURED)), "config.json"]
+        near = find_similar(family, (*FAMILIES, *CAPTURED))
         raise PlanError(
             "there is no such kind of model",
             given=text,
             expected=", ".join([example, *others]),
             action=f"write {near}:{rest}, if that is meant" if near else None,
         )
-    values: dict[str, int] = dict(DEFAULTS)
+    values |= FAMILIES[family]
     for part in filter(None, rest.split(",")):
         name, _, number = part.partition("=")
         name = SHORT.get(name.strip(), name.strip())
-        if name in _STRATEGY:
+        called = [
+            field for field, others in CALLED.items() if name in others and field in (*names, *_STRATEGY, "batch")
+        ]
+        if name in _STRATEGY or (called and called[0] in _STRATEGY):
             raise PlanError(
                 "a model's description cannot say how the model is divided",
                 given=part,
                 action="leave it out; the search chooses (`whale simulate` predicts a strategy that a job file names)",
             )
         if name not in (*names, "batch"):
-            near = find_similar(name, (*names, "batch", *SHORT))
+            near = called[0] if called else find_similar(name, (*names, "batch", *SHORT))
             raise PlanError(
                 f"a {family} has no {name or 'field without a name'}",
                 given=part,
@@ -87,7 +104,7 @@ def describe(text: str) -> tuple[Transformer, int | None]:
             )
         values[name] = int(number)
     batch = values.pop("batch", None)
-    needed = ("layers", "hidden", "heads") + (("experts",) if family == "moe" else ())
+    needed = ("layers", "hidden", "heads") + (("experts",) if family in WITH_EXPERTS else ())
     if missing := [n for n in needed if n not in values]:
         raise PlanError("a model's description is incomplete", given=text, expected=", ".join(missing))
     return Transformer(**values), batch
