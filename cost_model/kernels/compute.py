@@ -4,7 +4,7 @@ A matrix product is computed in tiles of its result, one per multiprocessor at a
 leave multiprocessors idle, and a tile has a start and an end outside its main loop; see NVIDIA, "Matrix Multiplication
 Background User's Guide" (tile and wave quantisation). Other kernels stream their operands through memory once.
 
-Decision: 0204, 0205.
+Decision: 0201, 0202.
 """
 
 from __future__ import annotations
