@@ -110,7 +110,16 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.config": ("values", "keys", "deepspeed", "reading", "page"),
     "whale.sharding_rules": ("notation", "base", "dims", "binding", "embedding", "registry", "empty", "graph")
     + ("math", "nn", "structure"),
-    "whale.passes": ("run_passes", "settings", "analysis", "normalize", "propagation", "autoshard", "resharding")
+    "whale.passes": (
+        "run_passes",
+        "settings",
+        "analysis",
+        "elementwise",
+        "normalize",
+        "propagation",
+        "autoshard",
+        "resharding",
+    )
     + ("memory", "verify", "plan_builder", "pass_manager"),
     "whale.passes.normalize": ("folding", "emitter", "embedding", "*"),
     "whale.kernels": ("xla", "choices", "elementwise", "clusters", "matmuls", "updates", "loops", "nn", "substitute"),

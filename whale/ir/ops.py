@@ -111,6 +111,8 @@ ADVANCES = _split_names(
     "RngSkip RngReadAndSkip StatefulRandomBinomial StatefulStandardNormal StatefulStandardNormalV2 "
     "StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt"
 )
+# Updates of variables (the first operands) as one operation of ours.
+FUSED_UPDATE, SCATTER_ROWS = "WhaleUpdate", "WhaleScatterRows"
 # A variable changes.
 UPDATES = (
     ASSIGNS
@@ -119,10 +121,8 @@ UPDATES = (
     | SCATTERS
     | ADVANCES
     | _split_names("ResourceStridedSliceAssign ResourceCountUpTo")
+    | {FUSED_UPDATE, SCATTER_ROWS}
 )
-# What updates become in a rank's program: those of many variables (the first operands) are one operation.
-FUSED_UPDATE, SCATTER_ROWS = "WhaleUpdate", "WhaleScatterRows"
-FUSED_UPDATES = frozenset({FUSED_UPDATE, SCATTER_ROWS})
 # Variables of TensorFlow 1, whose value is a reference, and what changes them.
 REF_VARIABLES = _split_names("Variable VariableV2 TemporaryVariable")
 REF_UPDATES = (

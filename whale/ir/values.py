@@ -105,6 +105,11 @@ class SharedAttrs(dict[str, Any]):
         super().__init__(values)
         self.large = large
 
+    @property
+    def shared(self) -> SharedAttrs | None:
+        """Returns the object itself, as that of attributes which are decoded late; None where nothing is derived."""
+        return None if self.large else self
+
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 

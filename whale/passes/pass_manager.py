@@ -23,6 +23,7 @@ from whale.passes.memory.hoist import hoist_reads
 from whale.passes.memory.offload import TABLES
 from whale.passes.memory.recompute import recompute
 from whale.passes.normalize.annotate import annotate, mark_flattened, task_graphs
+from whale.passes.normalize.collapse_updates import collapse_updates
 from whale.passes.normalize.cse_scalars import share_scalars
 from whale.passes.normalize.cse_variable_reads import merge_reads
 from whale.passes.normalize.embedding.block_local_gather import mark_blocks
@@ -59,6 +60,10 @@ from whale.passes.verify.summary import count_routed, count_unruled, exceptions,
 
 def _gathers_weights(s: PlanSettings) -> bool:
     return s.zero.level >= 3 or s.memory.offload == "parameters"
+
+
+def _collapses_updates(s: PlanSettings) -> bool:
+    return s.fuse.updates and s.precision.matmul_dtype != "float16"  # whose updates are left out, one by one
 
 
 def _fewest_bytes(s: PlanSettings) -> int:
@@ -132,6 +137,12 @@ NORMALIZE = Table(
         ),
         Pass("unpack", "takes operations on many tensors at once apart", lambda p, s: unpack(p)),
         Pass("share_scalars", "computes equal scalars once", lambda p, s: share_scalars(p)),
+        Pass(
+            "collapse_updates",
+            "makes one operation of each variable's update, where there are many",
+            lambda p, s: collapse_updates(p),
+            When("kernels=updates, but for float16", _collapses_updates),
+        ),
         Pass(
             "gather_from_variables",
             "looks rows of tables up in the variable, not in its value",

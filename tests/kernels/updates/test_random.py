@@ -12,8 +12,10 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
-from whale.kernels.updates import in_place, units
+from whale.kernels.updates import in_place
 from whale.kernels.updates.fuse import UPDATE
+from whale.passes.elementwise import units
+from whale.passes.normalize import collapse_updates
 
 Tensor = Any
 SHAPES = ((3, 4), (3, 4), (6,), (6,), (1,), ())
@@ -88,6 +90,7 @@ def test_values_are_those_of_the_program_as_written(first: int, monkeypatch: pyt
         monkeypatch.setattr(in_place, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LONG", 2)
+        monkeypatch.setattr(collapse_updates, "MANY", (512, 1, 1)[seed % 3])
         dtype = ("float64", "float32")[seed % 2]
         expected, _ = values_after(lambda step: step, seed, dtype)
         found, step = values_after(wh.function, seed, dtype)

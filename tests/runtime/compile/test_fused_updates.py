@@ -21,6 +21,7 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.kernels.updates.fuse import UPDATE
 from whale.partition.lower import add_memory, lower_shown_ranks
+from whale.passes.normalize import collapse_updates
 from whale.runtime.compile.compile import compile_program
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.context import require_current
@@ -173,6 +174,41 @@ def test_parts_of_variables_give_the_same_bits(ranks: Start, scope: Any, config:
     fused, plain = same_bits(ranks, lambda: Models(tf.keras, names, "float64", scope), 2, **config)
     assert written(fused)["alone"] == 0 < written(plain)["alone"]
     assert written(fused)[UPDATE] >= len(names)
+
+
+@pytest.mark.parametrize(
+    ("scope", "config"),
+    [
+        (contextlib.nullcontext, {"memory.zero": 1, "memory.zero_min_bytes": 0}),
+        *one_of(
+            3,
+            [
+                (lambda: wh.split(), {}),
+                (wh.replica, {}),
+                (contextlib.nullcontext, {"memory.zero": 2, "memory.zero_min_bytes": 0}),
+                (contextlib.nullcontext, {"memory.zero": 3, "memory.zero_min_bytes": 0}),
+                (contextlib.nullcontext, {"pipeline.micro_batches": 2}),
+            ],
+            several=True,
+        ),
+    ],
+    ids=["zero 1", "split", "replica", "zero 2", "zero 3", "micro-batches"],
+)
+def test_updates_that_are_collapsed_before_they_are_planned_give_the_same_bits(
+    ranks: Start, monkeypatch: pytest.MonkeyPatch, scope: Any, config: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(collapse_updates, "MANY", 1)
+    names = ("adam", "adamw")
+    planned: list[Counter[str]] = []
+
+    def make() -> Models:
+        models = Models(tf.keras, names, "float64", scope)
+        planned.append(written(models.step._step(models.batch(0), {}).compiled.program))
+        return models
+
+    fused, _ = same_bits(ranks, make, 2, **config)
+    assert planned[0][UPDATE] == 4 * len(names) and planned[0]["alone"] == planned[1][UPDATE] == 0
+    assert written(fused)["alone"] == 0 and len(names) <= written(fused)[UPDATE] <= 4 * len(names)
 
 
 def test_averages_in_a_session_give_the_same_bits(ranks: Start, monkeypatch: pytest.MonkeyPatch) -> None:

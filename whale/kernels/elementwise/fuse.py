@@ -12,11 +12,11 @@ from whale.ir.ops import FOLDS
 from whale.ir.program import Node, Program, Ref, remove_unread
 from whale.ir.values import DType, Shape, TensorType, require_static_shape
 from whale.kernels.choices import ALL, Choices
-from whale.kernels.elementwise.code import MOST_OF_A_KIND, SUMS, Instructions, Value, place_instructions
-from whale.kernels.elementwise.graph import replace_by_operations
 from whale.kernels.elementwise.groups import Group, find_groups
-from whale.kernels.elementwise.operations import REPEATS, emit_instructions, find_broadcast_kind, find_elementwise_type
 from whale.kernels.xla import change_other_graphs
+from whale.passes.elementwise.code import MOST_OF_A_KIND, SUMS, Instructions, Value, place_instructions
+from whale.passes.elementwise.graph import replace_by_operations
+from whale.passes.elementwise.operations import REPEATS, emit_instructions, find_broadcast_kind, find_elementwise_type
 
 ELEMENTWISE = "WhaleElementwise"
 _COPYING = FOLDS | {"Mean"}  # over no dimension

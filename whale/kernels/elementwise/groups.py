@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from whale.ir.ops import EXCHANGES, FUSED_UPDATES, RANDOM, READS, UPDATES
+from whale.ir.ops import EXCHANGES, RANDOM, READS, UPDATES
 from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import TensorType
-from whale.kernels.elementwise.code import MOST_OF_A_KIND
-from whale.kernels.elementwise.graph import join_places, list_predecessors
-from whale.kernels.elementwise.operations import find_elementwise_type, find_sum_type
+from whale.passes.elementwise.code import MOST_OF_A_KIND
+from whale.passes.elementwise.graph import join_places, list_predecessors
+from whale.passes.elementwise.operations import find_elementwise_type, find_sum_type
 
 # Stateful operations that end whatever others do.
-_QUIET = READS | UPDATES | FUSED_UPDATES | RANDOM | {"VarHandleOp", "Placeholder"}
+_QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder"}
 
 
 class _Place(NamedTuple):

@@ -5,30 +5,20 @@ Decision: 0088.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from whale.ir.ops import EXCHANGES, FUSED_UPDATE
 from whale.ir.program import Node, Program, Ref
-from whale.ir.values import DType, Shape, group_by_bytes, require_static_shape
+from whale.ir.values import group_by_bytes
 from whale.kernels.choices import ALL, Choices
-from whale.kernels.elementwise.graph import replace_by_operations
-from whale.kernels.updates.arithmetic import Arithmetic, write_arithmetic
 from whale.kernels.updates.in_place import order_in_place_updates
-from whale.kernels.updates.units import Unit, find_accesses, find_units
+from whale.passes.elementwise.arithmetic import Arithmetic
+from whale.passes.elementwise.graph import replace_by_operations
+from whale.passes.elementwise.units import find_accesses, find_units
+from whale.passes.elementwise.update_nodes import UpdatePart, find_part, make_update
 
 UPDATE = FUSED_UPDATE
 # Most bytes of the variables that one operation updates: what it reads is held until it has run, and it waits for all
 # of that.
 GROUP_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The part of a fused operation for one variable (or several that have to be updated together)."""
-
-    unit: Unit
-    does: Arithmetic
 
 
 def fuse_updates(program: Program, choices: Choices = ALL) -> Program:
@@ -39,7 +29,7 @@ def fuse_updates(program: Program, choices: Choices = ALL) -> Program:
 def list_updates(program: Program) -> list[tuple[Node, list[str]]]:
     """Returns the operations that ``fuse_updates`` makes, each with the names of the nodes that it replaces."""
     operations = _find_operations(program)
-    made = [_make_operation(f"{UPDATE}/{i}", parts, program.by_name) for i, parts in enumerate(operations)]
+    made = [make_update(f"{UPDATE}/{i}", parts, program.by_name) for i, parts in enumerate(operations)]
     return [(node, [n for p in parts for n in sorted(p.does.replaced)]) for node, parts in zip(made, operations)]
 
 
@@ -48,16 +38,16 @@ def _fuse_graph(program: Program, choices: Choices) -> Program:
     return _replace_nodes(program, operations, choices) if operations else program
 
 
-def _find_operations(program: Program) -> list[list[_Part]]:
+def _find_operations(program: Program) -> list[list[UpdatePart]]:
     """Returns the parts of the operations that are worth making."""
     found = find_accesses(program)
     units = find_units(program, found)
-    groups: dict[tuple[object, ...], list[_Part]] = {}
+    groups: dict[tuple[object, ...], list[UpdatePart]] = {}
     for unit in units:
-        does = write_arithmetic(program, unit, found)
-        if does is not None:
-            key = (unit.level, unit.type.dtype, does.lines, _find_exchange(program, does))
-            groups.setdefault(key, []).append(_Part(unit, does))
+        part = find_part(program, unit, found)
+        if part is not None:
+            key = (unit.level, unit.type.dtype, part.does.lines, _find_exchange(program, part.does))
+            groups.setdefault(key, []).append(part)
     operations = [
         part for parts in groups.values() for part in group_by_bytes(parts, lambda p: p.unit.type.bytes, GROUP_BYTES)
     ]
@@ -79,36 +69,15 @@ def _find_exchange(program: Program, does: Arithmetic) -> str:
     return from_ranks[-1] if from_ranks else ""
 
 
-def _replace_nodes(program: Program, operations: list[list[_Part]], choices: Choices) -> Program:
+def _replace_nodes(program: Program, operations: list[list[UpdatePart]], choices: Choices) -> Program:
     """Puts an operation in place of each list of nodes, at the position of the last one."""
     moved: dict[Ref, Ref] = {}
     made: dict[str, Node] = {}  # node that is replaced -> what stands for it
     for i, parts in enumerate(operations):
-        node = _make_operation(f"{UPDATE}/{i}", parts, program.by_name)
+        node = make_update(f"{UPDATE}/{i}", parts, program.by_name)
         if not choices.takes("updates", program, node):
             continue
         made.update({name: node for part in parts for name in part.does.replaced})
         results = [ref for part in parts for ref in part.does.results]
         moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
     return replace_by_operations(program, made, moved)
-
-
-def _make_operation(name: str, parts: list[_Part], nodes: Mapping[str, Node]) -> Node:
-    replaced = {name for part in parts for name in part.does.replaced}
-    handles = [Ref(handle) for part in parts for handle in part.does.handles]
-    operands = [ref for part in parts for ref in (*part.does.tensors, *part.does.scalars, *part.does.rows)]
-    values = list(dict.fromkeys(operands))
-    place = {ref: i for i, ref in enumerate(values)}
-    results = [part.unit.type for part in parts for _ in part.does.results]
-    controls = dict.fromkeys(c for one in sorted(replaced) for c in nodes[one].controls if c not in replaced)
-    attrs = {
-        "T": DType(parts[0].unit.type.dtype),
-        "program": parts[0].does.lines,
-        "operands": tuple(place[ref] for ref in operands),
-        "shapes": tuple(Shape(require_static_shape(part.unit.type)) for part in parts),
-        "H": len(handles),
-        "N": len(values),
-        "R": len(results),
-    }
-    scope = parts[0].unit.nodes[0].scope
-    return Node(name, UPDATE, (*handles, *values), tuple(controls), attrs, tuple(results), scope, stateful=True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from whale.ir.ops import ALIASES, FUSED_UPDATES, UPDATES
+from whale.ir.ops import ALIASES, UPDATES
 from whale.ir.program import Node, Program, sort_nodes
-
-LARGE_BYTES = 1 << 20
+from whale.passes.elementwise.units import LARGE_BYTES
 
 
 def order_in_place_updates(program: Program) -> Program:
@@ -20,9 +19,8 @@ def order_in_place_updates(program: Program) -> Program:
 
     Nodes that need an update's result may read the old value, too; the update cannot wait for these.
     """
-    kinds = UPDATES | FUSED_UPDATES
     large = {v.node for v in program.variables if v.type.bytes >= LARGE_BYTES}
-    updates = [n for n in program.nodes if n.op in kinds and any(ref.node in large for ref in n.inputs)]
+    updates = [n for n in program.nodes if n.op in UPDATES and any(ref.node in large for ref in n.inputs)]
     if not updates:
         return program
     read = _find_readers(program, large)

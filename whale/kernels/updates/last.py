@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from whale.ir.ops import EXCHANGES, FUSED_UPDATES, UPDATES
+from whale.ir.ops import EXCHANGES, UPDATES
 from whale.ir.program import Node, Program, find_waited_for, iterate_function_refs, sort_nodes
 
 _EXCHANGED = "whale/exchanged"
@@ -39,7 +39,7 @@ def list_early_writes(program: Program) -> tuple[str, ...]:
 
 
 def _is_update(node: Node, program: Program) -> bool:
-    return _runs_any_of(node, program, UPDATES | FUSED_UPDATES)
+    return _runs_any_of(node, program, UPDATES)
 
 
 def _runs_any_of(node: Node, program: Program, ops: frozenset[str]) -> bool:

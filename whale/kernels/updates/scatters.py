@@ -14,9 +14,9 @@ from whale.ir.ops import EXCHANGES, SCATTER_ROWS
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import DType, group_by_bytes
 from whale.kernels.choices import ALL, Choices
-from whale.kernels.elementwise.graph import list_predecessors, replace_by_operations
 from whale.kernels.updates.fuse import GROUP_BYTES
 from whale.kernels.xla import change_other_graphs
+from whale.passes.elementwise.graph import list_predecessors, replace_by_operations
 
 _SUBTRACTS = {"ResourceScatterAdd": False, "ResourceScatterSub": True}
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Shard, Strategy, divide_evenly, shard
-from whale.ir.ops import CONTRACTIONS, VIEWS
+from whale.ir.ops import CONTRACTIONS, FUSED_UPDATE, VIEWS
 from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, require_static_shape
 from whale.passes.analysis.resharding_cost import compute_cost, count_matmul_flops, exchange_cost, move_cost
@@ -73,17 +73,20 @@ class NodeChoice:
         rule = find_rule(node.op)
         if (
             rule is None
-            or not is_decided_by_types(rule)
+            or not (is_decided_by_types(rule) or node.op == FUSED_UPDATE)
             or rule.produces_any
             or node.op in CONTRACTIONS
             or node.marks.owned_rows
         ):
             return None
         inputs = node.inputs
-        if len(inputs) > _MOST_IN_KEY or len(set(inputs)) < len(inputs) or is_list_op(node):
+        if len(inputs) > _MOST_IN_KEY and node.op != FUSED_UPDATE:
+            return None
+        if len(set(inputs)) < len(inputs) or is_list_op(node):
             return None
         produced, preferred, by_name = state.layout.produced, state.layout.preferred, state.program.by_name
-        key: list[object] = [node.op]
+        # Updates with the same arithmetic share their attributes.
+        key: list[object] = [node.op, id(node.attrs) if node.op == FUSED_UPDATE else 0]
         for ref in inputs:
             kind = by_name[ref.node].outputs[ref.index]
             key += (id(kind), produced[ref], preferred.get(ref), kind.dtype in UNMOVABLE and ref in state.remakable)

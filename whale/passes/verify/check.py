@@ -15,7 +15,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.layout import FIRST, P_SUM, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy
-from whale.ir.ops import BRANCHES, HAS_BODIES, LOOPS
+from whale.ir.ops import BRANCHES, FUSED_UPDATE, HAS_BODIES, LOOPS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE
@@ -264,11 +264,13 @@ def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable
     """
     rule = find_rule(node.op)
     marked = node.marks.owned_rows or node.marks.on_every_rank
-    if rule is None or not is_decided_by_types(rule) or marked or PerRank in map(type, strategy.inputs):
+    update = node.op == FUSED_UPDATE  # those with the same arithmetic share their attributes
+    decided = rule is not None and (update or is_decided_by_types(rule))
+    if not decided or marked or PerRank in map(type, strategy.inputs):
         return None
     by_name = program.by_name
     types = [id(by_name[name].outputs[index]) for name, index in node.inputs]
-    return (node.op, id(strategy), *types, *map(id, node.outputs))
+    return (node.op, id(node.attrs) if update else 0, id(strategy), *types, *map(id, node.outputs))
 
 
 def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan) -> None:

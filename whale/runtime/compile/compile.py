@@ -408,5 +408,5 @@ def bytes_under(
 
 def compile_alone(program: Program, context: Context) -> Program:
     """Compiles a program for one rank alone; not collective."""
-    settings = settings_of(context)
+    settings = settings_of(context).but(fuse=FuseSettings())
     return prepare_for_run([normalise(program, settings)], settings, on_gpu=has_gpu())[0]

@@ -4,7 +4,9 @@ value.
 
 from __future__ import annotations
 
-from whale.ir.layout import Shard
+from whale.ir.layout import Shard, local_shape
+from whale.ir.ops import FUSED_UPDATE
+from whale.ir.values import Shape
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.notation import REPLICATED
@@ -20,6 +22,17 @@ _SCATTERS = "Add Sub Mul Div Max Min Update NdAdd NdSub NdMax NdMin NdUpdate".sp
 def update(op: OpView) -> str:
     """which operands are scalars: all others have the variable's elements"""
     return ", ".join("." if t.dtype != "resource" and t.shape == () else "p*" for t in op.inputs) + " ->"
+
+
+def fused_update(op: OpView) -> str:
+    """which operands have the variables' elements: all others are scalars"""
+    (shape,) = op.attr("shapes")
+    return ", ".join("p*" if t.dtype == "resource" or t.shape == shape.dims else "." for t in op.inputs) + " ->"
+
+
+def _update_own_part(op: OpView, strategy: Strategy, coordinate: int) -> Local:
+    (shape,) = op.attr("shapes")
+    return Local(attrs={"shapes": (Shape(local_shape(shape.dims, strategy.inputs[0], coordinate)),)})
 
 
 def sparse_update(op: OpView) -> str:
@@ -67,6 +80,7 @@ RULES = (
         REPLICATED,
     ),
     rule(_name_ops("ResourceApply", [*_OPTIMIZERS, "AdamWithAmsgrad", "KerasMomentum"]), update),
+    rule(FUSED_UPDATE, fused_update, local=_update_own_part),
     rule(_name_ops("Apply", _OPTIMIZERS), REPLICATED),
     rule(_name_ops("ResourceSparseApply", [*_SPARSE, "KerasMomentum"]), sparse_update),
     rule(_name_ops("SparseApply", _SPARSE), REPLICATED),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from whale.ir.ops import ADDS, IDENTITIES
 from whale.ir.program import Node, Program, Ref
-from whale.kernels.elementwise.code import MOST_OF_A_KIND, Instructions, Value, place_instructions
-from whale.kernels.elementwise.operations import BINARY, UNARY, UNARY_OF_DOUBLES
-from whale.kernels.updates.units import Accesses, Unit, is_row
+from whale.passes.elementwise.code import MOST_OF_A_KIND, Instructions, Value, place_instructions
+from whale.passes.elementwise.operations import BINARY, UNARY, UNARY_OF_DOUBLES
+from whale.passes.elementwise.units import Accesses, Unit, is_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,9 @@ class _UnitReader:
         if inside is not None:
             return inside
         table, kind, given = self.tensors, "v", self.program.find_type(ref)
-        if is_row(given, self.unit.type):
-            table, kind = self.rows, "r"
-        elif given.shape != self.unit.type.shape:
-            table, kind = self.scalars, "s"
+        if given.shape != self.unit.type.shape:
+            is_long = is_row(given, self.unit.type)
+            table, kind = (self.rows, "r") if is_long else (self.scalars, "s")
         if ref.node in self.names:
             self.external.add(ref.node)
         return table.setdefault(ref, Value(kind, len(table)))

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from whale.ir.ops import ASSIGNS, IDENTITIES, READS
+from whale.ir.ops import ASSIGNS, FUSED_UPDATE, IDENTITIES, READS
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import TensorType, require_static_shape
-from whale.kernels.elementwise.graph import join_places, list_predecessors
-from whale.kernels.elementwise.operations import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
-from whale.kernels.updates.in_place import LARGE_BYTES
+from whale.passes.elementwise.graph import join_places
+from whale.passes.elementwise.operations import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +43,15 @@ def find_accesses(program: Program) -> Accesses:
     version: dict[str, int] = {}
     leaked: set[str] = set()
     for node in program.nodes:
-        taken = dict.fromkeys(ref.node for ref in node.inputs if ref.node in handles)
-        if not taken:
+        found = [name for name, _ in node.inputs if name in handles]
+        if not found:
             continue
+        taken = dict.fromkeys(found)
         if any(t.dtype in ("resource", "variant") for t in node.outputs):
             leaked.update(taken)
         for name in taken:
             handles[name] += node.op not in READS
-        first = next(iter(taken))
+        first = found[0]
         if len(taken) == 1 and node.inputs[0].node == first:
             handle[node.name], version[node.name] = first, handles[first]
     return Accesses(handle, version, frozenset(handles.keys() - leaked - {*program.inputs}))
@@ -64,6 +64,7 @@ def is_read(node: Node, found: Accesses) -> bool:
 
 _ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
 _HANDED_ON = IDENTITIES | {"ReadVariableOp"}
+LARGE_BYTES = 1 << 20  # of variables from which on their memory counts
 LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
 
 
@@ -82,8 +83,16 @@ class Unit:
 
 
 def find_units(program: Program, found: Accesses) -> list[Unit]:
-    """Returns the units of ``program``'s own graph, in the order of their first nodes."""
+    """Returns the units of ``program``'s own graph, in the order of their first nodes.
+
+    An operation that updates one variable already (``whale.passes.normalize.collapse_updates``) is a unit of its own.
+    """
     types = _find_updating_nodes(program, found)
+    if FUSED_UPDATE in program.ops:
+        for node in program.nodes:
+            if node.op == FUSED_UPDATE and len(node.attrs["shapes"]) == 1:
+                # Types are told apart as objects, so that this one is in no other unit.
+                types[node.name] = TensorType(str(node.attrs["T"]), node.attrs["shapes"][0].dims)
     if not types:
         return []
     levels = _find_levels(program, types)
@@ -96,7 +105,7 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
     return [
         Unit(tuple(nodes), levels[nodes[0].name], types[nodes[0].name])
         for nodes in units.values()
-        if any(n.op in ASSIGNS for n in nodes)
+        if any(n.op in ASSIGNS or n.op == FUSED_UPDATE for n in nodes)
     ]
 
 
@@ -119,9 +128,15 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
     returned = {ref.node for ref in program.outputs}
     known: dict[TensorType, TensorType] = {}  # equal types are one object in what follows, and told apart as such
     simple: dict[str, TensorType] = {}
+    alike: dict[tuple[object, ...], TensorType | None] = {}  # by op and types, as objects: updates are alike
     for node in program.nodes:
         if node.op in _ARITHMETIC:
-            kind = _find_arithmetic_type(program, node)
+            met = (node.op, *map(id, node.outputs), *[id(by_name[name].outputs[i]) for name, i in node.inputs])
+            if met not in alike:
+                alike[met] = _find_arithmetic_type(program, node)
+            kind = alike[met]
+            if kind is not None and node.attrs.get(COMPILED):
+                kind = None
         else:
             kind = node.outputs[0] if is_read(node, found) and _is_fitting(node.outputs[0]) else None
         if kind is not None:
@@ -167,7 +182,7 @@ def _is_fitting(kind: TensorType) -> bool:
 
 def _find_arithmetic_type(program: Program, node: Node) -> TensorType | None:
     """Returns the result's type of elementwise arithmetic, if units support it."""
-    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or not _is_fitting(node.outputs[0]):
+    if len(node.outputs) != 1 or not _is_fitting(node.outputs[0]):
         return None
     kind = node.outputs[0]
     if node.op in UNARY_OF_DOUBLES and kind.dtype != "float64":
@@ -187,7 +202,8 @@ def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str,
     for node in program.nodes:
         kind = types.get(node.name)
         level = 0
-        for name in list_predecessors(node):
+        before = [name for name, _ in node.inputs]
+        for name in (*before, *node.controls) if node.controls else before:
             reached = levels.get(name, 0)
             if reached >= level:
                 # On from a unit, either within it or out of it.

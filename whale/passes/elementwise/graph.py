@@ -32,7 +32,8 @@ def join_places(
     for node in program.nodes:
         if node.name not in places:
             continue
-        for name in list_predecessors(node):
+        before = [name for name, _ in node.inputs]
+        for name in (*before, *node.controls) if node.controls else before:
             if name in places and alike(places[name], places[node.name]):
                 parent[find_root(node.name)] = find_root(name)
     return find_root

@@ -8,7 +8,7 @@ from math import prod
 from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, IDENTITIES
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import TensorType, require_static_shape
-from whale.kernels.elementwise.code import Instructions, Value
+from whale.passes.elementwise.code import Instructions, Value
 
 # Operations on elements -> their name in the text (whale_ops/core/update). They round as TensorFlow's do.
 UNARY = {"Neg": "Neg", "Abs": "Abs", "Sign": "Sign", "Square": "Square", "Sqrt": "Sqrt"}

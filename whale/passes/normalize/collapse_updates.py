@@ -1,0 +1,55 @@
+"""Makes one operation of each variable's update where a step updates many variables, before anything is planned.
+
+An optimizer of Keras 3 is some twenty operations for each variable, so that of a step of thousands of variables most
+nodes are updates, which are planned, lowered, compared and checked one by one, only to be fused at the end
+(``whale.kernels.updates``). Here the nodes of one variable's update, with its optimizer state, become one node with
+the same arithmetic (``WhaleUpdate``), which is planned as the optimizers' own operations are (``ResourceApplyAdam``):
+weight, state and gradient lie alike, whole or divided. Behind the plan, those with equal arithmetic become one.
+
+Decision: 0206.
+"""
+
+from __future__ import annotations
+
+from whale.ir.marks import NO_MARKS
+from whale.ir.ops import ASSIGNS
+from whale.ir.program import Node, Program
+from whale.ir.values import SharedAttrs
+from whale.passes.analysis.stages import has_stages
+from whale.passes.elementwise.graph import replace_by_operations
+from whale.passes.elementwise.units import Unit, find_accesses, find_units
+from whale.passes.elementwise.update_nodes import find_part, make_update
+
+MANY = 512  # updates from which on they are collapsed: plans of fewer name each operation
+
+
+def collapse_updates(program: Program) -> Program:
+    """Makes one operation of each variable's update, if there are ``MANY`` or more.
+
+    Updates of which other nodes read a value, of more than one gradient, or of different scopes stay as they are; so do
+    those of a program with stages, each of which has the updates of its variables.
+    """
+    if sum(node.op in ASSIGNS for node in program.nodes) < MANY or has_stages(program):
+        return program
+    found = find_accesses(program)
+    made: dict[str, Node] = {}
+    count = 0
+    known: dict[object, SharedAttrs] = {}
+    for unit in find_units(program, found):
+        part = find_part(program, unit, found) if _may_collapse(unit) else None
+        if part is None or part.does.results or part.does.rows or len(part.does.tensors) > 1:
+            continue
+        if len(part.does.replaced) < 2:
+            continue
+        last = next(n.name for n in reversed(unit.nodes) if n.op in ASSIGNS)
+        node = make_update(f"{last}/whale_update", [part], program.by_name)
+        shared = known.setdefault(tuple(node.attrs.values()), SharedAttrs(node.attrs))
+        node = Node(node.name, node.op, node.inputs, node.controls, shared, (), node.scope, stateful=True)
+        made.update((name, node) for name in part.does.replaced)
+        count += 1
+    return replace_by_operations(program, made, {}) if count >= MANY else program
+
+
+def _may_collapse(unit: Unit) -> bool:
+    first = unit.nodes[0]
+    return all(node.scope == first.scope and node.marks is NO_MARKS for node in unit.nodes)
