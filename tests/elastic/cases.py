@@ -170,6 +170,8 @@ def run(case: Case, reference: Reference, restarts: int = 0, gpus: int = 0) -> O
         script = [*_ON_GPUS, str(SCRIPT)] if gpus else [str(SCRIPT)]
         line = [python, "-m", "whale", "run", *started, "--", *script, case.mode, str(result), case.faults]
         environment = {**_environment(), "ELASTIC_HOSTS": str(hosts)}
+        if several:
+            environment["WHALE_DEBUG_EMULATE_NETWORK"] = "hosts=2+2"
         if gpus:
             environment |= build_host_cuda().variables(*[HostGpu(600 << 20, name=f"GPU {n}") for n in range(gpus)])
             environment["PYTHONPATH"] = str(ROOT)

@@ -142,7 +142,6 @@ CONFIGURED: dict[str, dict[str, object]] = {
     "zero3": {"memory.zero": 3, **SMALL},
     "mesh": {"mesh": wh.Mesh(data=2)},
     "cuts": {"mesh.auto_parallel": True, "pipeline.stages": 2, "mesh.plan_cache": ""},
-    "hosts": {"debug.emulate_network": "hosts=2+2"},
 }
 
 

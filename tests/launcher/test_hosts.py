@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.launcher.helpers import MEET, Launcher
+from whale.errors import ClusterError
+from whale.launcher.mpirun import Host, Options, find_listen_address
 
 OTHER = "127.0.0.2"  # another host by name, whose route starts at this one
 SSH = """#!/bin/sh
@@ -51,3 +55,13 @@ def test_a_host_that_refuses_is_shown(launcher: Launcher) -> None:
     done = launcher.run("-np", "1", "--hosts", f"{OTHER}:1", launcher.script("print('started')"))
     assert done.returncode == 2 and done.stdout == ""
     assert f"the ranks did not start on {OTHER}: mpirun has ended" in done.stderr
+
+
+def test_names_of_one_host_stand_for_several_only_where_these_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(4, "train.py", hosts=(Host("localhost", 2), Host("127.0.0.1", 2)))
+    for network in ("", "latency_us=100"):
+        monkeypatch.setenv("WHALE_DEBUG_EMULATE_NETWORK", network)
+        with pytest.raises(ClusterError, match=r"localhost and 127\.0\.0\.1 are the same host"):
+            find_listen_address(options)
+    monkeypatch.setenv("WHALE_DEBUG_EMULATE_NETWORK", "latency_us=100,hosts=2+2")
+    assert find_listen_address(options) == "127.0.0.1"
