@@ -155,10 +155,8 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
                 types[value.node] = kind
     if not types:
         return {}
-    for node in program.nodes:
-        kind = simple.get(node.name)
-        if kind is None or node.name in types:
-            continue
+    candidates = [(by_name[name], kind) for name, kind in simple.items() if name not in types]
+    for node, kind in candidates:
         if node.op == "ReadVariableOp":
             handle = found.handle[node.name]
             written = any(c in types and found.handle.get(c) == handle for c in node.controls)
@@ -166,9 +164,8 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
                 types[node.name] = kind
         elif any(types.get(name) is kind for name, _ in node.inputs):
             types[node.name] = kind
-    for node in reversed(program.nodes):
-        kind = simple.get(node.name)
-        if kind is None or node.name in types or node.name in returned:
+    for node, kind in reversed(candidates):
+        if node.name in types or node.name in returned:
             continue
         readers = consumers.get(Ref(node.name), ())
         if readers and all(types.get(c.name) is kind for c, _ in readers):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from whale.ir.marks import NO_MARKS
 from whale.ir.ops import RANDOM, UPDATES
 from whale.ir.program import Node, Program, Ref, Variable, rewire
 from whale.ir.values import UNMOVABLE
@@ -37,7 +38,8 @@ def share_scalars(program: Program) -> Program:
         if what < 0:
             continue
         own = Ref(node.name)
-        first = known.setdefault((node.op, node.scope, inputs, node.outputs, node.marks, what), own)
+        marks = None if node.marks is NO_MARKS else node.marks  # whose hash is one of many fields
+        first = known.setdefault((node.op, node.scope, inputs, node.outputs, marks, what), own)
         scalars.add(first)
         if first is not own:
             moved[own] = first
