@@ -90,7 +90,7 @@ def test_values_are_those_of_the_program_as_written(first: int, monkeypatch: pyt
         monkeypatch.setattr(in_place, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LONG", 2)
-        monkeypatch.setattr(collapse_updates, "MANY", (512, 1, 1)[seed % 3])
+        monkeypatch.setattr(collapse_updates, "MANY", (1 << 20, 1, 1)[seed % 3])
         dtype = ("float64", "float32")[seed % 2]
         expected, _ = values_after(lambda step: step, seed, dtype)
         found, step = values_after(wh.function, seed, dtype)

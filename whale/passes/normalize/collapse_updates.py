@@ -20,11 +20,11 @@ from whale.passes.elementwise.graph import replace_by_operations
 from whale.passes.elementwise.units import Unit, find_accesses, find_units
 from whale.passes.elementwise.update_nodes import find_part, make_update
 
-MANY = 512  # updates from which on they are collapsed: plans of fewer name each operation
+MANY = 1024  # assignments from which on they are collapsed: plans of fewer name each operation
 
 
 def collapse_updates(program: Program) -> Program:
-    """Makes one operation of each variable's update, if there are ``MANY`` or more.
+    """Makes one operation of each variable's update, if there are ``MANY`` assignments or more.
 
     Updates of which other nodes read a value, of more than one gradient, or of different scopes stay as they are; so do
     those of a program with stages, each of which has the updates of its variables.
@@ -33,7 +33,6 @@ def collapse_updates(program: Program) -> Program:
         return program
     found = find_accesses(program)
     made: dict[str, Node] = {}
-    count = 0
     known: dict[object, SharedAttrs] = {}
     for unit in find_units(program, found):
         part = find_part(program, unit, found) if _may_collapse(unit) else None
@@ -46,8 +45,7 @@ def collapse_updates(program: Program) -> Program:
         shared = known.setdefault(tuple(node.attrs.values()), SharedAttrs(node.attrs))
         node = Node(node.name, node.op, node.inputs, node.controls, shared, (), node.scope, stateful=True)
         made.update((name, node) for name in part.does.replaced)
-        count += 1
-    return replace_by_operations(program, made, {}) if count >= MANY else program
+    return replace_by_operations(program, made, {})
 
 
 def _may_collapse(unit: Unit) -> bool:
