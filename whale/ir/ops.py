@@ -113,6 +113,7 @@ ADVANCES = _split_names(
 )
 # Updates of variables (the first operands) as one operation of ours.
 FUSED_UPDATE, SCATTER_ROWS = "WhaleUpdate", "WhaleScatterRows"
+FUSED_UPDATES = frozenset({FUSED_UPDATE, SCATTER_ROWS})
 # A variable changes.
 UPDATES = (
     ASSIGNS
@@ -121,7 +122,7 @@ UPDATES = (
     | SCATTERS
     | ADVANCES
     | _split_names("ResourceStridedSliceAssign ResourceCountUpTo")
-    | {FUSED_UPDATE, SCATTER_ROWS}
+    | FUSED_UPDATES
 )
 # Variables of TensorFlow 1, whose value is a reference, and what changes them.
 REF_VARIABLES = _split_names("Variable VariableV2 TemporaryVariable")
