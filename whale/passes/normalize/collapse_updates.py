@@ -6,7 +6,7 @@ nodes are updates, which are planned, lowered, compared and checked one by one, 
 the same arithmetic (``WhaleUpdate``), which is planned as the optimizers' own operations are (``ResourceApplyAdam``):
 weight, state and gradient lie alike, whole or divided. Behind the plan, those with equal arithmetic become one.
 
-Decision: 0206.
+Decision: 0203.
 """
 
 from __future__ import annotations
