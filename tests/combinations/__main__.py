@@ -1,7 +1,8 @@
 """``python -m tests.combinations [--triples 300] [--only NAME ...] [--jobs 2] [--out docs/combinations.md]``.
 
-With ``--kept FILE`` what comes out of each run is added to the file, and the page is made of all that it has; what was
-mended since is run again by its names: ``--kept FILE --cells "tensor + loop" "zero 3 + scan" --out PAGE``.
+``--out PAGE`` changes the cells that were run on the page, one by one, and leaves the others as they stand there; what
+was mended since is run again by its names: ``--cells "tensor + loop" "zero 3 + scan" --out PAGE``. ``--left`` runs only
+what the page does not know, so that a row may be run in several sittings: ``--only xla --size 2 --left --out PAGE``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,14 +51,16 @@ def main() -> int:
     arguments.add_argument("--part", nargs=2, type=int, default=[0, 1], metavar=("NUMBER", "OF"), help="of the runs")
     arguments.add_argument("--size", type=int, choices=[1, 2, 3], help="only combinations of so many features")
     arguments.add_argument("--cells", nargs="+", default=[], metavar="'NAME + NAME'", help="these, and no others")
-    arguments.add_argument("--kept", type=Path, help="outcomes of earlier runs, to which those of this one are added")
-    arguments.add_argument("--out", type=Path)
+    arguments.add_argument("--out", type=Path, metavar="PAGE", help="takes the outcomes, each as soon as it is there")
+    arguments.add_argument("--left", action="store_true", help="only pairs that PAGE has no outcome of")
     asked = arguments.parse_args()
     os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # each is planned anew, also where an earlier run has its plan
     number, parts = asked.part
     combinations = [_named(cell) for cell in asked.cells] or chosen(asked.triples, asked.only)
     combinations = [c for c in combinations if asked.size in (None, len(c))][number::parts]
-    rows = _kept(asked.kept) if asked.kept else {}
+    rows, triples = read_page(asked.out.read_text()) if asked.out and asked.out.exists() else ({}, "")
+    if asked.left:
+        combinations = [c for c in combinations if c not in rows]
     done: dict[Names, Outcome] = {}
     without = [] if find_spec("horovod") else [c for c in combinations if "horovod" in c]
     if without:
@@ -70,11 +74,8 @@ def main() -> int:
     ):
         done[names] = kind, what
         print(f"{kind:8}{' + '.join(names):60}{what.splitlines()[0]}", flush=True)
-        if asked.kept:
-            with asked.kept.open("a") as out:
-                print(json.dumps([names, kind, what]), file=out)
-    if asked.out:
-        asked.out.write_text(page(rows | done))
+        if asked.out:
+            asked.out.write_text(write_page(rows | done, triples))
     count = {kind: sum(k == kind for k, _ in done.values()) for kind in ("equal", "refused", "WRONG")}
     print(", ".join(f"{n} {kind}" for kind, n in count.items()))
     return int(count["WRONG"] > 0)
@@ -86,12 +87,6 @@ def _named(cell: str) -> Names:
     if unknown := [name for name in asked if name not in BY_NAME]:
         raise SystemExit(f"no feature is called {unknown[0]!r}: {', '.join(BY_NAME)}")
     return tuple(name for name in BY_NAME if name in asked)
-
-
-def _kept(path: Path) -> dict[Names, Outcome]:
-    """What the last run of each combination came to."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {tuple(names): (kind, what) for names, kind, what in map(json.loads, lines)}
 
 
 def _between_processes(names: Names) -> bool:
@@ -167,26 +162,32 @@ def with_two_devices() -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
-def page(rows: dict[Names, Outcome]) -> str:
-    """The table of pairs, with the reasons of what is refused."""
+def write_page(rows: dict[Names, Outcome], triples: str = "") -> str:
+    """Returns the table of pairs, with the reasons of what is refused.
+
+    Args:
+        triples: what an earlier page says of them, which stands until some are run again.
+    """
+    pairs = {names: outcome for names, outcome in rows.items() if len(names) <= 2}
+    order = {feature.name: number for number, feature in enumerate(FEATURES)}
     reasons: dict[str, int] = {}
     cells: dict[tuple[str, str], str] = {}
-    for names, (kind, what) in rows.items():
-        if len(names) > 2:
-            continue
-        first, second = names if len(names) == 2 else names * 2
+    for names in sorted(pairs, key=lambda names: [order[name] for name in (names[0], names[-1])]):
+        kind, what = pairs[names]
+        first, second = names[0], names[-1]
         number = reasons.setdefault(what.splitlines()[0], len(reasons) + 1) if kind == "refused" else 0
-        cells[first, second] = cells[second, first] = "=" if kind == "equal" else f"({number})" if number else "WRONG"
+        cells[first, second] = cells[second, first] = "=" if kind == "equal" else f"({number})" if number else kind
     names_of = [f.name for f in FEATURES]
-    triples = [kind for names, (kind, _) in rows.items() if len(names) == 3]
     lines = [
         "# Features with each other",
         "",
-        "Written by `python -m tests.combinations --triples 300 --out docs/combinations.md`: eight ranks, a program of",
-        "eight layers in float64, two steps. `=`: losses and weights are those of one device to 1e-10 (16 bits on the",
-        "wire and amp: to 2 %); a number: refused, with the reason below; empty: the two say the same thing in two",
-        "ways; ?: not run. Ranks are threads of one process; with shard, local batch, horovod and the host's GPUs they",
-        "are processes. The last column is a GPU for each rank, of the tests' own (`tests/host_gpu`), and NCCL.",
+        "Written by `python -m tests.combinations --triples 300 --out docs/combinations.md`, and in parts (`--only",
+        "NAME --size 2`, `--cells`), each of which changes the cells that it runs: eight ranks, a program of eight",
+        "layers in float64, two steps. `=`: losses and weights are those of one device to 1e-10 (16 bits on the wire,",
+        "and amp: to 2 %); a number: refused, with the reason below; empty: the two say the same thing in two ways; ?:",
+        "not run (with horovod: it was not installed). Ranks are threads of one process; with shard, local batch,",
+        "horovod and the host's GPUs they are processes. The last column is a GPU for each rank, of the tests' own",
+        "(`tests/host_gpu`), and NCCL.",
         "",
         "| | " + " | ".join(str(i + 1) for i in range(len(names_of))) + " |",
         "|---" * (len(names_of) + 1) + "|",
@@ -194,14 +195,36 @@ def page(rows: dict[Names, Outcome]) -> str:
     for i, name in enumerate(names_of):
         row = (cells.get((name, other)) or _unknown(name, other) for other in names_of)
         lines.append(f"| {i + 1} {name} | " + " | ".join(row) + " |")
-    lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items()), ""]
-    if triples:
-        equal, refused = triples.count("equal"), triples.count("refused")
-        lines.append(f"Of {len(triples)} triples {equal} are equal and {refused} refused.")
-        lines += [f"* {' + '.join(names)}: {what.splitlines()[0]}" for names, what in _refused_of_equal_pairs(rows)]
-    if not any("horovod" in names for names in rows):
-        lines += ["", "Horovod was not installed where this was written (`python -m whale_ops.build_horovod`)."]
+    lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items()), "", _of_triples(rows) or triples]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def read_page(text: str) -> tuple[dict[Names, Outcome], str]:
+    """Returns what a page that `write_page` has written knows: outcomes of pairs, and what it says of triples.
+
+    Differences of equal pairs are not on the page.
+    """
+    reason = r"(?m)^(\d+)\. (.+)$"
+    reasons = {f"({number})": what for number, what in re.findall(reason, text)}
+    known = {"=": ("equal", ""), "WRONG": ("WRONG", ""), **{cell: ("refused", what) for cell, what in reasons.items()}}
+    rows = re.findall(r"(?m)^\| \d+ ([^|]+) \|(.*)\|$", text)
+    columns = [name for name, _ in rows]
+    found: dict[Names, Outcome] = {}
+    for name, cells in rows:
+        for other, cell in zip(columns, map(str.strip, cells.split("|"))):
+            if cell in known and {name, other} <= BY_NAME.keys():
+                found[_named(" + ".join([name, other]))] = known[cell]
+    return found, re.sub(reason, "", text.rpartition("|\n")[2]).strip()
+
+
+def _of_triples(rows: dict[Names, Outcome]) -> str:
+    """What the page says of the triples that were run, "" where none was."""
+    kinds = [kind for names, (kind, _) in rows.items() if len(names) == 3]
+    if not kinds:
+        return ""
+    lines = [f"Of {len(kinds)} triples {kinds.count('equal')} are equal and {kinds.count('refused')} refused."]
+    lines += [f"* {' + '.join(names)}: {what.splitlines()[0]}" for names, what in _refused_of_equal_pairs(rows)]
+    return "\n".join(lines)
 
 
 def _refused_of_equal_pairs(rows: dict[Names, Outcome]) -> list[tuple[Names, str]]:
