@@ -4,7 +4,7 @@
 // compared and their memory given back behind the exchange; so a sanitizer sees who does not wait.
 // tests/whale_ops/sanitize.py compiles and runs it:
 //
-//   stream_orders LIBRARY ORDERS TRANSPORT [FAULT]
+//   stream_orders LIBRARY ORDERS TRANSPORT SEED [FAULT]
 //
 // LIBRARY: the kernels as host code. FAULT: of the driver (streams.h), after which this ends with
 // an error.
@@ -56,7 +56,8 @@ DeviceOperation between(const Side& side, Tensors* tensors) {
 }
 
 // `kernels_take`: what writes the operands.
-void exchange(int orders, const char* transport, std::chrono::microseconds kernels_take) {
+void exchange(int orders, const char* transport, unsigned seed,
+              std::chrono::microseconds kernels_take) {
   // CUDA IPC has room for a part of each rank, at the places that kernels want.
   const bool divides = std::strcmp(transport, "cuda-ipc") == 0;
   Ranks ranks("stream orders", kRanks, whale_device_plugin, transport, own_device,
@@ -99,7 +100,7 @@ void exchange(int orders, const char* transport, std::chrono::microseconds kerne
       };
       device->start(std::move(call));
     };
-    in_random_orders(rank, kRanks, orders, start);
+    in_random_orders(rank, kRanks, orders, seed, start);
     stream->drain();
   });
   std::printf("%d orders through %s, %d exchanges of ranks in stream\n", orders, transport,
@@ -109,14 +110,15 @@ void exchange(int orders, const char* transport, std::chrono::microseconds kerne
 }  // namespace
 
 int main(int count, char** arguments) {
-  require(count >= 4, "arguments: LIBRARY ORDERS TRANSPORT [FAULT]");
+  require(count >= 5, "arguments: LIBRARY ORDERS TRANSPORT SEED [FAULT]");
   const std::string image = std::string("HOST:") + arguments[1];
   for (int rank = 0; rank < kRanks; ++rank) {
     const whale::Status loaded = whale::cuda::Gpu::load_kernels(rank, image.c_str());
     require(loaded.ok(), loaded.message);
   }
-  if (count > 4) host_gpu_plant(std::atoi(arguments[4]));
+  if (count > 5) host_gpu_plant(std::atoi(arguments[5]));
   // Ranks meet before they exchange: what nobody waits for has to be later than that.
-  exchange(std::atoi(arguments[2]), arguments[3], std::chrono::microseconds(count > 4 ? 4000 : 0));
+  exchange(std::atoi(arguments[2]), arguments[3], static_cast<unsigned>(std::atoi(arguments[4])),
+           std::chrono::microseconds(count > 5 ? 4000 : 0));
   whale::Engine::instance().stop();
 }

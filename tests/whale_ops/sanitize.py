@@ -5,7 +5,8 @@ in-process transport and over shared memory. Then the core, whale_ops/gpu and th
 between GPUs, in stream (stream_orders.cc), through NCCL and CUDA IPC, and with each fault of a driver planted that lets
 somebody not wait, which has to be found. A sanitizer that finds anything ends it with an error.
 
-``--orders N``: how many orders of overlapping groups are tried; ``--parts core streams``: only these.
+``--orders N``: how many orders of overlapping groups are tried, others with each ``--seed``; ``--parts core streams``:
+only these; ``--transports``: through these alone, and no planted faults.
 """
 
 from __future__ import annotations
@@ -69,15 +70,18 @@ class Compiler:
         subprocess.run([*find_compiler(), *self.flags, *arguments], check=True)
 
 
-def check_core(compiler: Compiler, orders: int) -> None:
+def check_core(compiler: Compiler, orders: int, seed: int) -> None:
     """Runs the core's test."""
     files = [*list_sources("core"), *sorted((ROOT / "tests" / "whale_ops").rglob("*.cc"))]
     program = compiler.link("core_test", files, "-ldl")
-    subprocess.run([str(program), str(orders)], check=True, timeout=_LIMIT_S)
+    subprocess.run([str(program), str(orders), str(seed)], check=True, timeout=_LIMIT_S)
 
 
-def check_streams(compiler: Compiler, orders: int) -> None:
+def check_streams(compiler: Compiler, orders: int, seed: int, transports: Sequence[str] = ()) -> None:
     """Runs exchanges between the host's GPUs, in stream: ``orders`` through NCCL, a tenth of them through CUDA IPC.
+
+    Args:
+        transports: all orders through these, and no faults; (): as above.
 
     Raises:
         AssertionError: a planted fault was not found.
@@ -94,10 +98,14 @@ def check_streams(compiler: Compiler, orders: int) -> None:
     gpus = ",".join(str(HostGpu(1 << 28, late_us=60, name=f"GPU {rank}")) for rank in range(4))
     known = {name: text for name, text in os.environ.items() if not name.startswith("CUDA_")} | {"HOST_GPUS": gpus}
 
-    def run(count: int, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        line = [str(program), str(kernels), str(count), *more]
+    def run(count: int, transport: str, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        line = [str(program), str(kernels), str(count), transport, str(seed), *more]
         return subprocess.run(line, check=check, timeout=_LIMIT_S, env=known, capture_output=not check, text=True)
 
+    for transport in transports:
+        run(orders, transport)
+    if transports:
+        return
     run(orders, "nccl")
     run(max(1, orders // 10), "cuda-ipc")
     missed = []
@@ -113,6 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.whale_ops.sanitize")
     parser.add_argument("sanitizers", nargs="*", default=[*SANITIZERS], metavar="SANITIZER")
     parser.add_argument("--orders", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transports", nargs="+", default=[], choices=["nccl", "cuda-ipc"])
     parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
     parser.add_argument("--folder", type=Path, help="keeps objects there, which are not compiled again")
     asked = parser.parse_args()
@@ -123,9 +133,9 @@ def main() -> None:
             flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fPIC", f"-I{ROOT}", *SANITIZERS[name]]
             compiler, start_s = Compiler(folder, flags), time.perf_counter()
             if "core" in asked.parts:
-                check_core(compiler, asked.orders)
+                check_core(compiler, asked.orders, asked.seed)
             if "streams" in asked.parts:
-                check_streams(compiler, asked.orders)
+                check_streams(compiler, asked.orders, asked.seed, asked.transports)
         print(f"{name} sanitizer: nothing found ({time.perf_counter() - start_s:.0f} s)", flush=True)
 
 

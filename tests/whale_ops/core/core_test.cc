@@ -16,7 +16,7 @@ void require(bool condition, const std::string& what) {
   std::exit(1);
 }
 
-// Argument: how many orders of overlapping groups are tried.
+// Arguments: how many orders of overlapping groups are tried, and from which seed on.
 int main(int count, char** arguments) {
   schedules();
   products();
@@ -27,9 +27,10 @@ int main(int count, char** arguments) {
   for (const int size : {1, 2, 3, 5}) one_order_of_starts(size);
   starts_that_fail();
   const int orders = count > 1 ? std::atoi(arguments[1]) : 1000;
-  overlapping_groups(4, orders, "");
-  overlapping_groups(7, orders / 10, "");
-  overlapping_groups(4, orders / 10, whale::kPinned);
+  const auto seed = static_cast<unsigned>(count > 2 ? std::atoi(arguments[2]) : 0);
+  overlapping_groups(4, orders, seed, "");
+  overlapping_groups(7, orders / 10, seed, "");
+  overlapping_groups(4, orders / 10, seed, whale::kPinned);
   devices_that_hang(4);
   for (const int size : {2, 3, 4}) shared_memory(size);
   for (const int size : {2, 3}) submitting_threads(size);

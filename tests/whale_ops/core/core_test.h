@@ -31,7 +31,7 @@ void starts_that_fail();
 
 // core_test_device.cc: ranks whose devices exchange what lies in their memory
 // (tests/whale_ops/gpu/host_device.cc).
-void overlapping_groups(int size, int orders, const char* transport);
+void overlapping_groups(int size, int orders, unsigned seed, const char* transport);
 void devices_that_hang(int size);
 
 // core_test_memory.cc: ranks as threads that exchange as processes do.

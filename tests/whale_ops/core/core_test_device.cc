@@ -13,7 +13,7 @@ int first_device(int) { return 0; }
 
 }  // namespace
 
-void overlapping_groups(int size, int orders, const char* transport) {
+void overlapping_groups(int size, int orders, unsigned seed, const char* transport) {
   Ranks ranks("overlapping groups " + std::to_string(size) + transport, size, whale_device_plugin,
               transport, first_device);
   ranks.each([&](int rank) {
@@ -32,7 +32,7 @@ void overlapping_groups(int size, int orders, const char* transport) {
       };
       device->start(std::move(call));
     };
-    in_random_orders(rank, size, orders, start);
+    in_random_orders(rank, size, orders, seed, start);
   });
 }
 

@@ -205,9 +205,9 @@ using Step = std::function<void()>;
 // all: by their numbers. `start(flight, next, ended)` starts it; `next` is called when what waits
 // for it may start, and `ended`, after that, when it has ended.
 template <typename Start>
-void in_random_orders(int rank, int size, int orders, const Start& start) {
+void in_random_orders(int rank, int size, int orders, unsigned seed, const Start& start) {
   // What is exchanged, and when it is ready.
-  std::mt19937 shared(1), own(static_cast<unsigned>(rank));
+  std::mt19937 shared(1 + seed), own(static_cast<unsigned>(rank) + 1000 * seed);
   for (int done = 0; done < orders; done += kUnderWay) {
     std::vector<std::vector<Flight>> rounds(
         static_cast<size_t>(std::min(kUnderWay, orders - done)));
