@@ -1,14 +1,17 @@
 """Asks the NVIDIA driver about this process's GPUs, without CUDA's runtime and without taking their memory.
 
-The calls are those of cuda.h that need no context; they see the GPUs that CUDA_VISIBLE_DEVICES leaves.
+The calls are those of cuda.h that need no context; they see the GPUs that CUDA_VISIBLE_DEVICES leaves. How much of a
+GPU's memory is in use is asked of NVML, which comes with the driver.
 """
 
 from __future__ import annotations
 
 import ctypes
+import uuid
 from dataclasses import dataclass
 
 LIBRARY = "libcuda.so.1"
+MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
 _NAME_BYTES = 256
 _CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ..._MINOR
 
@@ -22,7 +25,7 @@ class Gpu:
         capability: the major number of its compute capability.
         peers: of every GPU, by number, whether this one can read its memory; itself: yes.
         minor: the minor number of its compute capability.
-        bus_id: its place on this machine's PCI bus; "" where the driver does not say.
+        uuid: the only one that has it; a part of a GPU (MIG) has its own. "" where the driver does not say.
     """
 
     name: str
@@ -30,7 +33,7 @@ class Gpu:
     capability: int
     peers: tuple[bool, ...]
     minor: int = 0
-    bus_id: str = ""
+    uuid: str = ""
 
     @property
     def architecture(self) -> int:
@@ -97,8 +100,41 @@ def _read_gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_in
         same = other is device
         known = same or cuda.cuDeviceCanAccessPeer(ctypes.byref(can), device, other) == 0
         peers.append(same or (known and bool(can.value)))
-    bus_id = ctypes.create_string_buffer(_NAME_BYTES)
-    if cuda.cuDeviceGetPCIBusId(bus_id, _NAME_BYTES, device):
-        bus_id.value = b""
+    octets = ctypes.create_string_buffer(16)
+    known = cuda.cuDeviceGetUuid_v2(octets, device) == 0
     major, minor = (number.value for number in capability)
-    return Gpu(name.value.decode(), memory_bytes.value, major, tuple(peers), minor, bus_id.value.decode())
+    found = str(uuid.UUID(bytes=octets.raw)) if known else ""
+    return Gpu(name.value.decode(), memory_bytes.value, major, tuple(peers), minor, found)
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_v2_t of nvml.h."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")),
+    )
+
+
+def count_used_bytes(gpu: Gpu, library: str | None = None) -> int:
+    """Returns how much of a GPU's memory processes have, without what the driver keeps to itself; 0: it is not known.
+
+    Args:
+        library: another one than `MANAGEMENT_LIBRARY`.
+    """
+    try:
+        nvml = ctypes.CDLL(library or MANAGEMENT_LIBRARY)
+        start, find, look, end = (
+            nvml[name]
+            for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetMemoryInfo_v2", "nvmlShutdown")
+        )
+    except (OSError, AttributeError):  # not installed, or older than drivers of 510
+        return 0
+    if start():
+        return 0
+    device, memory = ctypes.c_void_p(), _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
+    kinds = (f"{kind}-{gpu.uuid}".encode() for kind in ("GPU", "MIG"))
+    known = any(find(name, ctypes.byref(device)) == 0 for name in kinds)
+    known = known and look(device, ctypes.byref(memory)) == 0
+    end()
+    return memory.used if known else 0

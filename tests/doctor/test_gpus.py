@@ -37,7 +37,13 @@ def test_the_driver_is_asked_for_versions_memory_and_peers(library: str, monkeyp
     found = driver(library, monkeypatch, 80, 80, 24)
     assert found.cuda == (13, 0)
     assert [(g.memory_bytes >> 30, g.capability) for g in found.gpus] == [(80, 8), (80, 8), (24, 8)]
-    assert {g.architecture for g in found.gpus} == {86}
+    assert {g.architecture for g in found.gpus} == {86} and len({g.uuid for g in found.gpus}) == 3
+    monkeypatch.setenv("HOST_GPUS", f"{HostGpu()},{HostGpu(used_bytes=300 << 20)}")
+    taken = gpu_driver.look(library)
+    assert taken is not None
+    assert [gpu_driver.count_used_bytes(gpu, library) >> 20 for gpu in taken.gpus] == [0, 300]
+    assert gpu_driver.count_used_bytes(found.gpus[2], library) == 0, "it is not there"
+    assert gpu_driver.count_used_bytes(found.gpus[0], "libnone.so.1") == 0
     assert [g.peers for g in found.gpus] == [(True, True, False), (True, True, False), (False, False, True)]
     monkeypatch.setenv("HOST_GPU_INIT_ERROR", "803")
     assert driver(library, monkeypatch, 80).failure == "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
@@ -59,7 +65,14 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     assert found["MPI and GPUs"].text.endswith("MPI gets the host's memory only")
     assert found["NCCL"].status in ("ok", "warning")
     assert found["GPUs' kernels"].status == "warning" and "pip install" in (found["GPUs' kernels"].action or "")
+    assert "GPUs' memory" not in found
     assert gpus.check_peers(driver(library, monkeypatch, 80, 80)).text == "all read each other's memory"
+    monkeypatch.setattr(gpu_driver, "MANAGEMENT_LIBRARY", library)
+    monkeypatch.setenv("HOST_GPUS", f"{HostGpu()},{HostGpu(4 << 30, used_bytes=3 << 30)}")
+    shared = gpu_driver.look(library)
+    assert shared is not None
+    (in_use,) = gpus.check_memory(shared)
+    assert in_use.text == "other programs have 3.0 GiB of GPU 1" and "nvidia-smi" in (in_use.action or "")
     monkeypatch.setenv("HOST_GPUS", str(HostGpu(10 << 30, name="NVIDIA A100-SXM4-40GB MIG 1g.10gb")))
     instance = gpu_driver.look(library)
     assert instance is not None
@@ -92,7 +105,7 @@ def test_steps_are_planned_for_the_memory_of_the_ranks_own_gpu(library: str, mon
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: there)
     driver(library, monkeypatch, 80, 24)
     large, small = device_exchange.list_visible_gpus()
-    assert large.memory_bytes == 80 << 30 and large.bus_id != small.bus_id
+    assert large.memory_bytes == 80 << 30 and large.uuid != small.uuid
 
     def context(gpu: OwnGpu | None = None, backend: str = "whale", **more: Any) -> Any:
         config = Config({"communication.backend": backend})
@@ -109,6 +122,12 @@ def test_steps_are_planned_for_the_memory_of_the_ranks_own_gpu(library: str, mon
         (12 << 30) - left - (8 << 20),
         "memory of the GPU, NVIDIA Something, divided by the 2 ranks that share it, without 1.5 GiB for CUDA and "
         "8.0 MiB for exchanges",
+    )
+    in_use = msgspec.structs.replace(small, sharing=2, used_bytes=4 << 30)
+    assert memory_plan.limit_bytes(context(in_use)) == (
+        (10 << 30) - left,
+        "memory of the GPU, NVIDIA Something without 4.0 GiB that other programs have of it, divided by the 2 ranks "
+        "that share it, without 1.5 GiB for CUDA",
     )
     # A dry run's ranks have the GPUs in turns; ranks that are threads have the first one.
     dry = memory_plan.limits_bytes(context(dry=True), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -18,6 +19,7 @@ FOLDER = ROOT / "tests/host_gpu"
 _BUILT = ROOT / "build/host_gpu"
 _FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-pthread", f"-I{ROOT}")
 _DRIVER, _IMAGE, _NCCL = "libcuda.so.1", "image", "libnccl.so.2"
+_MANAGEMENT = "libnvidia-ml.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +31,24 @@ class HostGpu:
         slowness: its kernels take so many times as long as on the host.
         late_us: a kernel takes up to so much longer, and what else is queued on its streams waits as long.
         name: what its driver calls it.
+        used_bytes: of its memory, by programs of others.
     """
 
     memory_bytes: int = 1 << 30
     slowness: float = 1.0
     late_us: int = 200
     name: str = "NVIDIA Something"
+    used_bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.memory_bytes}:{self.slowness:g}:{self.late_us}:{self.name}"
+        return f"{self.memory_bytes}:{self.slowness:g}:{self.late_us}:{self.name}:{self.used_bytes}"
 
 
 @dataclass(frozen=True, slots=True)
 class HostCuda:
-    """A folder with libcuda.so.1, a file with what it takes for the kernels' machine code, and NCCL on it."""
+    """A folder with libcuda.so.1 and libnvidia-ml.so.1, a file with what the driver takes for the kernels' machine
+    code, and NCCL on it.
+    """
 
     folder: Path
     image: Path
@@ -70,6 +76,9 @@ def build_host_cuda() -> HostCuda:
     """Compiles the driver, the kernels and NCCL."""
     driver = build_driver()
     folder = driver.parent
+    if not (folder / _MANAGEMENT).exists():
+        with contextlib.suppress(FileExistsError):  # another test has just made it
+            (folder / _MANAGEMENT).symlink_to(_DRIVER)
     core = (f"-L{build.IN_PLACE}", f"-l:{build.CORE_NAME}", f"-Wl,-rpath,{build.IN_PLACE}")
     headers = [*build.list_core_headers(), *sorted((ROOT / "whale_ops/gpu").glob("kernel*"))]
     kernels = _build("libhost_kernels.so", ["kernels.cc"], core, headers)

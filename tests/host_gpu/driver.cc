@@ -1,4 +1,4 @@
-// NVIDIA's driver (libcuda.so.1) for GPUs that are the host's: whale_ops/gpu and
+// NVIDIA's driver (libcuda.so.1, and as much of NVML as is asked of it) for GPUs that are the host's: whale_ops/gpu and
 // whale_ops/gpu_driver.py use it as they use the real one. What is queued on streams happens later
 // (streams.h); other processes map memory and share events as through CUDA IPC. Variables:
 //
@@ -27,7 +27,12 @@
 namespace host_gpu {
 namespace {
 
-constexpr size_t kMostPoisonedBytes = size_t{64} << 20;
+constexpr size_t kMostPoisonedBytes = size_t{64} << 20, kUuidOctets = 16;
+
+struct ManagedMemory {  // nvmlMemory_v2_t
+  unsigned version = 0;
+  unsigned long long total = 0, reserved = 0, free = 0, used = 0;
+};
 
 struct Memory {
   Gpu* gpu = nullptr;
@@ -66,7 +71,8 @@ std::vector<std::unique_ptr<Gpu>> list_gpus() {
     if (parts.size() > 1) found.slowness = std::atof(parts[1].c_str());
     if (parts.size() > 2) found.late_us = std::atoi(parts[2].c_str());
     if (parts.size() > 3) found.name = parts[3];
-    found.bus = static_cast<int>(all.size());
+    if (parts.size() > 4) found.used_bytes = std::strtoull(parts[4].c_str(), nullptr, 10);
+    found.place = static_cast<int>(all.size());
     all.push_back(std::move(found));
   }
   if (variable("CUDA_DEVICE_ORDER") != "PCI_BUS_ID") {
@@ -306,10 +312,31 @@ HOST_GPU_EXPORT int cuDeviceGetName(char* name, int bytes, int device) {
   if (gpu == nullptr) return kInvalidDevice;
   return std::snprintf(name, static_cast<size_t>(bytes), "%s", gpu->settings().name.c_str()), 0;
 }
-HOST_GPU_EXPORT int cuDeviceGetPCIBusId(char* text, int bytes, int device) {
+HOST_GPU_EXPORT int cuDeviceGetUuid_v2(char* octets, int device) {
   const Gpu* gpu = find_gpu(device);
   if (gpu == nullptr) return kInvalidDevice;
-  std::snprintf(text, static_cast<size_t>(bytes), "0000:%02X:00.0", gpu->settings().bus + 1);
+  std::memset(octets, 0, kUuidOctets);
+  octets[kUuidOctets - 1] = static_cast<char>(gpu->settings().place + 1);
+  return 0;
+}
+HOST_GPU_EXPORT int nvmlInit_v2() { return 0; }
+HOST_GPU_EXPORT int nvmlShutdown() { return 0; }
+HOST_GPU_EXPORT int nvmlDeviceGetHandleByUUID(const char* uuid, const Gpu** found) {
+  const std::string text = uuid;
+  for (const auto& gpu : gpus()) {
+    char last[3];
+    std::snprintf(last, sizeof(last), "%02x", gpu->settings().place + 1);
+    if (text != std::string("GPU-00000000-0000-0000-0000-0000000000") + last) continue;
+    *found = gpu.get();
+    return 0;
+  }
+  return kInvalidValue;
+}
+HOST_GPU_EXPORT int nvmlDeviceGetMemoryInfo_v2(const Gpu* gpu, ManagedMemory* memory) {
+  if (memory->version != (sizeof(ManagedMemory) | 2U << 24)) return kInvalidValue;
+  memory->total = gpu->settings().memory_bytes;
+  memory->used = gpu->used_bytes();
+  memory->free = memory->total - memory->used;
   return 0;
 }
 HOST_GPU_EXPORT int cuDeviceTotalMem_v2(size_t* bytes, int device) {
@@ -322,7 +349,7 @@ HOST_GPU_EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 HOST_GPU_EXPORT int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   const Gpu *one = find_gpu(device), *other = find_gpu(peer);
-  return *can = one->settings().bus < 2 && other->settings().bus < 2, 0;
+  return *can = one->settings().place < 2 && other->settings().place < 2, 0;
 }
 
 HOST_GPU_EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {

@@ -104,19 +104,23 @@ class HOST_GPU_EXPORT InCall {
   const int64_t since_ns_;
 };
 
-// A GPU as HOST_GPUS lists it: `bytes[:slowness[:late_us[:name]]]`, with commas between GPUs.
+// A GPU as HOST_GPUS lists it: `bytes[:slowness[:late_us[:name[:used]]]]`, with commas between GPUs.
 struct Settings {
   size_t memory_bytes = 0;
   double slowness = 1;  // kernels take so many times as long as on the host
   int late_us = 0;  // a kernel takes up to so much longer, and what else is queued waits as long
   std::string name = "NVIDIA Something";
-  int bus = 0;  // its place in HOST_GPUS
+  size_t used_bytes = 0;  // by programs of others
+  int place = 0;  // in HOST_GPUS
 };
 
 class HOST_GPU_EXPORT Gpu {
  public:
   Gpu(int ordinal, Settings settings)
-      : ordinal_(ordinal), settings_(std::move(settings)), late_us_(settings_.late_us) {}
+      : ordinal_(ordinal),
+        settings_(std::move(settings)),
+        late_us_(settings_.late_us),
+        used_bytes_(settings_.used_bytes) {}
   int ordinal() const { return ordinal_; }
   const Settings& settings() const { return settings_; }
   int late_us() const { return late_us_; }
@@ -162,7 +166,7 @@ class HOST_GPU_EXPORT Gpu {
   std::mutex mutex_;  // guards the streams
   std::set<Stream*> streams_;
   std::atomic<Stream*> compute_{nullptr};
-  std::atomic<size_t> used_bytes_{0};
+  std::atomic<size_t> used_bytes_;
   std::mutex memory_mutex_;         // guards what follows
   std::map<char*, Hidden> hidden_;  // by where it was; none overlap
   int64_t hidden_count_ = 0;

@@ -25,12 +25,13 @@ from tests.whale_ops.gpu.host_device import build_host_device, host_devices
 from tests.whale_ops.harness import ranks as communicators
 from whale.config import Config
 from whale.distributed import device_exchange, gpus
-from whale.distributed.device_exchange import Gpu
+from whale.distributed.device_exchange import Gpu, OwnGpu
 from whale.errors import ClusterError, ConfigError, PlanError
 from whale.ir.program import Node
 from whale.ir.values import DType
 from whale.runtime.compile import memory_plan, microbenchmark
 from whale.started import ProcessPlace
+from whale_ops import gpu_driver
 
 Start = Callable[..., None]
 NCCL = {"communication.backend": "nccl"}
@@ -336,18 +337,85 @@ def test_what_a_rank_lacks(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize(
     ("visible", "taken"),
-    [(["GPU:0", "GPU:1"], "GPU:1"), (["GPU:0"], "GPU:0"), ([], None)],
-    ids=["its number's", "the script's", "hidden by the script"],
+    [(["GPU:0", "GPU:1"], "GPU:1"), (["GPU:0"], "GPU:0"), (["GPU:2", "GPU:3"], "GPU:3"), ([], None)],
+    ids=["its number's", "the script's", "of the script's", "hidden by the script"],
 )
 def test_every_process_has_a_gpu_of_its_own(
     monkeypatch: pytest.MonkeyPatch, visible: list[str], taken: str | None
 ) -> None:
     """With the default backend, too: else all ranks of a host would compute on its first GPU."""
     done: list[tuple[str, ...]] = []
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"GPU:{i}" for i in range(4)])
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: visible)
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: None)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: True)
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: done.append(("only", gpu)))
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, yes: done.append(("grows", gpu)))
     place = ProcessPlace(rank=5, size=6, local_rank=1, local_size=2, launcher="whale run")
     device_exchange.start_device_exchange(Config({}), place, 6, ())
     assert done == ([] if taken is None else [("only", taken), ("grows", taken)])
+
+
+@pytest.mark.parametrize(
+    ("forced", "grows", "limits", "said"),
+    [
+        ("", True, (), ""),
+        ("", False, (), "it has started before wh.init"),
+        ("true", False, (), ""),
+        ("", False, (1024,), ""),
+        ("false", True, (), "TF_FORCE_GPU_ALLOW_GROWTH=false"),
+    ],
+    ids=["as Whale sets it", "started", "started, forced", "started, limited", "forbidden"],
+)
+def test_a_gpu_whose_memory_tensorflow_takes_at_once_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    forced: str,
+    grows: bool,
+    limits: tuple[int, ...],
+    said: str,
+) -> None:
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", forced)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: grows)
+    parts = [SimpleNamespace(memory_limit=limit) for limit in limits]
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: parts or None)
+    device_exchange.warn_of_taken_memory("GPU:0")
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+def test_gpus_that_tensorflow_does_not_see_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if tf.config.list_physical_devices("GPU"):
+        pytest.skip("there is a GPU here")
+    found = gpu_driver.Driver((13, 0), (gpu_driver.Gpu("NVIDIA A100", 80 << 30, 8, (True,)),))
+    for driver, is_said in ((None, False), (gpu_driver.Driver((0, 0), (), "cuInit"), False), (found, True)):
+        monkeypatch.setattr(gpu_driver, "look", lambda driver=driver: driver)
+        caplog.clear()
+        assert device_exchange.look_at_own_gpu() is None
+        assert ("lists 1 GPU, of which TensorFlow sees none" in caplog.text) == is_said
+
+
+def test_ranks_share_a_gpu_and_not_its_parts() -> None:
+    def gpu(uuid: str, used_bytes: int = 0) -> OwnGpu:
+        return OwnGpu(uuid, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5 << 30, 8, used_bytes)
+
+    own = [gpu("a", 3), gpu("b"), None, gpu("a", 700)]  # the last one saw what the first has opened, too
+    with communicators(4) as comms, ThreadPoolExecutor(4) as pool:
+        for found in pool.map(device_exchange.find_gpus, comms, own):
+            assert [one and (one.uuid, one.used_bytes, one.sharing) for one in found] == [
+                ("a", 3, 2), ("b", 0, 1), None, ("a", 3, 2),
+            ]  # fmt: skip
+
+
+def test_unequal_precision_of_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    v100, a100 = OwnGpu("v", "Tesla V100-SXM2-16GB", 16 << 30, 7), OwnGpu("a", "NVIDIA A100", 80 << 30, 8)
+    describe = device_exchange.describe_unequal_precision
+    assert describe([a100, a100], "bfloat16") == describe([v100, v100], "float16") == describe([None, None], "") == []
+    (rounded,) = describe([a100, v100, None], "")
+    assert "TF32" in rounded and "on ranks 1 (Tesla V100-SXM2-16GB), 2 (a processor):" in rounded
+    (slow,) = describe([v100, v100], "bfloat16")
+    assert "without units for bfloat16" in slow and '"float16"' in slow
+    assert len(describe([a100, v100], "bfloat16")) == 2
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert describe([a100, v100], "") == []

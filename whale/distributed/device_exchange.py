@@ -28,13 +28,17 @@ from whale.started import ProcessPlace, find_slot, joins
 from whale_ops import device_code, device_library, gpu_driver
 
 NO_GPU = "TensorFlow sees no GPU"
+_AMPERE = 8  # major number of the compute capability
 _LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
 
 
 def start_device_exchange(
     config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_ops.Communicator]
-) -> None:
+) -> OwnGpu | None:
     """Gives a rank's process its GPU, and opens it where the configuration asks for it; collective.
+
+    Returns the GPU, before anything of this run is on it; None: there is none, the driver does not list it, or ranks
+    are threads, which share it.
 
     Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other, with
     every backend: otherwise all processes of a host would compute on its first one, whose memory one of them takes.
@@ -51,9 +55,11 @@ def start_device_exchange(
     # has not started yet.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if backend not in DEVICE_BACKENDS:
-        if (size > 1 or joins()) and not threads and (lacks := claim_gpu(find_slot(place)).lacks):
+        if threads:
+            return None
+        if (size > 1 or joins()) and (lacks := claim_gpu(find_slot(place)).lacks):
             log.warning(f"all ranks of this host compute on its first GPU: {lacks}")
-        return
+        return look_at_own_gpu()
     if threads:
         raise ConfigError(
             "GPUs exchange tensors of processes, and the in-process transport has one",
@@ -62,13 +68,15 @@ def start_device_exchange(
             action='start the script with `whale run -np 2`, or set communication.backend to "whale"',
         )
     if size == 1:
-        return
+        return look_at_own_gpu()
     (comm,) = comms
     gpu = take_gpu(place.local_rank)
+    own = look_at_own_gpu()  # the kernels' machine code takes memory
     if gpu.ordinal is not None and not gpu.lacks:
         folder = find_folder(config["mesh.plan_cache"])
         gpu = Gpu(gpu.ordinal, find_missing(find_library(), backend, gpu.ordinal, folder))
     open_device(config, comm, gpu)
+    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +187,14 @@ def take_gpu(local_rank: int) -> Gpu:
 def claim_gpu(local_rank: int) -> Gpu:
     """Makes one GPU the only one that TensorFlow sees from now on; its memory is taken only as it is needed.
 
-    It is the one that the script has made visible, or that of this process's number on its host.
+    Of those that the script has left visible it is that of this process's number on its host.
     """
     import tensorflow as tf
 
     gpus, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
     if not visible:
         return Gpu(None)
-    gpu = visible[0] if len(visible) == 1 else gpus[local_rank % len(gpus)]
+    gpu = visible[local_rank % len(visible)]
     try:
         tf.config.set_visible_devices(gpu, "GPU")
     except RuntimeError:
@@ -194,50 +202,141 @@ def claim_gpu(local_rank: int) -> Gpu:
             return Gpu(0, "TensorFlow has started with several GPUs: call wh.init first, or set CUDA_VISIBLE_DEVICES")
     with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow has started: its memory is as the script says
         tf.config.experimental.set_memory_growth(gpu, True)
+    warn_of_taken_memory(gpu)
     return Gpu(gpus.index(gpu))
+
+
+def warn_of_taken_memory(gpu: Any) -> None:
+    """Warns where TensorFlow takes all memory of a GPU at once, so that none is left for exchanges and other ranks."""
+    import tensorflow as tf
+
+    said = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").strip().lower()
+    is_growing = tf.config.experimental.get_memory_growth(gpu)
+    parts = tf.config.get_logical_device_configuration(gpu) or ()
+    if said == "true" or any(part.memory_limit for part in parts) or (is_growing and said != "false"):
+        return
+    why = "TF_FORCE_GPU_ALLOW_GROWTH=false" if is_growing else "it has started before wh.init"
+    log.warning(
+        f"TensorFlow takes all memory of the GPU at once ({why}), and exchanges, or ranks that share the GPU, may find "
+        "none: call wh.init before TensorFlow computes anything, or set TF_FORCE_GPU_ALLOW_GROWTH=true"
+    )
 
 
 class OwnGpu(msgspec.Struct, frozen=True):
     """The GPU on which a rank computes, as NVIDIA's driver has it.
 
+    Decision: 0202.
+
     Attributes:
-      host, bus_id: which one it is.
+      uuid: which one it is; of a part of a GPU (MIG), which part.
       memory_bytes: all that it has.
       capability: the major number of its compute capability.
+      used_bytes: what other programs had of its memory when the run began.
       sharing: how many ranks of the run compute on it.
     """
 
-    host: str
-    bus_id: str
+    uuid: str
     name: str
     memory_bytes: int
     capability: int
+    used_bytes: int = 0
     sharing: int = 1
 
 
 def list_visible_gpus() -> list[OwnGpu]:
     """Returns the GPUs that TensorFlow may use in this process, in its order; none where the driver lists them not."""
     import tensorflow as tf
+    from tensorflow.python.eager import context as tf_context
 
     visible = tf.config.get_visible_devices("GPU")
     driver = gpu_driver.look() if visible else None
     gpus = tf.config.list_physical_devices("GPU")
     if driver is None or len(driver.gpus) != len(gpus):  # GPUs of others, or a driver that does not answer
         return []
+    is_free = tf_context.context()._context_handle is None  # else some of what is used may be this process's
     return [
-        OwnGpu(platform.node(), found.bus_id, found.name, found.memory_bytes, found.capability)
-        for found in (driver.gpus[gpus.index(one)] for one in visible)
+        OwnGpu(
+            found.uuid or f"{platform.node()}/{gpus.index(one)}",
+            found.name,
+            found.memory_bytes,
+            found.capability,
+            gpu_driver.count_used_bytes(found) if is_free else 0,
+        )
+        for one, found in ((one, driver.gpus[gpus.index(one)]) for one in visible)
     ]
 
 
-def find_gpus(comm: whale_ops.Communicator) -> list[OwnGpu | None]:
-    """Returns the GPU of each rank, a process, and by how many ranks it is shared; None: it has none, or one that the
-    driver does not list. Collective.
+def look_at_own_gpu() -> OwnGpu | None:
+    """Returns the GPU of this process; None: it has none, or one that the driver does not list.
+
+    Warns where TensorFlow sees none of those that the driver lists.
     """
-    mine = next(iter(list_visible_gpus()), None)
-    said = comm.allgather_bytes("whale/gpus", msgspec.json.encode(mine), purpose="the exchange of which GPU is whose")
+    import tensorflow as tf
+
+    if not tf.config.list_physical_devices("GPU"):
+        driver = gpu_driver.look()
+        if driver is not None and driver.gpus:
+            log.warning(
+                f"NVIDIA's driver lists {len(driver.gpus)} GPU{'s' * (len(driver.gpus) != 1)}, of which TensorFlow "
+                "sees none, and this process computes on processors: pip install 'tensorflow[and-cuda]' (what "
+                "TensorFlow lacks it says at its import, unless TF_CPP_MIN_LOG_LEVEL hides it), or say that it is "
+                "meant by CUDA_VISIBLE_DEVICES=-1"
+            )
+    return next(iter(list_visible_gpus()), None)
+
+
+def find_gpus(comm: whale_ops.Communicator, own: OwnGpu | None) -> list[OwnGpu | None]:
+    """Returns the GPU of each rank, a process, and by how many ranks it is shared. Collective.
+
+    Args:
+      own: this rank's, as `start_device_exchange` returns it.
+    """
+    said = comm.allgather_bytes("whale/gpus", msgspec.json.encode(own), purpose="the exchange of which GPU is whose")
     each = [msgspec.json.decode(one, type=OwnGpu | None) for one in said]
-    return [one and msgspec.structs.replace(one, sharing=each.count(one)) for one in each]
+    # Ranks that share one look at it while others open it: the first saw what others than ranks have.
+    sharing: dict[str, list[OwnGpu]] = {}
+    for gpu in filter(None, each):
+        sharing.setdefault(gpu.uuid, []).append(gpu)
+    return [
+        one
+        and msgspec.structs.replace(
+            one,
+            used_bytes=min(other.used_bytes for other in sharing[one.uuid]),
+            sharing=len(sharing[one.uuid]),
+        )
+        for one in each
+    ]
+
+
+def describe_unequal_precision(gpus: Sequence[OwnGpu | None], compute_dtype: str) -> list[str]:
+    """Returns sentences for people on what the ranks' GPUs compute with unlike precision or speed, if anything.
+
+    Capability 8.0 (Ampere) is the first that computes float32 products in TF32, which TensorFlow has it do, and the
+    first with units for bfloat16.
+
+    Args:
+      gpus: of the ranks.
+      compute_dtype: of mixed precision; "" is none.
+    """
+    import tensorflow as tf
+
+    recent = [gpu is not None and gpu.capability >= _AMPERE for gpu in gpus]
+    older = ", ".join(
+        f"{rank} ({gpu.name if gpu else 'a processor'})" for rank, gpu in enumerate(gpus) if not recent[rank]
+    )
+    said = []
+    is_rounding = tf.config.experimental.tensor_float_32_execution_enabled()
+    if any(recent) and not all(recent) and is_rounding and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        said.append(
+            f"float32 products are rounded to TF32 (10 bits) on some ranks' GPUs, and not on ranks {older}: "
+            "tf.config.experimental.enable_tensor_float_32_execution(False) makes all alike, and the former slower"
+        )
+    if compute_dtype == "bfloat16" and any(gpu is not None and not new for gpu, new in zip(gpus, recent)):
+        said.append(
+            f'GPUs without units for bfloat16 compute it slowly, on ranks {older}: precision.compute_dtype "float16" '
+            "is fast on all"
+        )
+    return said
 
 
 class ExchangeOps:

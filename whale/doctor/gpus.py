@@ -14,6 +14,7 @@ from whale.ir.plan_text import format_bytes
 from whale.launcher.mpirun import find_mpirun
 from whale_ops import build, device_code, device_library, gpu_driver
 
+_LEAST_USED_BYTES = 1 << 30  # a screen takes less
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
@@ -23,6 +24,7 @@ def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
     if driver is None or not driver.gpus:
         return
     yield from check_instances(driver)
+    yield from check_memory(driver)
     yield check_peers(driver)
     yield check_library(driver)
     yield check_kernels(driver)
@@ -56,6 +58,15 @@ def check_instances(driver: gpu_driver.Driver) -> Iterator[Finding]:
         action = 'set communication.backend to "pinned" (or "whale") where ranks compute on parts of one GPU'
         text = f"{parts[0]}: parts of one GPU have neither NCCL nor cuda-ipc between them"
         yield Finding("GPUs' instances (MIG)", "warning", text, action)
+
+
+def check_memory(driver: gpu_driver.Driver) -> Iterator[Finding]:
+    """Reports GPUs of whose memory other programs have some: steps are planned without it."""
+    used = [(place, gpu_driver.count_used_bytes(gpu)) for place, gpu in enumerate(driver.gpus)]
+    said = [f"{format_bytes(size)} of GPU {place}" for place, size in used if size >= _LEAST_USED_BYTES]
+    if said:
+        action = "end what `nvidia-smi` lists there, or leave these GPUs out (CUDA_VISIBLE_DEVICES)"
+        yield Finding("GPUs' memory", "warning", f"other programs have {', '.join(said)}", action)
 
 
 def check_peers(driver: gpu_driver.Driver) -> Finding:

@@ -311,10 +311,14 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None and config["fault.elastic"] and (size > 1 or joins()):
         process.context.elastic = Elastic(process.context)
     if process.dry is None:
-        device_exchange.start_device_exchange(config, place, size, comms)
+        process.context.own_gpu = own = device_exchange.start_device_exchange(config, place, size, comms)
         if process.context.has_other_processes:
-            process.context.first_gpus = tuple(device_exchange.find_gpus(process.context.comms[0]))
+            process.context.first_gpus = tuple(device_exchange.find_gpus(process.context.comms[0], own))
             process.context.own_gpu = process.context.first_gpus[process.context.rank]
+            if process.context.rank == 0:
+                precision = config["precision.compute_dtype"]
+                for line in device_exchange.describe_unequal_precision(process.context.first_gpus, precision):
+                    log.warning(line)
     for comm in comms:
         configure_communicator(comm, config)
     _find_topology(process.context)

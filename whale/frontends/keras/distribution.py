@@ -44,7 +44,7 @@ def patch_backend(frontend: Any, backend: Any, variable: type) -> None:
 def list_devices(device_type: str | None = None) -> list[str]:
     """Returns the devices of all ranks, in order of ranks: "gpu:0", "gpu:1" or "cpu:0", ..."""
     context = require_current("keras.distribution.list_devices()")
-    kind = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+    kind = "gpu" if tf.config.get_visible_devices("GPU") else "cpu"
     if device_type is not None and device_type.lower() != kind:
         return []
     return [f"{kind}:{rank}" for rank in range(context.planned_size)]

@@ -89,10 +89,11 @@ def _limits_by_turns(context: Context) -> list[tuple[float, str]]:
 def _gpu_limit_bytes(config: Config, gpu: OwnGpu) -> tuple[float, str]:
     """Returns the limit as `limit_bytes` does, for each rank that shares a GPU."""
     held = {"CUDA": tensorflow_bytes(gpu.memory_bytes, gpu.capability), "exchanges": count_device_buffer_bytes(config)}
+    others = f" without {format_bytes(gpu.used_bytes)} that other programs have of it" if gpu.used_bytes else ""
     among = f", divided by the {gpu.sharing} ranks that share it" if gpu.sharing > 1 else ""
     without = " and ".join(f"{format_bytes(size)} for {what}" for what, size in held.items() if size)
-    limit = gpu.memory_bytes / max(1, gpu.sharing) - sum(held.values())
-    return limit, f"memory of the GPU, {gpu.name}{among}, without {without}"
+    limit = (gpu.memory_bytes - gpu.used_bytes) / max(1, gpu.sharing) - sum(held.values())
+    return limit, f"memory of the GPU, {gpu.name}{others}{among}, without {without}"
 
 
 class _Rank(msgspec.Struct):

@@ -22,6 +22,7 @@ from whale.capture.sharded import IteratorReads, ShardedTensor
 from whale.capture.signature import Arguments
 from whale.distributed.device_exchange import connect_groups
 from whale.distributed.faults import raise_comm_error
+from whale.distributed.gpus import has_gpu
 from whale.distributed.trace import open_span
 from whale.errors import ProgramError
 from whale.ir.collector import suspend_garbage_collection
@@ -374,7 +375,7 @@ def _foresee(
     if not ready.trains or trace.is_first or not context.has_other_processes:
         return
     # Calls of GPUs end before their steps do.
-    on_gpu = b"1" if tf.config.list_physical_devices("GPU") else b""
+    on_gpu = b"1" if has_gpu() else b""
     if any(context.comms[0].allgather_bytes("whale/forecast/gpus", on_gpu, context.config["debug.check_timeout_s"])):
         return
     is_given = planning.saved is not None or planning.described is not None

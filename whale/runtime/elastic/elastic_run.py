@@ -412,7 +412,7 @@ class Elastic:
 
     def _take_in_joining_ranks(self, welcome: Welcome | None) -> None:
         comm, members, hosts, known = self._group.offer(welcome)
-        act = partial(self._apply_growth, comm, members, hosts, known, find_gpus(comm))
+        act = partial(self._apply_growth, comm, members, hosts, known, find_gpus(comm, self._run.own_gpu))
         self._agreements.agree(self._group.number, GROWN, comm, act)
 
     def _apply_growth(
