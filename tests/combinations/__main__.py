@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ from whale.python import environment
 ROOT = Path(__file__).resolve().parents[2]
 Names = tuple[str, ...]
 Outcome = tuple[str, str]
+_LOOK_S = 0.5
 
 
 def chosen(triples: int, only: list[str]) -> list[Names]:
@@ -52,7 +54,7 @@ def main() -> int:
     arguments.add_argument("--size", type=int, choices=[1, 2, 3], help="only combinations of so many features")
     arguments.add_argument("--cells", nargs="+", default=[], metavar="'NAME + NAME'", help="these, and no others")
     arguments.add_argument("--out", type=Path, metavar="PAGE", help="takes the outcomes, each as soon as it is there")
-    arguments.add_argument("--left", action="store_true", help="only pairs that PAGE has no outcome of")
+    arguments.add_argument("--left", action="store_true", help="only what PAGE does not know, or has as WRONG")
     asked = arguments.parse_args()
     os.environ["WHALE_MESH_PLAN_CACHE"] = ""  # each is planned anew, also where an earlier run has its plan
     number, parts = asked.part
@@ -60,7 +62,7 @@ def main() -> int:
     combinations = [c for c in combinations if asked.size in (None, len(c))][number::parts]
     rows, triples = read_page(asked.out.read_text()) if asked.out and asked.out.exists() else ({}, "")
     if asked.left:
-        combinations = [c for c in combinations if c not in rows]
+        combinations = [c for c in combinations if rows.get(c, ("WRONG", ""))[0] == "WRONG"]
     done: dict[Names, Outcome] = {}
     without = [] if find_spec("horovod") else [c for c in combinations if "horovod" in c]
     if without:
@@ -122,36 +124,53 @@ def on_ranks(combinations: Sequence[Names]) -> Iterator[tuple[Names, Outcome]]:
     """
     left = list(combinations)
     while left:
+        count = 0
         with tempfile.TemporaryDirectory() as folder:
-            said = _of_processes(left, folder)
-        yield from zip(left, said)
-        left = left[len(said) :]
+            for said in _of_processes(left, folder):
+                yield left[count], said
+                count += 1
+        left = left[count:]
 
 
-def _of_processes(combinations: Sequence[Names], folder: str) -> list[Outcome]:
+def _of_processes(combinations: Sequence[Names], folder: str) -> Iterator[Outcome]:
+    """What comes out of each, as soon as all ranks have said it, up to the first that is WRONG."""
     Path(folder, "asked.json").write_text(json.dumps(combinations))
     command = [warm_python(), "-m", "whale", "run", "-np", str(RANKS), str(ROOT / "tests/combinations/on_ranks.py")]
     known = environment() | {"CUDA_VISIBLE_DEVICES": "-1"}
     if all(ON_GPUS in names for names in combinations):
         build_plugin()
-        known |= build_host_cuda().variables(*[HostGpu(2 << 30, name=f"GPU {rank}") for rank in range(RANKS)])
+        known |= build_host_cuda().variables(*[HostGpu(8 << 30, name=f"GPU {rank}") for rank in range(RANKS)])
         known["PYTHONPATH"] = str(ROOT)
         command[-1:] = [str(ROOT / "tests/host_gpu/on_host_gpus.py"), "none", command[-1]]
-    done = subprocess.run([*command, folder], cwd=ROOT, env=known, capture_output=True, text=True)
-    ranks = [_said(Path(folder, f"rank{rank}.jsonl")) for rank in range(RANKS)]
-    found: list[Outcome] = []
-    for one in zip(*ranks):
-        alike = len({kind for kind, _ in one}) == 1
-        found.append(one[0] if alike else ("WRONG", f"some ranks: {next(what for k, what in one if k != 'equal')}"))
-        if found[-1][0] == "WRONG":
-            return found
-    if len(found) < len(combinations):
-        found.append(("WRONG", " ".join(done.stderr[-600:].split())))
-    return found
+    errors = Path(folder, "errors")
+    with errors.open("wb") as out:
+        running = subprocess.Popen([*command, folder], cwd=ROOT, env=known, stdout=subprocess.DEVNULL, stderr=out)
+    count = 0
+    try:
+        while count < len(combinations):
+            has_ended = running.poll() is not None
+            ranks = [_said(Path(folder, f"rank{rank}.jsonl")) for rank in range(RANKS)]
+            for one in list(zip(*ranks))[count:]:
+                count += 1
+                if len({kind for kind, _ in one}) > 1:
+                    one = (("WRONG", f"some ranks: {next(what for kind, what in one if kind != 'equal')}"),)
+                yield one[0]
+                if one[0][0] == "WRONG":
+                    return
+            if has_ended and count < len(combinations):
+                yield "WRONG", " ".join(errors.read_text(errors="replace")[-600:].split())
+                return
+            time.sleep(_LOOK_S)
+    finally:
+        if count < len(combinations):  # ranks may be at different places
+            running.terminate()
+        running.wait()
 
 
 def _said(path: Path) -> list[Outcome]:
-    return [(kind, what) for kind, what in map(json.loads, path.read_text().splitlines())] if path.exists() else []
+    """What a rank has said so far, in whole lines."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [(kind, what) for kind, what in map(json.loads, (line for line in lines if line.endswith("\n")))]
 
 
 def with_two_devices() -> None:

@@ -128,9 +128,11 @@ class LateKernel : public OpKernel {
     }
     const std::vector<UsedVariable> variables = lend_variables(ctx, gpu);
     const std::vector<Span> operands = lend_operands(ctx, gpu);
-    const int64_t since_ns = now_ns();
+    const int64_t since_ns = now_ns(), calls = Stream::calls_of_thread();
     inner_->Compute(ctx);
-    if (!ctx->status().ok()) return gpu->take_back();
+    // Lists are stacked and divided by copies on the stream of a device that is none of
+    // TensorFlow's own: these come into memory by themselves.
+    if (!ctx->status().ok() || calls != Stream::calls_of_thread()) return gpu->take_back();
     double lasts_ns = gpu->settings().slowness * static_cast<double>(now_ns() - since_ns);
     for (const Span& made : results(ctx, gpu, operands, variables)) {
       // No reference is held, as by a kernel of a GPU: who gets this memory next is behind it on

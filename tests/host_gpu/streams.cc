@@ -43,7 +43,14 @@ Stream::~Stream() {
   thread_.join();
 }
 
+namespace {
+thread_local int64_t thread_calls = 0;
+}  // namespace
+
+int64_t Stream::calls_of_thread() { return thread_calls; }
+
 void Stream::call(std::function<void()> work, void* target, size_t bytes) {
+  ++thread_calls;
   queue({Kind::kCall, std::move(work), target, bytes, now_ns(), 0});
 }
 

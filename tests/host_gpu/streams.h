@@ -46,6 +46,8 @@ class HOST_GPU_EXPORT Stream {
   // Runs `work` when the stream comes to it. `target`: memory that it will write, which holds NaN
   // from the time when the stream has done what lies in front of it.
   void call(std::function<void()> work, void* target = nullptr, size_t bytes = 0);
+  // How often this thread has done so, on any stream.
+  static int64_t calls_of_thread();
   // What a kernel has computed comes into memory `lasts_ns` after what lies before it, and not
   // before `since_ns`: what Gpu::hide has taken out of `at` under that number.
   void write(char* at, int64_t number, int64_t since_ns, int64_t lasts_ns);

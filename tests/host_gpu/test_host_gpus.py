@@ -63,6 +63,21 @@ def look_up(device):
         kept += [table.read_value() for table in tables]
         return np.concatenate([*losses, *(value.numpy().ravel() for value in kept)])
 
+# Lists are stacked and divided by copies that are queued.
+def scan(device):
+    with tf.device(device):
+        w = tf.random.stateless_normal((4, 4), [3, 7], dtype=tf.float64)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                states = tf.scan(lambda state, row: tf.tanh(state @ w + row), x, tf.zeros((3, 4), tf.float64))
+            return tape.gradient(states, x)
+
+        return step(tf.random.stateless_normal((5, 3, 4), [4, 7], dtype=tf.float64)).numpy()
+
+said["lists"] = bool(np.allclose(scan("/GPU:0"), scan("/CPU:0"), rtol=1e-14))
 said["rows"] = bool(np.allclose(look_up("/GPU:0"), look_up("/CPU:0"), rtol=1e-14))
 
 def seconds(device):
@@ -102,6 +117,7 @@ def test_tensorflow_computes_on_unequal_gpus(tmp_path: Path) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["devices"] == ["/device:GPU:0", "/device:GPU:1"]
     assert said["rows"], "of tables whose values are kept"
+    assert said["lists"], "that a loop writes and its gradient reads"
     assert said["equal"] == [True, True] and said["places"] == ["GPU:0", "GPU:1"]
     assert said["slower"] > 1.5, "kernels of the second one take six times as long"
     first, second = said["memory"]
