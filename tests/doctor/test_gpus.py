@@ -17,6 +17,7 @@ from whale.distributed import device_exchange
 from whale.distributed.device_exchange import OwnGpu
 from whale.doctor import gpus
 from whale.runtime.compile import memory_plan
+from whale.runtime.compile.settings import choose_scores_bytes
 from whale_ops import build, device_code, device_library, gpu_driver
 
 
@@ -138,3 +139,16 @@ def test_steps_are_planned_for_the_memory_of_the_ranks_own_gpu(library: str, mon
     assert memory_plan.limits_bytes(context(), 0) == [math.inf] * 3
     unknown = memory_plan._Rank.make(math.inf, "")
     assert msgspec.json.decode(msgspec.json.encode(unknown), type=memory_plan._Rank).fits
+
+
+def test_attention_in_blocks_follows_the_smallest_gpu() -> None:
+    large, small = (OwnGpu(name, name, gib << 30, 8) for name, gib in (("large", 80), ("small", 24)))
+    shared = msgspec.structs.replace(large, sharing=8, used_bytes=16 << 30)
+
+    def choose(*gpus: OwnGpu | None, **keys: Any) -> int:
+        config = Config({f"memory.{name}": value for name, value in keys.items()})
+        return choose_scores_bytes(config, gpus) >> 20
+
+    assert (choose(large, large), choose(large, small), choose(large, shared)) == (320, 96, 64)
+    assert choose() == choose(large, None) == 64, "processors have none"
+    assert (choose(large, attention_scores_bytes=16 << 20), choose(large, attention_scores_bytes=0)) == (16, 0)

@@ -171,7 +171,8 @@ KEYS: tuple[Key, ...] = (
         "int",
         64 << 20,
         "attention with more bytes of scores on a rank is computed in up to 16 blocks of queries, and again for "
-        "the backward pass: less memory, more time; 0 = as it is written",
+        "the backward pass: less memory, more time; on GPUs a 256th of the smallest one's memory, if this is not set "
+        "and that is more; 0 = as it is written",
         minimum=0,
     ),
     Key(

@@ -341,7 +341,8 @@ class Context(Ranks):
       topology: the hosts of the ranks, with their links where these were measured; None: all are on one.
       laid: a topology and the axes of a mesh, and the ranks as they are laid there (``rank_order``).
       own_gpu: of this rank, where ranks are processes; None: it has none, or an unknown one.
-      first_gpus: of the ranks with which the run began, as `own_gpu`; (): they are not known.
+      gpus: of all ranks, as `own_gpu`, when they last told each other: at the beginning, and when ranks have joined;
+        (): they are not known.
     """
 
     variables: VariableStore = field(default_factory=VariableStore)
@@ -367,7 +368,7 @@ class Context(Ranks):
     notice: PreemptionNotice | None = None
     elastic: ElasticHooks | None = None
     own_gpu: OwnGpu | None = None
-    first_gpus: tuple[OwnGpu | None, ...] = ()
+    gpus: tuple[OwnGpu | None, ...] = ()
     topology: Topology | None = None
     laid: tuple[tuple[Topology, tuple[Axis, ...]], tuple[int, ...]] | None = None
 

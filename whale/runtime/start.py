@@ -174,7 +174,7 @@ def _begin(
             elif context.size > 1:
                 watch_in_process_training(context)
             if saved is not None and context.rank == 0:
-                warn_of_other_devices(saved.cluster, context.first_gpus)
+                warn_of_other_devices(saved.cluster, context.gpus)
             if isinstance(saved, SavedPlan):
                 context.planning.saved, context.planning.auto = saved, saved.chosen_strategy
             elif saved is not None:
@@ -313,11 +313,11 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
     if process.dry is None:
         process.context.own_gpu = own = device_exchange.start_device_exchange(config, place, size, comms)
         if process.context.has_other_processes:
-            process.context.first_gpus = tuple(device_exchange.find_gpus(process.context.comms[0], own))
-            process.context.own_gpu = process.context.first_gpus[process.context.rank]
+            process.context.gpus = tuple(device_exchange.find_gpus(process.context.comms[0], own))
+            process.context.own_gpu = process.context.gpus[process.context.rank]
             if process.context.rank == 0:
                 precision = config["precision.compute_dtype"]
-                for line in device_exchange.describe_unequal_precision(process.context.first_gpus, precision):
+                for line in device_exchange.describe_unequal_precision(process.context.gpus, precision):
                     log.warning(line)
     for comm in comms:
         configure_communicator(comm, config)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cost_model.cluster.cluster_file import Cluster
+from whale.config import Config
+from whale.distributed.device_exchange import OwnGpu, list_visible_gpus
 from whale.errors import PlanError
 from whale.ir.mesh import Axis
 from whale.passes.run_passes import PassObserver
@@ -22,6 +25,8 @@ from whale.runtime.compile.kernel_choices import kernel_times_of
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.context import Context
 from whale_ops.processor import can_multiply_by_avx2
+
+_SCORES_PART = 256  # of a GPU's memory: two such tensors of each of 32 layers are a quarter of it
 
 
 def settings_of(context: Context) -> PlanSettings:
@@ -55,7 +60,7 @@ def settings_of(context: Context) -> PlanSettings:
             recompute=config["memory.recompute"],
             offload=config["memory.offload"],
             limit_bytes=config["memory.limit_bytes"],
-            scores_bytes=config["memory.attention_scores_bytes"],
+            scores_bytes=choose_scores_bytes(config, _list_gpus(context)),
         ),
         precision=PrecisionSettings(config["precision.compute_dtype"]),
         exchange=ExchangeSettings(
@@ -73,6 +78,31 @@ def settings_of(context: Context) -> PlanSettings:
         hosts=topology.hosts if (topology := context.planned_topology) and context.is_laid_by_links else (),
         rank_order=context.rank_order,
     )
+
+
+def choose_scores_bytes(config: Config, gpus: Sequence[OwnGpu | None]) -> int:
+    """Returns from how many bytes of scores on attention is computed in blocks, which takes time: as configured, or as
+    the smallest GPU's memory allows, if every rank has one.
+
+    Decision: 0203.
+
+    Args:
+        gpus: of the ranks.
+    """
+    asked = int(config["memory.attention_scores_bytes"])
+    if config.origin("memory.attention_scores_bytes") != "default" or not gpus:
+        return asked
+    smallest_bytes = min(0 if gpu is None else (gpu.memory_bytes - gpu.used_bytes) // gpu.sharing for gpu in gpus)
+    return max(asked, smallest_bytes // _SCORES_PART)
+
+
+def _list_gpus(context: Context) -> Sequence[OwnGpu | None]:
+    """Returns the ranks' GPUs, as far as they are known here; the same on all ranks."""
+    if context.gpus:
+        return context.gpus
+    if context.planning.dry is not None:
+        return list_visible_gpus() if context.planning.dry.cluster is None else ()
+    return () if context.own_gpu is None else (context.own_gpu,)
 
 
 def choose_fused(cluster: Cluster | None, asked: FuseSettings) -> FuseSettings:

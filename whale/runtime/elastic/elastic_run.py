@@ -425,7 +425,7 @@ class Elastic:
     ) -> None:
         more = len(members) - len(self._group.members)
         self._group.grow(comm, members, hosts, known)
-        self._run.own_gpu = gpus[self._run.rank]
+        self._run.gpus, self._run.own_gpu = tuple(gpus), gpus[self._run.rank]
         self._take_over_balance([known.common])
         self._at.calls, self._at.steps, self._watched = known.calls, known.steps, None
         self._commits.keep(known.calls, lambda: known.state)
