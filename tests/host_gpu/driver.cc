@@ -1,6 +1,7 @@
-// NVIDIA's driver (libcuda.so.1, and as much of NVML as is asked of it) for GPUs that are the host's: whale_ops/gpu and
-// whale_ops/gpu_driver.py use it as they use the real one. What is queued on streams happens later
-// (streams.h); other processes map memory and share events as through CUDA IPC. Variables:
+// NVIDIA's driver (libcuda.so.1, and as much of NVML as is asked of it) for GPUs that are the
+// host's: whale_ops/gpu and whale_ops/gpu_driver.py use it as they use the real one. What is queued
+// on streams happens later (streams.h); other processes map memory and share events as through CUDA
+// IPC. Variables:
 //
 //   HOST_GPUS            the GPUs, as Settings says; the first two reach each other
 //   HOST_GPU_INIT_ERROR  the code with which cuInit fails

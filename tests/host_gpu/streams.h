@@ -106,14 +106,15 @@ class HOST_GPU_EXPORT InCall {
   const int64_t since_ns_;
 };
 
-// A GPU as HOST_GPUS lists it: `bytes[:slowness[:late_us[:name[:used]]]]`, with commas between GPUs.
+// A GPU as HOST_GPUS lists it: `bytes[:slowness[:late_us[:name[:used]]]]`, with commas between
+// GPUs.
 struct Settings {
   size_t memory_bytes = 0;
   double slowness = 1;  // kernels take so many times as long as on the host
   int late_us = 0;  // a kernel takes up to so much longer, and what else is queued waits as long
   std::string name = "NVIDIA Something";
   size_t used_bytes = 0;  // by programs of others
-  int place = 0;  // in HOST_GPUS
+  int place = 0;          // in HOST_GPUS
 };
 
 class HOST_GPU_EXPORT Gpu {
