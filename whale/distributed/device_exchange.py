@@ -225,7 +225,7 @@ def warn_of_taken_memory(gpu: Any) -> None:
 class OwnGpu(msgspec.Struct, frozen=True):
     """The GPU on which a rank computes, as NVIDIA's driver has it.
 
-    Decision: 0203.
+    Decision: 0204.
 
     Attributes:
       uuid: which one it is; of a part of a GPU (MIG), which part.

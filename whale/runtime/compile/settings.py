@@ -84,7 +84,7 @@ def choose_scores_bytes(config: Config, gpus: Sequence[OwnGpu | None]) -> int:
     """Returns from how many bytes of scores on attention is computed in blocks, which takes time: as configured, or as
     the smallest GPU's memory allows, if every rank has one.
 
-    Decision: 0204.
+    Decision: 0205.
 
     Args:
         gpus: of the ranks.
