@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
+from tests.forkserver import plain_python
+from tests.launcher.helpers import Launcher
 from whale.distributed.faults import raise_comm_error
 from whale.runtime.context import require_current
 
@@ -31,7 +34,7 @@ def checked(x: Any) -> Any:
 def heard() -> str:
     """Returns what the last rank hears when it exchanges something."""
     with pytest.raises(wh.CommError) as caught:
-        require_current("a test").comms[-1].allgather_bytes("heard", b"", 20.0)
+        [*require_current("a test").comms][-1].allgather_bytes("heard", b"", 20.0)  # as it is, not connected anew
     return str(caught.value)
 
 
@@ -43,6 +46,47 @@ def test_an_error_of_a_layer_stays_whatever_the_layer_is_called(ranks: Start, co
     with pytest.raises(tf.errors.InvalidArgumentError, match="WhaleNet was given no numbers"):
         step(BAD)
     assert heard().startswith("rank 0 failed: InvalidArgumentError: ")
+    assert float(step(X)) == X.size
+
+
+CAUGHT = """
+import sys
+import numpy as np, tensorflow as tf
+if "plain" not in sys.argv:
+    import whale as wh
+    wh.init()
+rows = np.random.default_rng(0).normal(size=(5, 6, 4))
+rows[1, 5, 0], rows[2, 0, 1], rows[3, 5, 1] = 100, np.nan, np.nan  # of all ranks, of the first, of the last
+w = tf.Variable(np.ones((4, 2)))
+@tf.function if "plain" in sys.argv else wh.function
+def step(x):
+    tf.debugging.assert_less(tf.reduce_max(x), tf.constant(50.0, tf.float64), "too large")
+    noise = tf.random.uniform((), seed=3, dtype=tf.float64)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.debugging.check_numerics(x @ w, "no number") ** 2)
+    w.assign_sub(0.1 * tape.gradient(loss, w))
+    return loss
+caught = 0
+for x in [*rows, *rows]:
+    try:
+        step(tf.constant(x))
+    except tf.errors.InvalidArgumentError as error:
+        assert "too large" in error.message or "no number" in error.message
+        caught += 1
+print("SAID", caught, *(f"{value:.12f}" for value in w.numpy().ravel()))
+"""
+
+
+def test_a_run_goes_on_after_an_error_that_all_ranks_catch(launcher: Launcher) -> None:
+    script = launcher.script(CAUGHT)
+    plain = subprocess.run(
+        [plain_python(), script, "plain"], env=launcher.environment, capture_output=True, text=True, check=True
+    )
+    found = launcher.run("-np", "2", script)
+    assert found.returncode == 0, found.stderr
+    said = [line.partition("SAID ")[2].strip() for line in found.stdout.splitlines() if "SAID " in line]
+    assert said[0].startswith("6 ")
+    assert said == [plain.stdout.partition("SAID ")[2].strip()] * 2
 
 
 def test_an_error_of_a_layer_in_a_session(ranks: Start) -> None:

@@ -326,6 +326,7 @@ class Context(Ranks):
       streams: what the names of random streams begin with, of each trace, in the order of their first programs.
       elements: number of messages so far about what ranks read, equal on all ranks.
       failed: whether a step of this rank has failed; the others are told so at the end.
+      calls: of steps so far, failed ones too.
       apart: how ranks of hosts are reached that have no MPI in common; None: all have.
       after_horovod: whether Horovod ran, and with it MPI, before Whale was started.
       at_once_bytes: of variables that were made before it was known whether they are divided.
@@ -355,6 +356,7 @@ class Context(Ranks):
     streams: dict[str, None] = field(default_factory=dict)
     elements: int = 0
     failed: bool = False
+    calls: int = 0
     after_horovod: bool = False
     apart: SocketBootstrap | None = None
     at_once_bytes: int = 0

@@ -11,7 +11,6 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context as tf_context
 
 from whale.capture.captured import Traced
-from whale.distributed.faults import raise_comm_error
 from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.kernels.updates.last import list_early_writes
@@ -19,6 +18,7 @@ from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction
 from whale.runtime.context import Context
+from whale.runtime.failed_steps import go_on, raise_step_error
 from whale.runtime.replica_writes import refuse_lone_writes
 
 
@@ -62,6 +62,8 @@ def callable_step(
         early = [(by_node[n].handle, by_node[n].variable.dtype) for n in list_early_writes(ranks[0])]
 
     def call(tensors: list[Any]) -> Any:
+        go_on(context)
+        context.calls += 1
         try:
             assigned = context.variables.settle()
             if outside is not None and outside.written:
@@ -83,7 +85,7 @@ def callable_step(
             context.variables.leave()
             return pack(results)
         except tf.errors.OpError as error:
-            raise_comm_error(error, context)
+            raise_step_error(error, context)
             raise
 
     # TensorFlow counts how often a function was added: functions that are not called any more are removed.
