@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +86,9 @@ UNSEEDED: dict[str, Callable[[], Any]] = {
     "RandomState": lambda: np.random.RandomState().rand(4),
     "PCG64": lambda: np.random.Generator(np.random.PCG64()).permutation(40),
     "Generator": lambda: tf.random.Generator.from_non_deterministic_state().normal([4]),
+    "Random": lambda: [random.Random().random() for _ in range(2)],
+    "uuid4": lambda: list(uuid.uuid4().bytes),
+    "uuid1": lambda: list(uuid.uuid1().bytes),
     "dataset": lambda: np.stack([n.numpy() for n in tf.data.Dataset.range(30).shuffle(30)]),
 }
 
@@ -105,6 +110,12 @@ def test_what_has_no_seed_draws_alike_on_all_ranks(what: str) -> None:
     np.testing.assert_array_equal(*of_ranks)
     assert not np.array_equal(*of_ranks[0]), "the same numbers again"
     assert not np.array_equal(of_ranks[0], in_a_process(6, draw)), "another run draws the same"
+
+
+def test_uuids_of_libraries_stay_a_processes_own() -> None:
+    make = eval(compile("lambda: uuid.uuid4()", f"{os.sep}site-packages{os.sep}library.py", "eval"), {"uuid": uuid})
+    of_ranks = [in_a_process(5, lambda: list(make().bytes)) for _ in range(2)]
+    assert not np.array_equal(*of_ranks)
 
 
 def test_ranks_that_bring_data_of_their_own_draw_for_themselves() -> None:

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import random
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from tensorflow.python.ops import stateful_random_ops
 
 import whale_ops
 from whale.distributed.msgpack_values import pack, unpack
-from whale.distributed.script_line import find_script_line
+from whale.distributed.script_line import find_script_line, is_of_library
 
 _KERAS_GENERATOR = "global_seed_generator"  # the attribute in which Keras 3 keeps it
 
@@ -129,8 +130,8 @@ class CommonSeeds:
     """Draws seeds for what a script gives none, from its making to ``take_back``.
 
     That are tf.data's shuffles, random operations that run eagerly, generators of NumPy (``np.random.default_rng()``)
-    and those of TensorFlow. Datasets with ``deterministic=False``, which may have any order, get the one that they have
-    without it.
+    and those of TensorFlow; in the script's own lines generators of Python (``random.Random()``) and ``uuid`` too.
+    Datasets with ``deterministic=False``, which may have any order, get the one that they have without it.
 
     A seed follows from the number that all ranks were given, and from the line of the script that asks, so that a
     dataset which one rank alone makes changes nothing for the others.
@@ -147,6 +148,9 @@ class CommonSeeds:
         self._original = self._replace(dataset_seeds, "get_seed", self._get_seed)
         self._seed_of_operation = self._replace(operation_seeds, "get_seed", self._get_operation_seed)
         self._replace(np.random.bit_generator, "randbits", self._draw_entropy)
+        for name in ("uuid1", "uuid4"):
+            self._replace(uuid, name, self._make_uuid(getattr(uuid, name)))
+        self._replace(random.Random, "__init__", self._make_seeded(random.Random.__init__))
         self._fresh_state = self._replace(stateful_random_ops, "non_deterministic_ints", self._draw_generator_state)
         for kind in _LEAVE_OPEN:
             self._replace(kind, "__init__", _make_in_order(kind.__init__))
@@ -234,6 +238,29 @@ class CommonSeeds:
     def _draw_entropy(self, bits: int) -> int:
         """Returns the seed of a NumPy generator that is given none."""
         return int.from_bytes(self._draw_bytes(-(-bits // 8)), "little") >> -bits % 8
+
+    def _make_uuid(self, original: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
+        """Returns the function for lines of the script; libraries keep theirs, for names that are a process's own."""
+
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> uuid.UUID:
+            if is_of_library(sys._getframe(1).f_code.co_filename):
+                return original(*args, **kwargs)
+            return uuid.UUID(bytes=self._draw_bytes(16), version=4)
+
+        return make
+
+    def _make_seeded(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Returns the constructor of Python's generators, which gives those of the script a seed."""
+
+        @functools.wraps(original)
+        def init(generator: random.Random, x: Any = None) -> None:
+            is_open = x is None and type(generator) is random.Random
+            if is_open and not is_of_library(sys._getframe(1).f_code.co_filename):
+                x = self.draw()
+            original(generator, x)
+
+        return init
 
     def _draw_generator_state(self, shape: Any, dtype: Any = tf.int64) -> tf.Tensor:
         """Returns the seed of a TensorFlow generator, the global one too, that is given none."""

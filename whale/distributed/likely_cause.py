@@ -13,12 +13,10 @@ _ORDER = (
     "set of objects"
 )
 _VALUES = (
-    "random numbers drawn before wh.init() or with a seed of each rank's own (random.Random(), os.getpid(), time), "
-    "uuid, the time, a host's name or files, or an environment variable"
+    "random numbers or uuids drawn before wh.init() or with a seed of each rank's own (os.getpid(), time), "
+    "the time, a host's name or files, or an environment variable"
 )
-_NAMES = (
-    "layers, variables or columns made in the order of os.listdir, glob or a set of objects, or named by uuid or time"
-)
+_NAMES = "layers, variables or columns made in the order of os.listdir, glob or a set of objects, or named by time"
 
 
 def describe_likely_cause(ranks: Ranks, reordered: bool = False, names: bool = False) -> str:

@@ -14,10 +14,11 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 def find_script_line() -> str:
     """Returns file and line number of the innermost frame outside libraries: "train.py:12"; "" if there is none."""
     frame: Any = sys._getframe(1)
-    while frame is not None and _is_of_library(frame.f_code.co_filename):
+    while frame is not None and is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _is_of_library(path: str) -> bool:
+def is_of_library(path: str) -> bool:
+    """Tells whether a source file belongs to Python, to an installed package or to Whale."""
     return path.startswith(_LIBRARIES) or any(part in path for part in _INSTALLED)

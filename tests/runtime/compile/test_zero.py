@@ -158,6 +158,59 @@ def test_a_weight_that_cannot_lie_split_is_named(ranks: Start) -> None:
         updated(tf.ones((8, 4)))
 
 
+def fill_queue(function: Callable[..., Any]) -> list[np.ndarray]:
+    """Two steps that train a weight and write into a queue at indices, and into a slice of a bank."""
+    weight, queue = (
+        tf.Variable(tf.reshape(tf.range(12.0, dtype=tf.float64), (6, 2))),
+        tf.Variable(tf.ones((8, 2), tf.float64)),
+    )
+    bank = tf.Variable(tf.ones((4, 2), tf.float64))
+
+    @function
+    def step(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+        key = tf.stop_gradient(x @ weight)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x @ weight) @ tf.transpose(tf.concat([queue, bank], 0)))
+        weight.assign_sub(0.01 * tape.gradient(loss, weight))
+        queue.scatter_nd_update((at + tf.range(4))[:, None] % 8, key)
+        bank[:2].assign(key[1:3])
+        return loss
+
+    losses = [step(tf.sin(tf.reshape(tf.range(24.0, dtype=tf.float64), (4, 6))), at) for at in (3, 7)]
+    return [np.asarray(value) for value in (*losses, weight, queue, bank)]
+
+
+def test_buffers_that_steps_write_at_indices_stay_whole(ranks: Start) -> None:
+    alone = fill_queue(tf.function)
+    ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
+    for one, found in zip(alone, fill_queue(wh.function), strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-13)
+
+
+def test_functions_that_are_no_steps_take_whole_weights_and_datasets_say_what_to_do(ranks: Start) -> None:
+    ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
+    w = tf.Variable(tf.reshape(tf.range(8.0), (4, 2)))
+
+    @wh.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x @ w)
+        w.assign_sub(tape.gradient(loss, w))
+        return loss
+
+    total = tf.function(lambda: tf.reduce_sum(w * w))
+    double = tf.function(lambda: w.assign(w * 2.0))
+    x = tf.ones((4, 4))
+    step(x)
+    value = np.arange(8.0).reshape(4, 2) - 4
+    assert float(total()) == np.sum(value**2)
+    double()
+    assert float(step(x)) == 4 * np.sum(2 * value)
+    assert float(total()) == np.sum((2 * value - 4) ** 2)
+    with pytest.raises(PlanError, match=r"(?s)dataset's function.*MapDataset.*\[4, 2\].*memory.zero=2"):
+        iter(tf.data.Dataset.from_tensors(x).map(lambda x: x @ w))
+
+
 def test_the_report_of_memory_counts_parts(ranks: Start) -> None:
     ranks(2, **{"memory.zero": 3, "memory.zero_min_bytes": 0})
     model, _ = trained(wh.function)

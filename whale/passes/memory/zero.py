@@ -24,13 +24,16 @@ from types import MappingProxyType
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Placement, Replicate, Shard, Strategy, divide_evenly, shard
-from whale.ir.ops import HAS_BODIES, LOOKUPS
+from whale.ir.ops import HAS_BODIES, LOOKUPS, SCATTERS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.state import is_model, leading_to, only_state
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import Use, can_take, iterate_variable_uses, make_op_view
+
+# Updates at indices of several dimensions, and of slices.
+_BY_INDEX = frozenset({"ResourceStridedSliceAssign", *(op for op in SCATTERS if "Nd" in op)})
 
 
 def state_at_rest(
@@ -110,13 +113,15 @@ def _is_number(variable: Variable) -> bool:
 
 def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], parts: int, min_bytes: int) -> None:
     """Raises PlanError for a weight with a divisible dimension that is used in a way that does not allow splitting
-    it.
+    it; buffers, which steps write at indices, stay whole.
     """
     for variable in group:
         t = variable.type
         cuts = [shard(d, divide_evenly(n, parts)) for d, n in enumerate(t.shape or ()) if n is not None and n >= parts]
         if not t.is_static or t.bytes < min_bytes:
             continue
+        if any(use.node.op in _BY_INDEX for use in uses[variable.node]):
+            continue  # a buffer, as a queue or a bank of features: no optimizer updates weights at indices of a slice
         for use in uses[variable.node] if cuts else ():
             if not any(_can_take(use, variable.node, cut, parts) for cut in cuts):
                 node = use.node

@@ -30,6 +30,7 @@ from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
 from whale.runtime.variables.eager_operands import make_handle_property
 from whale.runtime.variables.in_files import copy_part, find_folder, make_mapped_variable, write_block
 from whale.runtime.variables.partial_initializers import DeferredInitial, copy_to_own_memory
+from whale.runtime.variables.plain_functions import forget_noted, note_parts
 
 # Methods that need the whole value in the variable itself.
 NEED_WHOLE = (
@@ -82,11 +83,13 @@ class VariableParts:
         kind: type = type(self._variable)
         self._kind = kind
         self._variable.__class__ = _make_split_class(kind)
+        note_parts(self._handle, self)
 
     def leave(self) -> None:
         """Makes the variable an ordinary, empty one again; the parts are freed with their last reader."""
         self._variable.__class__ = self._kind
         del self._variable._whale_parts
+        forget_noted(self._handle)
         self._parts.clear()
 
     @property

@@ -5,7 +5,7 @@ replicas.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from whale.runtime.variables.deferred import find_deferred, forget, make_whole
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.runtime.variables.ownership import Holding, HoldingsCache
 from whale.runtime.variables.partial_initializers import DeferredInitial, RecordedOp
+from whale.runtime.variables.plain_functions import watch_plain_functions
 from whale.runtime.variables.split_variable import VariableParts, forget_parts, hold_nothing
 from whale.runtime.variables.stage_variables import VariableHome, list_present_copies, make_home, refresh, refresh_for
 
@@ -71,10 +72,14 @@ class VariableStore:
         self._split: list[VariableParts] = []
         self._homes: dict[int, VariableHome] = {}
         self._held = HoldingsCache()
+        self._put_back: Callable[[], None] | None = None
 
     def clear(self) -> None:
         """Forgets all variables at the end of the run."""
         self._entries.clear()
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
         forget_parts(self._split)
         self._homes.clear()
 
@@ -245,6 +250,8 @@ class VariableStore:
         if id(c.handle) in self._entries:
             return
         forget(c.variable)
+        if self._put_back is None:
+            self._put_back = watch_plain_functions()
         # A value that can only be computed whole is computed by one process after the other.
         in_turns = initial is not None and not initial.is_divisible and context.has_other_processes
         for turn in range(context.size if in_turns else 1):
