@@ -115,6 +115,7 @@ def go_on(context: Context) -> None:
         configure_communicator(comm, context.config)
         if context.trace is not None:
             comm.trace_start(context.trace.descriptor)
+    context.planning.forecast = None  # it counts exchanges of the old communicator, and steps that fail are no measure
     if context.has_other_processes:
         _compare(context)
     context.variables.check(context, context.outside, "the step after a failed one")
