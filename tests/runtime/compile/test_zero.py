@@ -164,7 +164,7 @@ def fill_queue(function: Callable[..., Any]) -> list[np.ndarray]:
         tf.Variable(tf.reshape(tf.range(12.0, dtype=tf.float64), (6, 2))),
         tf.Variable(tf.ones((8, 2), tf.float64)),
     )
-    bank = tf.Variable(tf.ones((4, 2), tf.float64))
+    bank, latest = tf.Variable(tf.ones((4, 2), tf.float64)), tf.Variable(tf.ones((8,), tf.float64))
 
     @function
     def step(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
@@ -174,10 +174,11 @@ def fill_queue(function: Callable[..., Any]) -> list[np.ndarray]:
         weight.assign_sub(0.01 * tape.gradient(loss, weight))
         queue.scatter_nd_update((at + tf.range(4))[:, None] % 8, key)
         bank[:2].assign(key[1:3])
-        return loss
+        latest.scatter_max(tf.IndexedSlices(key[:, 0] * latest[3], (at + tf.range(4)) % 8))
+        return loss + latest[0]
 
     losses = [step(tf.sin(tf.reshape(tf.range(24.0, dtype=tf.float64), (4, 6))), at) for at in (3, 7)]
-    return [np.asarray(value) for value in (*losses, weight, queue, bank)]
+    return [np.asarray(value) for value in (*losses, weight, queue, bank, latest)]
 
 
 def test_buffers_that_steps_write_at_indices_stay_whole(ranks: Start) -> None:

@@ -32,8 +32,7 @@ from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import Use, can_take, iterate_variable_uses, make_op_view
 
-# Updates at indices of several dimensions, and of slices.
-_BY_INDEX = frozenset({"ResourceStridedSliceAssign", *(op for op in SCATTERS if "Nd" in op)})
+_BY_INDEX = SCATTERS | {"ResourceStridedSliceAssign"}
 
 
 def state_at_rest(
@@ -121,7 +120,7 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
         if not t.is_static or t.bytes < min_bytes:
             continue
         if any(use.node.op in _BY_INDEX for use in uses[variable.node]):
-            continue  # a buffer, as a queue or a bank of features: no optimizer updates weights at indices of a slice
+            continue  # a buffer, as a queue or a bank of features, or a table too narrow for a column on each rank
         for use in uses[variable.node] if cuts else ():
             if not any(_can_take(use, variable.node, cut, parts) for cut in cuts):
                 node = use.node
