@@ -1,6 +1,7 @@
 #include "tests/host_gpu/late_kernels.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -133,6 +134,8 @@ class LateKernel : public OpKernel {
     // Lists are stacked and divided by copies on the stream of a device that is none of
     // TensorFlow's own: these come into memory by themselves.
     if (!ctx->status().ok() || calls != Stream::calls_of_thread()) return gpu->take_back();
+    bring_onto(gpu, ctx);
+    if (!ctx->status().ok()) return gpu->take_back();
     double lasts_ns = gpu->settings().slowness * static_cast<double>(now_ns() - since_ns);
     for (const Span& made : results(ctx, gpu, operands, variables)) {
       // No reference is held, as by a kernel of a GPU: who gets this memory next is behind it on
@@ -145,6 +148,24 @@ class LateKernel : public OpKernel {
   }
 
  private:
+  // Some kernels for processors ask for the host's memory (ScatterNd), where those for GPUs have
+  // the GPU's.
+  void bring_onto(const Gpu* gpu, OpKernelContext* ctx) const {
+    for (int i = 0; i < ctx->num_outputs(); ++i) {
+      Tensor* output = ctx->mutable_output(i);
+      if (output == nullptr || tensorflow::IsRefType(output_type(i)) || !output->IsInitialized() ||
+          output_memory_types()[i] != tensorflow::DEVICE_MEMORY || output->NumElements() == 0 ||
+          !tensorflow::DataTypeCanUseMemcpy(output->dtype()))
+        continue;
+      const auto data = output->tensor_data();
+      if (find_owner(data.data()) == gpu) continue;
+      Tensor there;
+      OP_REQUIRES_OK(ctx, ctx->allocate_temp(output->dtype(), output->shape(), &there));
+      std::memcpy(const_cast<char*>(there.tensor_data().data()), data.data(), data.size());
+      *output = there;
+    }
+  }
+
   std::vector<Span> lend_operands(OpKernelContext* ctx, Gpu* gpu) const {
     std::vector<Span> operands;
     for (int i = 0; i < ctx->num_inputs(); ++i) {

@@ -77,6 +77,16 @@ def scan(device):
 
         return step(tf.random.stateless_normal((5, 3, 4), [4, 7], dtype=tf.float64)).numpy()
 
+# Its kernel for processors asks for the host's memory.
+def scatter():
+    with tf.device("/GPU:0"):
+        return tf.scatter_nd(tf.constant([[0]]), tf.ones((1, 1 << 18)), [4, 1 << 18])  # 4 MiB
+
+before = tf.config.experimental.get_memory_info("GPU:0")["current"]
+scattered = scatter()
+said["scattered"] = tf.config.experimental.get_memory_info("GPU:0")["current"] - before
+del scattered
+
 said["lists"] = bool(np.allclose(scan("/GPU:0"), scan("/CPU:0"), rtol=1e-14))
 said["rows"] = bool(np.allclose(look_up("/GPU:0"), look_up("/CPU:0"), rtol=1e-14))
 
@@ -117,6 +127,7 @@ def test_tensorflow_computes_on_unequal_gpus(tmp_path: Path) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["devices"] == ["/device:GPU:0", "/device:GPU:1"]
     assert said["rows"], "of tables whose values are kept"
+    assert said["scattered"] >= 4 << 20, "into the GPU's memory"
     assert said["lists"], "that a loop writes and its gradient reads"
     assert said["equal"] == [True, True] and said["places"] == ["GPU:0", "GPU:1"]
     assert said["slower"] > 1.5, "kernels of the second one take six times as long"

@@ -106,4 +106,4 @@ def test_sums_are_those_of_the_program_as_written_but_for_rounding(first: int) -
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10, err_msg=f"seed {seed}")
         program = step._step(given, {}).compiled.ranks[0]
         sums += sum(node.attrs["S"] for node in program.nodes if node.op == ELEMENTWISE)
-    assert sums > 1
+    assert sums > 0
