@@ -245,11 +245,13 @@ def random_program(draw: random.Random) -> Program:
     b = Builder()
     f64 = DType("float64")
     comm = communicator(b)
-    known = [b.input(f"x{i}", (SIZE, SIZE)) for i in range(3)]
+    known = [b.input("x", (SIZE, SIZE)), *(b.const(np.full((SIZE, SIZE), c), "float64") for c in (0.5, 2.0))]
     for i in range(draw.randrange(10, 40)):
         one, other, name = draw.choice(known[-8:]), draw.choice(known), f"n{i}"
+        if draw.random() < 0.2:  # equal on all ranks
+            one, other = known[1:3]
         kind = draw.randrange(12)
-        controls = (draw.choice(known[3:]).node,) if len(known) > 4 and draw.random() < 0.1 else ()
+        controls = (draw.choice(known[3:]).node,) if len(known) > 4 and draw.random() < 0.2 else ()
         if kind < 3:
             made = b.op("Tanh", one, name=name, controls=controls, T=f64)
         elif kind < 6:

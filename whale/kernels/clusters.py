@@ -68,6 +68,7 @@ class _Place(NamedTuple):
     Attributes:
       stage: number of the first exchange for which the node has to be done.
       met: bit set of the exchanges and other synchronising nodes that it waits for.
+      turns: how often the way to it leads from a node of which ``of_rank`` holds to one that only comes behind it.
       of_rank: whether it depends on what other ranks may have otherwise, such as rows of a batch. What it does not is
         compiled by itself, so that all ranks compile the same of it, and copies of a variable do not come to differ.
       level: how often the way to it from such nodes leaves a cluster.
@@ -75,6 +76,7 @@ class _Place(NamedTuple):
 
     stage: int
     met: int
+    turns: int
     of_rank: bool
     level: int
 
@@ -204,15 +206,17 @@ class _Former:
             of_rank = not self._exchanges(node) and (
                 _may_differ_between_ranks(node) or any(places[name].of_rank for name, _ in node.inputs)
             )
-            for name in list_predecessors(node):
-                before = places[name]
-                if (before.stage, before.met, before.of_rank) == (stage, after, of_rank):
+            behind = [(name, places[name]) for name in list_predecessors(node)]
+            here = [one for _, one in behind if (one.stage, one.met) == (stage, after)]
+            turns = max((one.turns + (one.of_rank and not of_rank) for one in here), default=0)
+            for name, before in behind:
+                if (before.stage, before.met, before.turns, before.of_rank) == (stage, after, turns, of_rank):
                     made = graph.by_name[name]
                     # XLA would find that what is recomputed is known already.
                     again = node.marks.recomputed and not made.marks.recomputed
                     leaves = name in members and (not member or again)
                     level = max(level, before.level + leaves)
-            places[node.name] = _Place(stage, after, of_rank, level)
+            places[node.name] = _Place(stage, after, turns, of_rank, level)
         found: dict[_Place, list[Node]] = {}
         for node in graph.nodes:
             if node.name in members:
