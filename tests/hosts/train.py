@@ -1,6 +1,6 @@
 """Script of runs on hosts: some steps of a small network, the same on any number of ranks.
 
-    train.py FOLDER [STEPS [PAUSE_S]]
+    train.py FOLDER [STEPS [PAUSE_S [ROWS WIDTH]]]
 
 Rank 0 writes losses and weights to FOLDER/result.npz and says each step; each rank says when it has taken its first
 one, and adds its process to FOLDER/pids_HOST.
@@ -20,11 +20,12 @@ import tensorflow as tf
 import whale as wh
 
 folder, steps, pause_s = Path(sys.argv[1]), int((sys.argv[2:] or ["3"])[0]), float((sys.argv[3:] or ["0"])[0])
+rows, width = map(int, sys.argv[4:] or (8, 16))
 wh.init(solo=True)
 draw = np.random.default_rng(7)
-first = tf.Variable(draw.normal(size=(6, 16)))
-second = tf.Variable(draw.normal(size=(16, 1)))
-batches = [(draw.normal(size=(8, 6)), draw.normal(size=(8, 1))) for _ in range(4)]
+first = tf.Variable(draw.normal(size=(6, width)))
+second = tf.Variable(draw.normal(size=(width, 1)))
+batches = [(draw.normal(size=(rows, 6)), draw.normal(size=(rows, 1))) for _ in range(4)]
 
 
 @wh.function
