@@ -237,7 +237,18 @@ def test_steps_that_take_far_longer_than_predicted_are_said(make_hosts: Callable
     launcher = HostLauncher(hosts, python=warm_python())
     launcher.environment["WHALE_MESH_AUTO_PARALLEL"] = "1"
     launcher.environment["WHALE_MESH_PLAN_CACHE"] = "/tmp/cache"
-    command = ("-np", "2", "--hosts", "h0:1,h1:1", TRAIN, str(tmp_path), "20", "0.05", "200000", "16")  # rows are divided
+    command = (
+        "-np",
+        "2",
+        "--hosts",
+        "h0:1,h1:1",
+        TRAIN,
+        str(tmp_path),
+        "20",
+        "0.05",
+        "200000",
+        "16",
+    )  # rows are divided
     with launcher.start(*command) as process:
         wait_for_line(process, "step 4")
         hosts.lose("h1", 0.5)

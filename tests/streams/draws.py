@@ -119,6 +119,7 @@ CASES = (
     Program("session", ("loop", "branch"), ("nested", "branch"), (1, 4, 2, 1), (1, 3), -1, 4),
     Program("signature", ("Dropout of Keras 2",), ("Dropout of Keras 2", "normal"), (3, 1, 2), (1, 2), -1, 4),
     Program("fit", ("seeded",), ("normal", "one number"), (8,), (0,), -1, 3),
+    Program("fit", ("nested",), ("integers",), (3, 6, 2, 2, 1, 6), (1, 3), 3, 2),
 )
 
 

@@ -54,11 +54,12 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
 
     Args:
       one_trace: whether one process serves all shapes of its arguments with one trace, so that random streams go on.
+      has_sizes: whether it knows all sizes in that trace.
     """
 
-    def __init__(self, fn: Callable[P, R], one_trace: bool = False):
+    def __init__(self, fn: Callable[P, R], one_trace: bool = False, has_sizes: bool = True):
         functools.update_wrapper(self, fn if hasattr(fn, "__name__") else getattr(fn, "python_function", fn))
-        self._fn, self._one_trace = fn, one_trace
+        self._fn, self._of_traces = fn, (one_trace, has_sizes)
         self._options = read_tracing_options(fn)
         python_function: Callable[..., Any] = getattr(fn, "python_function", fn)
         super().__init__(  # behind what is copied of another function, which has traces of its own
@@ -75,7 +76,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         # What has a `__get__` is a builtin for `inspect.getfullargspec`, by which Keras 2 asks for a layer's arguments.
         with contextlib.suppress(TypeError, ValueError):  # it has none, as some of C
             self.__signature__ = inspect.signature(self._python_function)
-        self._traces = Traces(self._fn, self._one_trace)
+        self._traces = Traces(self._fn, *self._of_traces)
         self._inside = _unwrap(self._fn, self._options)
         self._taped = TapedCalls(getattr(self, "__name__", "function"), self._call_inside, Function)
         self._called: dict[Hashable, tuple[SharedTrace, Any, Any]] = {}  # what one process has a trace for
@@ -98,7 +99,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
             return self
         if instance not in self._bound:
             method = functools.partial(self._python_function, weakref.proxy(instance))
-            self._bound[instance] = Function(self._trace_alike(method), self._one_trace)
+            self._bound[instance] = Function(self._trace_alike(method), *self._of_traces)
         return self._bound[instance]
 
     def _trace_alike(self, python_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +305,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
             self._quick.clear()
             self._sources.clear()
             if self._context is not None and self._context() is not context:  # inside of other steps it has no context
-                self._traces = Traces(self._fn, self._one_trace)
+                self._traces = Traces(self._fn, *self._of_traces)
             self._context, self._division = weakref.ref(context), context.division
         return context
 

@@ -114,7 +114,8 @@ class BatchStep:
         signed: Any = named
         signed.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
         made = tf.function(named, jit_compile=True, autograph=self._autograph) if self._jit else named
-        return Function(made, one_trace=True)
+        has_sizes = not rows_vary and (trace is None or trace[0] not in self._traces.without_sizes)
+        return Function(made, one_trace=True, has_sizes=has_sizes)
 
 
 def _has_same_structure(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ Decision: 0137.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import random_seed
 
 from whale.capture.signature import Arguments
@@ -29,6 +31,8 @@ _FIRST = 200  # of variable creators: asked before a script's own
 _SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
 # What the trace that goes on has drawn, and what is left of it where it is traced again.
 _drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
+# Streams of the trace without sizes that goes on; "": it has sizes.
+_without_sizes: ContextVar[str] = ContextVar("_without_sizes", default="")
 
 
 def new_streams() -> str:
@@ -42,6 +46,7 @@ class Relaxed:
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
         self._known: dict[Hashable, Hashable] = {}
+        self.without_sizes: set[Hashable] = set()  # traces that do not know all of them
 
     def trace(self, kind: Hashable, specs: Sequence[Any]) -> Hashable:
         """The trace for tensors, arrays or iterators of these types; ``kind``: all else that a trace is made for."""
@@ -54,6 +59,8 @@ class Relaxed:
             # A trace lives as long as the function, so that no other one has its number.
             graph = made.get_concrete_function(*types).graph
             self._known[key] = kind, id(graph)
+            if not all(one.shape.is_fully_defined() for one in graph.inputs if one.dtype != tf.resource):
+                self.without_sizes.add(self._known[key])
         return self._known[key]
 
 
@@ -72,14 +79,16 @@ class SharedTrace:
 
     Args:
       step: what is traced.
+      has_sizes: whether one process has a trace of its own for these sizes.
 
     Attributes:
       streams: what the names of these streams begin with.
       sizes: with which it was called.
     """
 
-    def __init__(self, step: Callable[..., Any]) -> None:
+    def __init__(self, step: Callable[..., Any], has_sizes: bool = True) -> None:
         self.streams, self.sizes = new_streams(), SizesOfTrace()
+        self._apart = "" if has_sizes else self.streams
         self._step, self._values = step, PythonValues(None)
         self._has_created = False  # variables, in its latest run
         self._seed = tf_context.global_seed()
@@ -95,8 +104,9 @@ class SharedTrace:
     def trace_with_seed(self) -> Iterator[None]:
         """Around a trace, and each run of the step's Python: the global seed, what Python and NumPy draw, and values of
         Python that the step can reach, are what they were for the first program. What comes behind a later one does
-        not know of it.
+        not know of it. Functions that a trace without sizes calls are traced for it, and not found as traced with some.
         """
+        _keep_nested_apart()
         tf_ctx = tf_context.context()
         now, tf_ctx._seed = tf_ctx._seed, self._seed
         before, again = _read_python_states(), self._is_known
@@ -106,12 +116,14 @@ class SharedTrace:
             self._drawn, self._python = [], before  # a step that creates variables runs twice in one process, too
         if not again or self._has_created:  # one process traces again, too, what has created variables
             self._values, self._has_created = PythonValues(self._step), False
+        apart = _without_sizes.set(self._apart)
         token = _drawing.set((self._drawn, iter(self._drawn)) if self._is_known else (self._drawn, None))
         try:
             with self._values.put_back() if again else self._note_created():
                 yield
         finally:
             _drawing.reset(token)
+            _without_sizes.reset(apart)
             tf_ctx._seed = now
             if again:
                 _write_python_states(before)
@@ -123,6 +135,19 @@ class SharedTrace:
 
         graph = tf.compat.v1.get_default_graph()
         return graph._variable_creator_scope(create, priority=_FIRST)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _keep_nested_apart() -> None:
+    """From now on, TensorFlow looks for traces of functions that a step without sizes calls among this step's only."""
+    original = function_context.make_function_context
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        found, step = original(*args, **kwargs), _without_sizes.get()
+        return found._replace(context=(found.context, step)) if step else found
+
+    function_context.make_function_context = make
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
@@ -155,20 +180,28 @@ class Traces:
     Args:
       step: what the step is made of; perhaps a tf.function.
       one: whether one trace serves all shapes, as the caller knows.
+      has_sizes: whether that one knows them.
     """
 
-    def __init__(self, step: Callable[..., Any], one: bool) -> None:
+    def __init__(self, step: Callable[..., Any], one: bool, has_sizes: bool = True) -> None:
         self._any_shape = one or getattr(step, "input_signature", None) is not None
         self._relaxed = Relaxed() if getattr(step, "_reduce_retracing", False) else None
         self._known: dict[Hashable, SharedTrace] = {}
-        self._step = step
+        self._step, self._one_has_sizes = step, has_sizes
 
     def find(self, arguments: Arguments) -> SharedTrace:
         """The trace that one process would take for a call."""
         trace = self._key(arguments)
         if trace not in self._known:
-            self._known[trace] = SharedTrace(self._step)
+            self._known[trace] = SharedTrace(self._step, self._has_sizes(trace))
         return self._known[trace]
+
+    def _has_sizes(self, trace: Hashable) -> bool:
+        signature = getattr(self._step, "input_signature", None)
+        if signature is not None:
+            specs = tf.nest.flatten(signature, expand_composites=True)
+            return all(spec.shape.is_fully_defined() for spec in specs if isinstance(spec, tf.TensorSpec))
+        return self._one_has_sizes and (self._relaxed is None or trace not in self._relaxed.without_sizes)
 
     def forget(self, arguments: Arguments) -> None:
         """Lets the next call of this kind be one that one process traces again: its random streams begin anew."""
