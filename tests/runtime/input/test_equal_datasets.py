@@ -153,7 +153,7 @@ def scaled(factor: float) -> tf.data.Dataset:
     return samples().map(lambda x, y: (x * factor, y)).batch(4)
 
 
-UNSEEDED = "random numbers drawn before wh.init()"
+UNSEEDED = "random numbers or uuids drawn before wh.init()"
 ORDER = "in another order"
 # What ranks make for themselves -> what each rank does; what the error names; the cause that it tells of.
 DIFFERENT: dict[str, tuple[Make, str, str]] = {
