@@ -42,7 +42,7 @@ from whale.tools.models.capture import capture_program, make_step
 from whale.tools.plan_model import find_strategy, plan_as, read
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
-CLASSIFIER = "classifier:classes=200000,features=16,inputs=8,batch=64"
+CLASSIFIER = "classifier:classes=200000,features=32,inputs=8,batch=64"
 UNEQUAL = cluster_file.parse(
     "name: both kinds\nnetworks: {f: {type: infiniband-hdr-200}}\nhosts: "
     "[{name: a, devices: [{type: a100, count: 2}], networks: {f: {nics: 2}}}, "

@@ -145,7 +145,8 @@ def _keep_nested_apart() -> None:
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
         found, step = original(*args, **kwargs), _without_sizes.get()
-        return found._replace(context=(found.context, step)) if step else found
+        is_nested = not tf.executing_eagerly()  # and not the step itself, which is found from outside, too
+        return found._replace(context=(found.context, step)) if step and is_nested else found
 
     function_context.make_function_context = make
 
