@@ -133,7 +133,7 @@ def on_ranks(combinations: Sequence[Names]) -> Iterator[tuple[Names, Outcome]]:
 
 
 def _of_processes(combinations: Sequence[Names], folder: str) -> Iterator[Outcome]:
-    """What comes out of each, as soon as all ranks have said it, up to the first that is WRONG."""
+    """Yields what comes out of each, as soon as all ranks have said it, up to the first that is WRONG."""
     Path(folder, "asked.json").write_text(json.dumps(combinations))
     command = [warm_python(), "-m", "whale", "run", "-np", str(RANKS), str(ROOT / "tests/combinations/on_ranks.py")]
     known = environment() | {"CUDA_VISIBLE_DEVICES": "-1"}
@@ -168,7 +168,7 @@ def _of_processes(combinations: Sequence[Names], folder: str) -> Iterator[Outcom
 
 
 def _said(path: Path) -> list[Outcome]:
-    """What a rank has said so far, in whole lines."""
+    """Returns what a rank has said so far, in whole lines."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [(kind, what) for kind, what in map(json.loads, (line for line in lines if line.endswith("\n")))]
 
@@ -237,7 +237,7 @@ def read_page(text: str) -> tuple[dict[Names, Outcome], str]:
 
 
 def _of_triples(rows: dict[Names, Outcome]) -> str:
-    """What the page says of the triples that were run, "" where none was."""
+    """Returns what the page says of the triples that were run, "" where none was."""
     kinds = [kind for names, (kind, _) in rows.items() if len(names) == 3]
     if not kinds:
         return ""

@@ -87,7 +87,7 @@ def test_loading_is_as_slow_as_storage_or_workers() -> None:
 
 
 def test_a_tile_begins_and_ends_in_as_long_in_every_dtype() -> None:
-    """Of a long inner dimension little is lost, of a short one twice as much in float8, which is twice as fast."""
+    """Loses little of a long inner dimension, and of a short one twice as much in float8, which is twice as fast."""
     h100 = hardware.find_device("h100-sxm-80gb")
     half, eighth = find_rates(h100, "bfloat16"), find_rates(h100, "float8")
     assert eighth.fill_k == pytest.approx(2 * half.fill_k, rel=1e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,7 @@ import tensorflow as tf
 
 import whale as wh
 import whale_ops
-from tests.forkserver import plain_python
-from tests.launcher.helpers import Launcher
+from tests.launcher.helpers import Launcher, run_alone
 from whale.distributed.faults import raise_comm_error
 from whale.runtime.context import require_current
 
@@ -79,14 +77,12 @@ print("SAID", caught, *(f"{value:.12f}" for value in w.numpy().ravel()))
 
 def test_a_run_goes_on_after_an_error_that_all_ranks_catch(launcher: Launcher) -> None:
     script = launcher.script(CAUGHT)
-    plain = subprocess.run(
-        [plain_python(), script, "plain"], env=launcher.environment, capture_output=True, text=True, check=True
-    )
+    plain = run_alone(launcher, script)
     found = launcher.run("-np", "2", script)
     assert found.returncode == 0, found.stderr
     said = [line.partition("SAID ")[2].strip() for line in found.stdout.splitlines() if "SAID " in line]
     assert said[0].startswith("6 ")
-    assert said == [plain.stdout.partition("SAID ")[2].strip()] * 2
+    assert said == [plain.partition("SAID ")[2].strip()] * 2
 
 
 def test_an_error_of_a_layer_in_a_session(ranks: Start) -> None:

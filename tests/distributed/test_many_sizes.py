@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-
-from tests.forkserver import plain_python
-from tests.launcher.helpers import Launcher
+from tests.launcher.helpers import Launcher, run_alone
 from whale.runtime.input.many_sizes import OWN_PLANS
 
 FIT = """
@@ -34,11 +31,9 @@ if "plain" not in sys.argv:
 
 def test_fit_gathers_the_rows_that_ranks_read_for_a_shared_program(launcher: Launcher) -> None:
     script = launcher.script(FIT)
-    plain = subprocess.run(
-        [plain_python(), script, "plain"], env=launcher.environment, capture_output=True, text=True, check=True
-    )
+    plain = run_alone(launcher, script)
     done = launcher.run("-np", "2", script)
     assert done.returncode == 0, done.stderr
     said = [line.partition("SAID ")[2] for line in done.stdout.splitlines() if "SAID " in line]
-    assert said == [plain.stdout.strip().removeprefix("SAID ")] * 2
+    assert said == [plain.strip().removeprefix("SAID ")] * 2
     assert done.stdout.count(f"PROGRAMS {OWN_PLANS + 1}") == 2, done.stdout

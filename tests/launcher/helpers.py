@@ -114,6 +114,13 @@ def _command_line(process: int) -> str:
         return ""
 
 
+def run_alone(launcher: Launcher, script: str) -> str:
+    """Runs a script as one process that never imports Whale, with the argument "plain"; returns what it printed."""
+    command = [forkserver.plain_python(), script, "plain"]
+    done = subprocess.run(command, env=launcher.environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 def wait_for_line(process: subprocess.Popen[str], wanted: str) -> list[str]:
     """Reads stdout up to the line that contains ``wanted``."""
     assert process.stdout is not None

@@ -24,7 +24,7 @@ def note_parts(handle: Any, parts: Any) -> None:
 
 
 def forget_noted(handle: Any) -> None:
-    """The variable is whole again."""
+    """Forgets what ``note_parts`` has noted: the variable is whole again."""
     if hasattr(handle, _PARTS):
         delattr(handle, _PARTS)
 
