@@ -180,6 +180,11 @@ class ElasticHooks(Protocol):
         """Tells whether other processes may join later and continue from the script's commits."""
         ...
 
+    @property
+    def is_catching_up(self) -> bool:
+        """Tells whether this process has come in, and its script is not yet at the others' commit."""
+        ...
+
     def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
         """Commits the script's state here (returned by ``state``), from which joining processes can continue, now or
         later.

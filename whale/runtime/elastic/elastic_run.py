@@ -93,6 +93,7 @@ class Elastic:
         self._inside = False
         self._generations: Generations | None = None
         self._agreements = Agreements()
+        self._is_catching_up = False
 
     @property
     def number(self) -> int:
@@ -156,7 +157,7 @@ class Elastic:
             return take(args, kwargs)
         if not self._group.members:
             raise make_nothing_to_join_error()
-        self._inside = True
+        self._inside, self._is_catching_up = True, False
         self._calls.begin()
         self._times.begin()
         calls, steps = self._at.calls, self._at.steps
@@ -380,10 +381,19 @@ class Elastic:
         """Tells whether other processes may join later and continue from the script's commits."""
         return self._group.door is not None
 
+    @property
+    def is_catching_up(self) -> bool:
+        """Tells whether this process has come in, and its script is not yet at the others' commit.
+
+        What ranks do together until there, the others have done before.
+        """
+        return self._is_catching_up
+
     def commit(self, state: Callable[[], bytes], steps_left: int | None = None) -> None:
         """Commits the script's state here (returned by ``state``), from which joining processes can continue, now or
         later.
         """
+        self._is_catching_up = False
         self._commits.keep(self._at.calls, state, steps_left)
 
     def come_in(self) -> bytes | None:
@@ -408,6 +418,7 @@ class Elastic:
                     raise SystemExit(0) from None
                 if not self._group.hear(_WORD_S):
                     raise
+        self._is_catching_up = True
         return self._commits.held[self._at.calls]()
 
     def _take_in_joining_ranks(self, welcome: Welcome | None) -> None:

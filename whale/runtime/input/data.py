@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -61,6 +61,7 @@ class ShardedDataset:
     ) -> None:
         self._whole, self._context, self._by, self._told = dataset, context, by, told
         self._leaves = tf.nest.flatten(dataset.element_spec)
+        agreed = agreed or (context.elastic is not None and context.elastic.is_catching_up)  # by the others, before
         shares_rows = context.has_other_processes and by == "row" and not agreed
         self._seed = context.retry_after_loss(self._common_seed) if shares_rows else self._draw_seed()
         self._orders = Orders(dataset)
@@ -134,6 +135,17 @@ class ShardedDataset:
     def whole(self) -> tf.data.Dataset:
         """The dataset of whole batches."""
         return self._whole
+
+    @cached_property
+    def build(self) -> dict[str, int]:
+        """Checksums of what decides on its elements, by what that is; {} if inputs are not compared.
+
+        Not of floating values, which ranks may have rounded otherwise.
+        """
+        if not self._context.config["debug.check_inputs"]:
+            return {}
+        parts = describe_build(self._whole)
+        return checksums({name: part for name, part in parts.items() if not part.dtype.is_floating})
 
     @property
     def begun(self) -> tuple[int, tuple[int, ...] | None, bool]:

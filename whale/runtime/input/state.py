@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from whale.distributed.msgpack_values import pack, unpack
@@ -44,14 +45,23 @@ class State:
         self._elastic = context.elastic
         self._iterator: ShardedIterator | None = None
         self._place: Place | None = None
+        self._seeds = context.seeds
+        self._asked_at_making = self._count_seeds()
+        self._asked_before_commit: Counter[str] | None = None  # by lines between the making and the first commit
+        self._asked_by_others: Counter[str] | None = None  # when they committed; of a process that has come in
+        self._build: dict[str, int] = {}  # of the dataset that is iterated; in a process that has come in, the others'
         vars(self).update(values)
         said = self._elastic.come_in() if self._elastic is not None else None
         if said is not None:
             taken_up = unpack(said)
             if not isinstance(taken_up, tuple):
                 raise make_other_place_error("Keras' fit", "a loop with wh.State")
-            values, self._place = taken_up
+            values, self._place, self._build, *asked = taken_up
             vars(self).update(values)
+            now, before_commit = map(Counter, asked)
+            self._asked_by_others, self._asked_before_commit = now, before_commit
+            # What stands between here and the commit asks once more, as for an epoch that the others have begun.
+            self._go_to_seeds(now - before_commit)
 
     def rest(self, dataset: ShardedDataset, epochs: int | None = None) -> Iterator[Any]:
         """Yields the batches of an epoch, or those that are left of it where another process has begun; commits before
@@ -70,6 +80,10 @@ class State:
                 expected="a dataset of wh.shard, whose batches are counted",
                 action="state.rest(wh.shard(dataset))",
             )
+        build = dataset.build if self._elastic is not None and self._elastic.is_keeping_commits else {}
+        if self._build and self._elastic is not None and self._elastic.is_catching_up:
+            _refuse_other_dataset(build, self._build)
+        self._build = build
         self._iterator = iter(dataset)
         if self._place is not None:
             self._iterator.go_to(self._place)
@@ -92,8 +106,33 @@ class State:
         Args:
           steps_left: how many the loop has still to take, if that is known.
         """
+        if self._asked_by_others is not None:  # lines behind an epoch's steps have asked there, and not here
+            self._go_to_seeds(self._asked_by_others)
+            self._asked_by_others = None
+        if self._asked_before_commit is None:
+            self._asked_before_commit = self._count_seeds() - self._asked_at_making
         if self._elastic is not None and self._elastic.is_keeping_commits:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             place = self._iterator.place if self._iterator is not None else self._place
-            packed = pack((values, place))  # now: the script goes on to change them
+            asked = dict(self._count_seeds()), dict(self._asked_before_commit)
+            packed = pack((values, place, self._build, *asked))  # now: the script goes on to change them
             self._elastic.commit(lambda: packed, steps_left)
+
+    def _count_seeds(self) -> Counter[str]:
+        return Counter() if self._seeds is None else Counter(self._seeds.draw_counts)
+
+    def _go_to_seeds(self, asked: Mapping[str, int]) -> None:
+        if self._seeds is not None:
+            self._seeds.go_to(asked)
+
+
+def _refuse_other_dataset(mine: Mapping[str, int], others: Mapping[str, int]) -> None:
+    """Raises a ProgramError if the dataset with which a process goes on is not that of the ranks that it joins."""
+    different = [name for name in dict.fromkeys([*others, *mine]) if mine.get(name) != others.get(name)]
+    if different:
+        raise ProgramError(
+            "a rank that joins reads another dataset than the others, in the epoch that they are in",
+            given=f"different there and here: {', '.join(different[:3])}",
+            expected="the dataset that the others read, made by the same lines of the script",
+            action="make the dataset before wh.State or alike in every epoch; give its shuffle a seed",
+        )
