@@ -18,7 +18,7 @@ from cost_model.analytic.stacks import stack
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster import cluster_file
 from cost_model.cluster.pools import Machines
-from cost_model.graph.machine import cluster_machine
+from cost_model.graph.machine import Rates, cluster_machine
 from cost_model.graph.predict import predict_ranks
 from cost_model.kernels.gpu_memory import nccl_bytes
 from tests.cost_model.test_captured import LAB
@@ -30,7 +30,7 @@ from whale.passes.pass_manager import normalise
 from whale.passes.settings import FuseSettings, PlanSettings
 from whale.planner import ask
 from whale.planner.evaluate import Evaluator, ModelEvaluator, ProgramEvaluator
-from whale.planner.graph_search import predict, search, strategies, team
+from whale.planner.graph_search import lower_bounds, predict, search, strategies, team
 from whale.planner.graph_search.environment import SearchEnvironment
 from whale.planner.graph_search.pipelines import chain
 from whale.planner.graph_search.strategies import choices, divide_over_all
@@ -225,11 +225,27 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
             assert way.lacking_bytes == every.lacking_bytes
 
 
+@pytest.mark.parametrize("packs", [True, False], ids=["products that pack", "products that do not"])
+@pytest.mark.parametrize("model", [CLASSIFIER, "bert:layers=1,hidden=128,heads=4,sequence=32,vocabulary=100,batch=16"])
+def test_bounds_of_pipelines_are_near_what_is_predicted_and_below_it(model: str, packs: bool) -> None:
+    """Of ranks with few known figures, as those that a run measures."""
+    settings = PlanSettings(size=2, fuse=FuseSettings.all_on())
+    program = normalise(capture_program(read(model), True), settings)
+    rates = [Rates(3e10, 8e9, 3e-6, 1e-4, 2e9, "given", exchanges_compute=packs, packs=packs)] * 2
+    plans = predict.Plans(program, settings, SearchEnvironment(rates, None, [float("inf")] * 2))
+    bounds = [(choice, least_s) for choice, least_s in search._list_looked_at(plans, 0) if choice.is_pipelined]
+    found = [least_s / predict.predict(plans, choice).seconds for choice, least_s in bounds]
+    assert len(found) > 1 and all(0.7 < one <= 1.0 for one in found), found
+
+
 def test_splits_and_stages_of_batch_statistics_are_not_planned_where_they_cannot_win(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     four = cluster_file.parse("name: four\nhosts: [{name: a, devices: [{type: v100, count: 4}]}]")
     monkeypatch.setattr(strategies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(
+        lower_bounds, "bound_pipelines", lambda *_: lambda _: 0.0
+    )  # else they need no plan to be refused
     program = normalise(
         capture_program(f.Resnet(blocks=(1, 1), width=64, image=64, batch=1024), True), PlanSettings(size=4)
     )

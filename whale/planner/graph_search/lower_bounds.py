@@ -35,11 +35,16 @@ class Speed:
 
     Attributes:
       seconds: of a node on the whole batch.
+      part: of a share of a node; by rows, or of any of its dimensions.
+      of_rows: of a share of a node's rows, where so many of its bytes are moved for each share.
+      moving_s: of moving so many bytes.
       start_s: seconds of an operation that do not depend on its rows.
     """
 
     seconds: Callable[[Node], float]
     part: Callable[[Node, float, bool], float]
+    of_rows: Callable[[Node, float, float], float]
+    moving_s: Callable[[float], float]
     start_s: float
 
 
@@ -82,7 +87,16 @@ def speed_of(
     def part_of(node: Node, share: float, by_rows: bool) -> float:
         return part(node.name, node.op, share, by_rows)
 
-    return Speed(lambda node: seconds(node.name, node.op), part_of, start_s)
+    def of_rows(node: Node, share: float, whole_bytes: float) -> float:
+        program, node, every = does(node.name, node.op)
+        moved_bytes = share * max(0.0, every.moved_bytes - whole_bytes) + min(whole_bytes, every.moved_bytes)
+        return price(program, node, Work(share * every.flops, moved_bytes, 0.0, every.kernels))[0]
+
+    def moving_s(size_bytes: float) -> float:
+        node = Node("sum", "AddN", (), (), ())
+        return price(programs[0], node, Work(0.0, size_bytes, 0.0, 1))[0] - start_s
+
+    return Speed(lambda node: seconds(node.name, node.op), part_of, of_rows, moving_s, start_s)
 
 
 def bound_pipelines(
@@ -93,7 +107,8 @@ def bound_pipelines(
     Each stage processes all ``count`` micro-batches, after the stages before it have sent it the first one, and these
     continue with the last one afterwards. And of ``n`` stages the slowest one processes all, while the first and last
     wait for the others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count -
-    1) / n)``.
+    1) / n)``. The first stage gets the gradient of the last micro-batch last, and then updates its weights. Products
+    read their weights, and write weights' gradients, for each micro-batch; and all gradients but the first are added.
 
     Args:
         whole: the program as it runs, with fused operations in place of some.
@@ -102,12 +117,23 @@ def bound_pipelines(
     """
     of_rows = _find_dependents(program, program.inputs)
     at = levels(program)
-    counted = []
+    handles = chain(program)
+    trained = find_trained_weights(program)
+    shapes = {program.variable_of[handle].type.shape for handle in handles}
+    read = products(program)
+    added = {h: 0 if any(n.op in ROW_LOOKUPS for n in read[h]) else trained.get(h, 0) for h in handles}
+    counted, contracted = [], []
     for name, level in (at.forward | at.backward).items():
         node = whole.by_name.get(f"{name}/{PRODUCT}") or whole.by_name.get(name)
         if node is not None and name in of_rows and not {node.op, program.by_name[name].op} & MAY_BE_FUSED:
-            counted.append((node, level))
-    weights = len(chain(program))
+            if node.op in CONTRACTIONS:
+                weights_bytes = sum(whole.find_type(r).bytes for r in node.inputs if r.node not in of_rows)
+                out = node.outputs[0]
+                contracted.append((node, level, weights_bytes + (out.bytes if out.shape in shapes else 0)))
+            else:
+                counted.append((node, level))
+    weights = len(handles)
+    gradient_bytes = list(accumulate(added.values(), initial=0))
     # Sums up to each weight of the chain: seconds, and how many operations take any.
     sums: dict[Speed, list[tuple[float, int]]] = {}
     for kind in dict.fromkeys(kinds):
@@ -118,22 +144,53 @@ def bound_pipelines(
             started[level] += taken_s > 0.0
         sums[kind] = list(zip(accumulate(seconds, initial=0.0), accumulate(started, initial=0)))
 
+    @cache
+    def sum_products(kind: Speed, parts: int) -> list[float]:
+        """Returns the seconds of products with one of so many parts of the rows, summed up to each weight."""
+        seconds = [0.0] * weights
+        for node, level, whole_bytes in contracted:
+            seconds[level] += kind.of_rows(node, 1 / parts, whole_bytes)
+        return list(accumulate(seconds, initial=0.0))
+
+    @cache
+    def update_s(kind: Speed, high: int) -> float:
+        """Returns the seconds of the updates of the first weights of the chain."""
+        first, found_s = {*handles[:high]}, 0.0
+        for node, of_handles in _find_writers(program, whole):
+            own, every = (sum(trained.get(h, 0) for h in found) for found in (first & {*of_handles}, of_handles))
+            found_s += max(0.0, kind.seconds(node) - kind.start_s) * own / every if every else 0.0
+        return found_s
+
     def bound_stage(kind: Speed, low: int, high: int, parts: int) -> float:
         (before_s, before), (until_s, until) = sums[kind][low], sums[kind][high]
         started_s = kind.start_s * (until - before)
-        return started_s + max(0.0, until_s - before_s - started_s) / parts
+        products = sum_products(kind, parts)
+        return started_s + max(0.0, until_s - before_s - started_s) / parts + products[high] - products[low]
 
     def least(strategy: ParallelStrategy) -> float:
         count, stages = strategy.micro_batches, len(strategy.stages)
         pick = max if equal_rows else min
-        each = [
-            pick(bound_stage(kinds[rank], low, high, count * stage.ranks) for rank in stage.bound_ranks)
-            for stage, low, high in strategy.ordered_layers
-        ]
+        each, adding = [], []
+        for stage, low, high in strategy.ordered_layers:
+            of_ranks = [kinds[rank] for rank in stage.bound_ranks]
+            each.append(pick(bound_stage(kind, low, high, count * stage.ranks) for kind in of_ranks))
+            moved_bytes = 2 * (count - 1) * (gradient_bytes[high] - gradient_bytes[low])
+            adding.append(min(kind.moving_s(moved_bytes) for kind in of_ranks))
+        stage, _, high = next(iter(strategy.ordered_layers))
+        updated_s = min(update_s(kinds[rank], high) for rank in stage.bound_ranks)
         filled = accumulate(each, initial=0.0)
-        return max(sum(each) * (1 + (count - 1) / stages), *(count * one + first for one, first in zip(each, filled)))
+        slowest_s = max(count * one + more + first for one, more, first in zip(each, adding, filled))
+        return updated_s + max(sum(each) * (1 + (count - 1) / stages) + min(adding), slowest_s)
 
     return least
+
+
+def _find_writers(program: Program, whole: Program) -> list[tuple[Node, list[str]]]:
+    """Returns the nodes that write variables, with their handles, of which several may be updated together."""
+    known = {v.node for v in program.variables}
+    nodes = [node for node in whole.nodes if node.op not in READS | LOOKUPS]
+    found = [(node, [r.node for r in node.inputs if r.node in known]) for node in nodes]
+    return [(node, handles) for node, handles in found if handles]
 
 
 def alone(program: Program, seconds: Callable[[Node], float]) -> float:
@@ -246,11 +303,7 @@ def bound_splits(
         a function from a strategy, and the program with a scope on the part that the strategy divides, to the bound.
     """
     sizes = {v.node: v.type.bytes for v in program.variables}
-    written = {  # what writes variables, of which several are updated together
-        node.name: [r.node for r in node.inputs if r.node in sizes]
-        for node in whole.nodes
-        if node.op not in READS | LOOKUPS
-    }
+    written = {node.name: handles for node, handles in _find_writers(program, whole)}
     of_rows = _find_dependents(program, program.inputs)
     trained = {h for node in program.nodes if node.name in of_rows for h in updates(program, node)}
     sent = {
