@@ -29,7 +29,7 @@ from whale.passes.analysis.rank_groups import map_named_ranks
 from whale.passes.pass_manager import complete_plan, make_plan
 from whale.passes.plan_builder import expand
 from whale.passes.propagation.reference_plan import same_kind
-from whale.passes.resharding.joint_sums import axes_of_sum, join_sums, sums_to_join
+from whale.passes.resharding.fuse_all_reduces import axes_of_sum, join_sums, sums_to_join
 from whale.passes.settings import PlanSettings
 
 

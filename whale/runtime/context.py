@@ -26,8 +26,8 @@ from whale.ir.strategy import ChosenStrategy
 from whale.ir.topology import Topology
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.axes import fill_mesh
-from whale.passes.analysis.patterns import Pattern
 from whale.passes.analysis.rank_order import order_ranks
+from whale.passes.analysis.scopes import Pattern
 from whale.passes.run_passes import PassLog
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import Slowdown

@@ -10,7 +10,7 @@ from tests.programs import Builder, body
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import Func, TensorType
 from whale.kernels.elementwise.fuse import ELEMENTWISE, fuse_elementwise
-from whale.passes.elementwise.operations import find_broadcast_kind
+from whale.passes.elementwise.code import find_broadcast_kind
 
 pytestmark = pytest.mark.core
 SHAPE = (4, 64)

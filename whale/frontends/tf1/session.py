@@ -37,8 +37,7 @@ from whale.frontends.tf1.variables import Layout, SessionVariables
 from whale.ir.ops import QUEUE_WRITES, READS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, remove_work
-from whale.passes.normalize.inline import inline
-from whale.passes.normalize.specialise import specialise
+from whale.passes.normalize.inline import inline, specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile.compile import Compiled, compile_program

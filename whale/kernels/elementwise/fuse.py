@@ -14,9 +14,18 @@ from whale.ir.values import DType, Shape, TensorType, require_static_shape
 from whale.kernels.choices import ALL, Choices
 from whale.kernels.elementwise.groups import Group, find_groups
 from whale.kernels.xla import change_other_graphs
-from whale.passes.elementwise.code import MOST_OF_A_KIND, SUMS, Instructions, Value, place_instructions
-from whale.passes.elementwise.graph import replace_by_operations
-from whale.passes.elementwise.operations import REPEATS, emit_instructions, find_broadcast_kind, find_elementwise_type
+from whale.passes.elementwise.code import (
+    MOST_OF_A_KIND,
+    REPEATS,
+    SUMS,
+    Instructions,
+    Value,
+    emit_instructions,
+    find_broadcast_kind,
+    find_elementwise_type,
+    place_instructions,
+)
+from whale.passes.elementwise.units import replace_by_operations
 
 ELEMENTWISE = "WhaleElementwise"
 _COPYING = FOLDS | {"Mean"}  # over no dimension

@@ -14,9 +14,8 @@ from typing import NamedTuple
 from whale.ir.ops import EXCHANGES, RANDOM, READS, UPDATES
 from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import TensorType
-from whale.passes.elementwise.code import MOST_OF_A_KIND
-from whale.passes.elementwise.graph import join_places, list_predecessors
-from whale.passes.elementwise.operations import find_elementwise_type, find_sum_type
+from whale.passes.elementwise.code import MOST_OF_A_KIND, find_elementwise_type, find_sum_type
+from whale.passes.elementwise.units import join_places, list_predecessors
 
 # Stateful operations that end whatever others do.
 _QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder"}

@@ -10,10 +10,8 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import group_by_bytes
 from whale.kernels.choices import ALL, Choices
 from whale.kernels.updates.in_place import order_in_place_updates
-from whale.passes.elementwise.arithmetic import Arithmetic
-from whale.passes.elementwise.graph import replace_by_operations
-from whale.passes.elementwise.units import find_accesses, find_units
-from whale.passes.elementwise.update_nodes import UpdatePart, find_part, make_update
+from whale.passes.elementwise.units import find_accesses, find_units, replace_by_operations
+from whale.passes.elementwise.update_nodes import Arithmetic, UpdatePart, find_part, make_update
 
 UPDATE = FUSED_UPDATE
 # Most bytes of the variables that one operation updates: what it reads is held until it has run, and it waits for all

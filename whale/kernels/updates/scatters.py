@@ -16,7 +16,7 @@ from whale.ir.values import DType, group_by_bytes
 from whale.kernels.choices import ALL, Choices
 from whale.kernels.updates.fuse import GROUP_BYTES
 from whale.kernels.xla import change_other_graphs
-from whale.passes.elementwise.graph import list_predecessors, replace_by_operations
+from whale.passes.elementwise.units import list_predecessors, replace_by_operations
 
 _SUBTRACTS = {"ResourceScatterAdd": False, "ResourceScatterSub": True}
 

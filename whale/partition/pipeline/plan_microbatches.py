@@ -29,12 +29,11 @@ from whale.ir.values import UNMOVABLE
 from whale.partition.pipeline.empty_shards import bodies_of, of_no_rows
 from whale.partition.pipeline.prepare_microbatches import acts
 from whale.passes.analysis.scopes import has_split_scopes
-from whale.passes.propagation.fixpoint import settle_layouts
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.passes.propagation.in_place import make_in_place
 from whale.passes.propagation.partial_sums import reduce_partial_sums
+from whale.passes.propagation.propagate import settle_layouts
 from whale.passes.propagation.reference_plan import ReferencePlan
-from whale.passes.resharding.reshards import explicit_reshards
+from whale.passes.resharding.reshards import explicit_reshards, make_in_place
 from whale.passes.verify.check import check
 from whale.sharding_rules.graph import list_called_functions
 

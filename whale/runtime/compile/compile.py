@@ -28,15 +28,14 @@ from whale.partition.pipeline.microbatch_loop import CALL
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.axes import tiles_that_fit
 from whale.passes.analysis.scopes import list_paths
-from whale.passes.memory.footprint import variable_kinds
+from whale.passes.analysis.uses import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.pass_manager import normalise
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, device_groups, host_exchanges
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.passes.verify.undivided import explain_undivided
-from whale.passes.verify.wide_weights import explain_wide_weights
+from whale.passes.verify.explain import explain_undivided, explain_wide_weights
 from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.strategies import updates
 from whale.runtime.compile.auto import Applied, SearchedAgain, project_for_plan, spread_program

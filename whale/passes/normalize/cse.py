@@ -1,12 +1,15 @@
-"""Computes scalars once that an optimizer computes separately, with equal results, for each variable.
+"""Merges operations that compute the same: scalars of an optimizer, and reads of a variable.
 
 Keras' optimizers read the learning rate and the step's number, and compute the bias corrections, for every variable:
-nearly half of a step's operations. All later passes have fewer nodes to process.
+nearly half of a step's operations. All later passes have fewer nodes to process. TensorFlow 1 reads a variable again
+for every use; where the variable is split between steps and gathered where it is read, each of these reads would be an
+all-gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from whale.ir.marks import NO_MARKS
@@ -95,3 +98,36 @@ def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
         if shared is not None:
             known[shared] = number
     return number
+
+
+def merge_reads(program: Program) -> Program:
+    """Replaces reads of a variable's value from the beginning of the step by one ``ReadVariableOp``.
+
+    Reads without control inputs return that value: a read behind a write waits for it. Reads in different scopes are
+    not merged, since each belongs to a stage.
+    """
+    first: dict[tuple[Ref, str], str] = {}
+    served: dict[str, str] = {}  # a reading -> the one that serves it
+    for node in program.nodes:
+        if node.op != "ReadVariableOp" or node.controls or node.inputs[0].node not in program.variable_of:
+            continue
+        one = first.setdefault((node.inputs[0], node.scope), node.name)
+        if one != node.name:
+            served[node.name] = one
+    if not served:
+        return program
+
+    def rewrite_ref(ref: Ref) -> Ref:
+        return Ref(served[ref.node], ref.index) if ref.node in served else ref
+
+    nodes = tuple(
+        replace(
+            node,
+            inputs=tuple(map(rewrite_ref, node.inputs)),
+            controls=tuple(dict.fromkeys(served.get(c, c) for c in node.controls)),
+        )
+        for node in program.nodes
+        if node.name not in served
+    )
+    effects = tuple(dict.fromkeys(served.get(name, name) for name in program.effects))
+    return program.replace_nodes(nodes, outputs=tuple(map(rewrite_ref, program.outputs)), effects=effects)
