@@ -122,7 +122,18 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     )
     + ("memory", "verify", "plan_builder", "pass_manager"),
     "whale.passes.normalize": ("folding", "emitter", "embedding", "*"),
-    "whale.kernels": ("xla", "choices", "elementwise", "clusters", "matmuls", "updates", "loops", "nn", "substitute"),
+    "whale.kernels": (
+        "xla",
+        "choices",
+        "elementwise",
+        "clusters",
+        "matmuls",
+        "einsums",
+        "updates",
+        "loops",
+        "nn",
+        "substitute",
+    ),
     "whale.partition": (
         "resharding",
         "ring_attention",

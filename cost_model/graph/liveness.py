@@ -9,7 +9,7 @@ from cost_model.graph.allocator import Allocator
 from cost_model.graph.executor_graph import Graph
 from whale.ir.ops import APPLIES_ROWS, FUSED_UPDATES, SCATTERS, UPDATES
 
-# These change it whoever reads it (see buffers.copied_reads), or wait for who does (whale.kernels.updates.in_place).
+# These change it whoever reads it (see buffers.copied_reads), or wait for who does (whale.kernels.updates).
 _COPIED_FIRST = UPDATES - SCATTERS - APPLIES_ROWS - FUSED_UPDATES
 STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will from then on
 

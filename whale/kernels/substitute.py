@@ -16,16 +16,12 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.text import format_program
 from whale.kernels.choices import ALL, Change, Choices, Substitution, list_changed, list_fused
 from whale.kernels.clusters import form_clusters
-from whale.kernels.elementwise.fuse import fuse_elementwise, list_operations
+from whale.kernels.einsums import replace_einsums
+from whale.kernels.elementwise import fuse_elementwise, list_operations
 from whale.kernels.loops.replace import replace_loops
-from whale.kernels.matmuls.batches import replace_batches
-from whale.kernels.matmuls.convolutions import replace_convolutions
-from whale.kernels.matmuls.einsums import replace_einsums
-from whale.kernels.matmuls.padding import pad_products
+from whale.kernels.matmuls import pad_products, replace_batches, replace_convolutions
 from whale.kernels.nn import REPLACED, replace_nn_kernels
-from whale.kernels.updates.fuse import fuse_updates, list_updates
-from whale.kernels.updates.last import order_updates_last
-from whale.kernels.updates.scatters import fuse_scatters, list_scatters
+from whale.kernels.updates import fuse_scatters, fuse_updates, list_scatters, list_updates, order_updates_last
 from whale.kernels.xla import XlaKernels, compile_marked, count_compiled
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, on_devices
 from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes

@@ -26,7 +26,7 @@ from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Node, Program, Ref, rewire
 from whale.ir.text import format_program
 from whale.kernels.substitute import substitute_kernels
-from whale.kernels.updates.fuse import count_written_together
+from whale.kernels.updates import count_written_together
 from whale.kernels.xla import XlaKernels
 from whale.partition.mesh import lower_mesh, plan_program
 from whale.partition.pipeline.microbatches import MicrobatchProgram, divide_in_micro_batches, find_own_rows

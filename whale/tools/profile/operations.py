@@ -27,9 +27,9 @@ from whale.errors import CommError
 from whale.ir.ops import CONVOLUTIONS, EXCHANGES, FUSED_LOOP, LISTS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable, make_const
 from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
-from whale.kernels.matmuls.einsums import EINSUM
+from whale.kernels.einsums import EINSUM
 from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
-from whale.kernels.updates.fuse import UPDATE
+from whale.kernels.updates import UPDATE
 from whale.runtime.compile.measured_call import OF_CLASSES, compile_program_alone, draw_value, measure_call_s
 from whale.tools.profile.layout import find_channels_first, turn
 from whale_ops.memory import COUNTED_FROM_BYTES, read_memory, reset_peak

@@ -12,7 +12,7 @@ import whale as wh
 from tests.memory import peaks_above
 from tests.programs import Builder
 from whale.ir.program import Program
-from whale.kernels.updates.in_place import LARGE_BYTES, order_in_place_updates
+from whale.kernels.updates import LARGE_BYTES, order_in_place_updates
 
 
 def _program(size: int) -> Program:

@@ -9,7 +9,7 @@ import pytest
 from tests.programs import Builder, body
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import Func, TensorType
-from whale.kernels.elementwise.fuse import ELEMENTWISE, fuse_elementwise
+from whale.kernels.elementwise import ELEMENTWISE, fuse_elementwise
 from whale.passes.elementwise.code import find_broadcast_kind
 
 pytestmark = pytest.mark.core

@@ -15,8 +15,7 @@ from tests.kernels.one_rank import without
 from tests.programs import Builder
 from whale.ir.program import PRODUCT, Ref
 from whale.ir.values import DType, TensorType, require_static_shape
-from whale.kernels.matmuls.matrices import Factor
-from whale.kernels.matmuls.padding import Padding, find_padding, pad_products
+from whale.kernels.matmuls import Factor, Padding, find_padding, pad_products
 from whale.passes.analysis.uses import tensor_kinds
 from whale.runtime.compile import settings
 from whale_ops import processor

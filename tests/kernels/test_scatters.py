@@ -14,7 +14,7 @@ import whale_ops
 from tests.kernels.one_rank import on_one_rank, without
 from tests.programs import Builder
 from whale.ir.ops import SCATTER_ROWS
-from whale.kernels.updates.scatters import fuse_scatters, list_scatters
+from whale.kernels.updates import fuse_scatters, list_scatters
 
 pytestmark = pytest.mark.core
 

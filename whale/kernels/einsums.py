@@ -17,14 +17,16 @@ from whale.ir.ops import MATMULS
 from whale.ir.program import Node, Program, Ref, remove_unread
 from whale.ir.values import DType, TensorType, require_static_shape
 from whale.kernels.choices import ALL, Choices
-from whale.kernels.matmuls.matrices import may_multiply
+from whale.kernels.matmuls import may_multiply
 from whale.kernels.xla import change_other_graphs
 from whale.sharding_rules.math.einsum import find_product_letters
 
 EINSUM = "WhaleEinsum"
+
 # The longest side of matrices: what a thread multiplies stays in its cache. Where nothing has to be moved about,
 # oneDNN's kernels are as fast from some 64 on, and have more cores than there may be products.
 MOST, MOST_OF_BATCHES = 512, 128
+
 # Fewer rows or columns are a product with a vector, for which packing is not worth it.
 LEAST = 4
 

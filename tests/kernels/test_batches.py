@@ -15,7 +15,7 @@ from tests.kernels.one_rank import without
 from tests.programs import Builder
 from whale.ir.program import Node, Program
 from whale.ir.values import DType
-from whale.kernels.matmuls.batches import replace_batches
+from whale.kernels.matmuls import replace_batches
 
 pytestmark = pytest.mark.core
 BATCH = "BatchMatMulV2"

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
-from whale.kernels.updates import in_place
-from whale.kernels.updates.fuse import UPDATE
+from whale.kernels import updates
+from whale.kernels.updates import UPDATE
 from whale.passes.elementwise import units
 from whale.passes.normalize import collapse_updates
 
@@ -87,7 +87,7 @@ def values_after(function: Callable[..., Any], seed: int, dtype: str) -> tuple[l
 def test_values_are_those_of_the_program_as_written(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = with_rows = 0
     for seed in range(first, first + 6):
-        monkeypatch.setattr(in_place, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
+        monkeypatch.setattr(updates, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LARGE_BYTES", (1, 1 << 20)[seed // 2 % 2])
         monkeypatch.setattr(units, "LONG", 2)
         monkeypatch.setattr(collapse_updates, "MANY", (1 << 20, 1, 1)[seed % 3])

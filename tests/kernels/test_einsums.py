@@ -14,7 +14,7 @@ from tests.kernels.one_rank import on_one_rank, without
 from tests.programs import Builder
 from whale.ir.program import COMPILED
 from whale.ir.values import DType, TensorType
-from whale.kernels.matmuls.einsums import EINSUM, LEAST, MOST, MOST_OF_BATCHES, replace_einsums
+from whale.kernels.einsums import EINSUM, LEAST, MOST, MOST_OF_BATCHES, replace_einsums
 
 pytestmark = pytest.mark.core
 CLOSE = {"float32": 1e-5, "float64": 1e-13}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.programs import Builder
 from whale.ir.program import Program, Ref
 from whale.ir.values import TensorType
-from whale.kernels.updates.last import list_early_writes, order_updates_last
+from whale.kernels.updates import list_early_writes, order_updates_last
 
 
 def _step() -> Program:

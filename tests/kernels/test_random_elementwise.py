@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import whale as wh
 from tests.draws import one_of
-from whale.kernels.elementwise.fuse import ELEMENTWISE
+from whale.kernels.elementwise import ELEMENTWISE
 
 Tensor = Any
 SHAPE = (6, 5, 40)
