@@ -139,7 +139,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "ring_attention",
         "embedding",
         "spmd",
-        "identical_ranks",
         "rank_mapping",
         "axis_partitioner",
         "mesh",

@@ -21,9 +21,8 @@ from whale.ir.mesh import Axis, adapt_cut, iterate_levels
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
-from whale.partition.identical_ranks import is_alike, is_surely_identical
 from whale.partition.rank_mapping import cut_rows, mark_axis
-from whale.partition.spmd import partition_for_rank
+from whale.partition.spmd import is_alike, is_surely_identical, partition_for_rank
 from whale.passes.analysis.axes import project_to_axis, select_known_along
 from whale.passes.analysis.rank_groups import map_named_ranks
 from whale.passes.pass_manager import complete_plan, make_plan
