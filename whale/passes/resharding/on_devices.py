@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from whale.ir.exchanged_bytes import count_rank_bytes
+from whale.ir.layout import count_rank_bytes
 from whale.ir.ops import (
     CALLS,
     COLLECTIVES,
