@@ -14,8 +14,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client.session import BaseSession
 
 from whale.capture.captured import Captured
-from whale.capture.retype import is_loose, retype
-from whale.capture.v1 import BEGINS, SAVES, GraphCapture, Source
+from whale.capture.v1 import BEGINS, SAVES, GraphCapture, Source, is_loose, retype
 from whale.distributed.faults import raise_comm_error
 from whale.distributed.trace import open_span
 from whale.errors import ProgramError
