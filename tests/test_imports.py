@@ -108,7 +108,7 @@ ALLOWED: dict[str, set[str]] = {
 # Inside a part: its packages and the modules beside them, from the lowest up; each may import those before it.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "whale.config": ("values", "keys", "deepspeed", "reading", "page"),
-    "whale.sharding_rules": ("notation", "base", "dims", "binding", "embedding", "registry", "empty", "graph")
+    "whale.sharding_rules": ("notation", "base", "binding", "embedding", "registry", "empty", "graph")
     + ("math", "nn", "structure"),
     "whale.passes": (
         "run_passes",
