@@ -266,7 +266,7 @@ def test_graphs_that_are_too_wide_go_to_the_integer_program(monkeypatch: pytest.
     program = scoped(mlp(8, 12, 24, 6))
     expected = planned(program, 2)
     monkeypatch.setattr(choose, "_LARGEST_TABLE", 20)
-    monkeypatch.setattr(choose, "solve", seen := Mock(wraps=choose.solve_integer_program))
+    monkeypatch.setattr(choose, "solve_integer_program", seen := Mock(wraps=choose.solve_integer_program))
     assert planned(program, 2).logical_bytes == expected.logical_bytes and seen.called
 
 
