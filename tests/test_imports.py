@@ -160,7 +160,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "offers",
         "jobs",
     ),
-    "whale.runtime": ("variables", "graph_semantics", "saved_plan", "context", "elastic", "scopes", "annotate", "*")
+    "whale.runtime": ("variables", "saved_plan", "context", "elastic", "scopes", "annotate", "*")
     + ("start", "input", "compile", "function", "checkpoint"),
     "whale.frontends": (
         "first_whale",

@@ -41,9 +41,8 @@ from whale.passes.normalize.unpack_grouped_ops import unpack
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.tensorflow_functions import load_ops
-from whale.runtime.context import Context, require_current
+from whale.runtime.context import BatchReaders, Context, require_current
 from whale.runtime.elastic.elastic_run import refuse_session
-from whale.runtime.graph_semantics import BatchReaders
 from whale.runtime.input.local_batches import describe_brought, exchange, rows_of_values
 from whale.runtime.loss_scale import find_loss_scale_feed
 

@@ -2,7 +2,7 @@
 
 This module measures, shares and logs; the search is `whale.planner.graph_search.search`, in which other ranks help.
 Later programs of the run use the same strategy, because they share its variables. Where its steps turn out to be far
-off their prediction, ``search_again`` finds another one, to which ``whale.runtime.replan`` goes over.
+off their prediction, ``search_again`` finds another one, to which ``whale.runtime.function`` goes over.
 """
 
 from __future__ import annotations
