@@ -45,8 +45,7 @@ from whale.runtime.compile.step import Step, are_steps_nested, captures_steps, c
 from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
-from whale.runtime.input.many_sizes import are_processors, may_share_sizes
-from whale.runtime.input.traces import SharedTrace, Traces, number_operations_anew
+from whale.runtime.input.traces import SharedTrace, Traces, are_processors, may_share_sizes, number_operations_anew
 from whale.runtime.taped_calls import TapedCalls, may_be_recorded
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
