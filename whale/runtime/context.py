@@ -17,10 +17,10 @@ from whale.capture.captured import CapturedVariable
 from whale.capture.loss_scaling import LossScale, LossScaleFeed
 from whale.config import Mesh
 from whale.distributed.balance import WatchedSteps
+from whale.distributed.connect import SocketBootstrap
 from whale.distributed.device_exchange import OwnGpu
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.ranks import Ranks
-from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.errors import ClusterError, ConfigError
 from whale.ir.mesh import TENSOR, Axis
 from whale.ir.plan import Plan

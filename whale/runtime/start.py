@@ -29,12 +29,11 @@ from whale.distributed.common_seeds import (
     restart_streams,
     take_random_state,
 )
-from whale.distributed.connect import configure_communicator, share_tensors_if_possible
+from whale.distributed.connect import SocketBootstrap, configure_communicator, connect_ranks, share_tensors_if_possible
 from whale.distributed.links import find_topology, measure_links, name_emulated_hosts
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.ranks import TURN_TIMEOUT_S
-from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
 from whale.distributed.trace import Trace, open_span, open_trace
 from whale.distributed.versions import RankVersions, describe_rounding, read_versions, refuse_other_versions
 from whale.distributed.watch import LauncherWatch

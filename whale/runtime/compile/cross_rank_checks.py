@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from whale.distributed.likely_cause import describe_likely_cause
+from whale.distributed.collective_call_check import describe_likely_cause
 from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError, ProgramError
 from whale.ir.fingerprint import compute_fingerprint, list_constants, list_node_digests

@@ -13,11 +13,10 @@ import msgspec
 
 import whale_ops
 from whale.config import Config
-from whale.distributed.connect import configure_communicator
+from whale.distributed.connect import SocketBootstrap, configure_communicator
 from whale.distributed.joining import CommonState, Members, Welcome, extend_shares
 from whale.distributed.listener import RankListener
 from whale.distributed.ranks import TURN_TIMEOUT_S
-from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.distributed.trace import Trace
 from whale.distributed.watch import LauncherWatch
 from whale.ir.topology import Topology, make_topology

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
-from whale.distributed.likely_cause import describe_likely_cause
+from whale.distributed.collective_call_check import describe_likely_cause
 from whale.errors import CommError, ProgramError
 from whale.runtime.context import Context
 from whale.runtime.variables.compared import compute_checksum
