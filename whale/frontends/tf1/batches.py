@@ -11,7 +11,7 @@ from tensorflow.python.eager import context as tf_context
 
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ProgramError
-from whale.frontends.tf1.fetched_bytes import pack_error, pack_values, unpack_values
+from whale.frontends.tf1.one_rank import pack_error, pack_values, unpack_values
 from whale.frontends.tf1.ranks_graph import Run
 from whale.runtime.context import BatchReaders, Context
 from whale.runtime.input.equal_inputs import FIRST_STEPS, refuse_other_values
