@@ -17,8 +17,7 @@ from whale.frontends.epl.building import is_active
 from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
-from whale.frontends.epl.graph import Graph
-from whale.frontends.epl.merged import merge_outputs, unfreeze_graph
+from whale.frontends.epl.graph import Graph, merge_outputs, unfreeze_graph
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.log import log
