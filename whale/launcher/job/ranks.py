@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whale.launcher.connection import Clock, find_unacknowledged_s
+from whale.launcher.connection import Clock, find_unacknowledged_s, read_identity
 from whale.launcher.protocol import (
     HELLO_LIMIT_BYTES,
     Counter,
