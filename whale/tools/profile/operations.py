@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from cost_model.graph.buffers import find_copied_reads
-from cost_model.graph.executor_graph import make_copy_work
+from cost_model.graph.executor_graph import find_copied_reads, make_copy_work
 from cost_model.graph.machine_profile import Operation
 from cost_model.graph.signature import dtype_of, signature
 from cost_model.graph.unroll_loops import unroll
