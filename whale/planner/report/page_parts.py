@@ -1,7 +1,9 @@
-"""Draws the mesh of a plan for its page: a grid of ranks for each stage, rows and columns named by axes.
+"""Makes parts of a plan's page that pages of described models and of programs share.
 
-mesh_of_plan      for a script's plan
-mesh_of_strategy  for a described model's plan: replicas by tensor ranks, for each kind of devices of a stage
+* Grids of ranks for each stage, rows and columns named by axes: ``mesh_of_plan`` for a script's plan, and
+  ``mesh_of_strategy`` for a described model's: replicas by tensor ranks, for each kind of devices of a stage.
+* Sentences: what limits a step, and what its likely seconds are.
+* Lanes for overlapping spans of a timeline, and rounded numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +12,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cost_model.graph.predict import Span
 from whale.ir.mesh import Axis, find_coordinates, make_mesh
 from whale.ir.plan import Plan, StageGroup
+from whale.ir.plan_text import format_seconds
 from whale.ir.strategy import ParallelStrategy
 
 CELLS, COLUMNS = 64, 16  # of a grid that are drawn
 GRIDS = 16  # drawn
+_LIMITS = {
+    "compute": "Computing limits this step: kernels of {where} take {share} of it.",
+    "communication": "Communication limits this step: in {share} of it {where} only sends, sums and waits.",
+    "bubble": "Waiting limits this step: in {share} of it {where} waits for others; more micro-batches shorten that.",
+    "update": "The update limits this step: the optimizer of {where} takes {share} of it.",
+    "idle": "Idle time limits this step: in {share} of it {where} neither computes nor communicates.",
+}
 
 
 def mesh_of_plan(plan: Plan, full: Sequence[float | None] = ()) -> dict[str, Any]:
@@ -94,3 +105,52 @@ def _format_use(full: Sequence[float | None]) -> str:
         return ""
     least, most = f"{min(known):.0%}", f"{max(known):.0%}"
     return f"; {least if least == most else f'{least} to {most}'} of memory in use"
+
+
+def describe_limit(
+    part: str, seconds: float, step_s: float, where: str, communication_s: float, full: float | None
+) -> str:
+    """Returns a sentence or three: what takes most of the step, what a faster network could save, and how full devices
+    are.
+
+    Args:
+      part: a key of ``_LIMITS``; seconds: of the step that it takes.
+      where: the stage or the rank that takes longest.
+      communication_s: of sending and summing that no kernel hides, without waits for others.
+      full: the fullest device's memory in use, of its limit; None: there is no limit.
+    """
+    found = [_LIMITS[part].format(where=where, share=f"{seconds / step_s:.0%}")]
+    if part != "communication":
+        saved = communication_s / step_s
+        found.append(
+            f"A faster network saves at most {saved:.0%}." if saved >= 0.005 else "A faster network saves nothing."
+        )
+    if full is not None and full >= 0.005:
+        found.append(f"The fullest device uses {full:.0%} of its memory.")
+    return " ".join(found)
+
+
+def describe_likely(likely_s: tuple[float, float] | None, compared_with: str) -> str:
+    """Returns the interval of the seconds of a step in words, and what it comes of."""
+    if likely_s is None:
+        return "how far it may be off is not known: no steps of this kind were compared"
+    low, high = map(format_seconds, likely_s)
+    return f"likely {low} to {high}, as nine of ten {compared_with}"
+
+
+def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
+    """Returns each span, ordered by start, with the first free lane, and the number of lanes."""
+    ends: list[float] = []
+    found = []
+    for span in spans:
+        lane = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))
+        if lane == len(ends):
+            ends.append(0.0)
+        ends[lane] = span.end_s
+        found.append((lane, span))
+    return found, len(ends)
+
+
+def short(seconds: float) -> float:
+    """Rounds to six digits, which suffice for a page."""
+    return float(f"{seconds:.6g}")
