@@ -278,7 +278,7 @@ def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Di
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of ``str(placement)``.
+    """Reads a placement from its text; the inverse of ``str(placement)``.
 
     Raises:
       ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``,

@@ -491,7 +491,7 @@ def _end_trace(context: Context, reason: str) -> None:
 
 
 def _share_random_state(context: Context, solo: bool) -> None:
-    """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave.
+    """Gives every rank the random states of rank 0, and one number from which seeds follow that nobody gave.
 
     Python's string hashes cannot be changed any more; it is said where they differ.
 

@@ -227,7 +227,7 @@ def _compile(
 
 
 def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> Trace:
-    """The trace to run where the first call gives variables their values; a dry run is about the calls behind it."""
+    """Returns the trace to run where the first call gives variables their values; dry runs are about later calls."""
     if context.elastic is not None:
         raise ProgramError(
             "a step creates variables whose first values depend on the step, and the run is elastic",

@@ -155,7 +155,7 @@ class RankGroup:
             dataset.divide_again()
 
     def update_places(self, hosts: Sequence[str], me: int, draws_on: bool = False) -> None:
-        """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it.
+        """Notes how many ranks the run has now, on which hosts; variables are whole, and nothing is compiled for it.
 
         Random streams of operations begin anew: joining ranks know nothing of them, and a failed step went on in some.
 
@@ -214,7 +214,7 @@ class RankGroup:
     def grow(
         self, comm: whale_ops.Communicator, members: tuple[int, ...], hosts: Sequence[str], known: Welcome
     ) -> None:
-        """The ranks are those that are connected by this, joining ranks among them."""
+        """Makes the ranks of the run those that ``comm`` connects, joining ranks among them."""
         context = self._of()
         self.update_places(hosts, members.index(self.me))
         common = known.common

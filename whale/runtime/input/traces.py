@@ -1,4 +1,4 @@
-"""Which calls of a step one process serves with one trace, and for which sizes of its arguments a step is compiled.
+"""Tells which calls of a step one process serves with one trace, and for which sizes a step is compiled.
 
 Whale plans a step for each set of shapes. TensorFlow has a trace for each one only where it knows the shapes; where it
 does not, one trace serves many, and each of its random operations has one stream, which goes on from one call to the
@@ -49,12 +49,12 @@ OWN_AFTER = 8  # times that another size comes before it has a plan of its own
 
 
 def new_streams() -> str:
-    """What the names of a trace's streams begin with; those of others are as long."""
+    """Makes the text with which the names of a trace's streams begin; those of other traces are as long."""
     return make_unique_name("whale_streams", _DIGITS)
 
 
 class Relaxed:
-    """Which trace a tf.function with ``reduce_retracing`` would take, asked of one that computes nothing."""
+    """Tells which trace a tf.function with ``reduce_retracing`` would take, by asking one that computes nothing."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
@@ -62,7 +62,7 @@ class Relaxed:
         self.without_sizes: set[Hashable] = set()  # traces that do not know all of them
 
     def trace(self, kind: Hashable, specs: Sequence[Any]) -> Hashable:
-        """The trace for tensors, arrays or iterators of these types; ``kind``: all else that a trace is made for."""
+        """Returns the trace for tensors, arrays or iterators of these types; ``kind``: all else that a trace is for."""
         types = [s if isinstance(s, tf.TypeSpec) else tf.TensorSpec(s.shape, s.dtype) for s in specs]
         key = kind, repr(types)
         if key not in self._known:
@@ -110,14 +110,16 @@ class SharedTrace:
         self._is_known = False
 
     def note_traced(self) -> None:
-        """The first program is traced: those that are traced later draw what it drew (see ``once_in_a_trace``)."""
+        """Notes that the first program is traced: those traced later draw what it drew (see ``once_in_a_trace``)."""
         self._is_known = True
 
     @contextmanager
     def trace_with_seed(self) -> Iterator[None]:
-        """Around a trace, and each run of the step's Python: the global seed, what Python and NumPy draw, and values of
-        Python that the step can reach, are what they were for the first program. What comes behind a later one does
-        not know of it. Functions that a trace without sizes calls are traced for it, and not found as traced with some.
+        """Restores, around a trace and each run of the step's Python, what was there for the first program: the global
+        seed, what Python and NumPy draw, and values of Python that the step can reach.
+
+        Afterwards all of these are as they were before a later trace. Functions that a trace without sizes calls are
+        traced for it; their traces with some sizes are not found.
         """
         _keep_nested_apart()
         tf_ctx = tf_context.context()
@@ -152,7 +154,7 @@ class SharedTrace:
 
 @functools.cache
 def _keep_nested_apart() -> None:
-    """From now on, TensorFlow looks for traces of functions that a step without sizes calls among this step's only."""
+    """Makes TensorFlow look for traces of functions that a step without sizes calls among this step's only."""
     original = function_context.make_function_context
 
     @functools.wraps(original)
@@ -165,7 +167,7 @@ def _keep_nested_apart() -> None:
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
-    """What ``draw`` gives, of which Python keeps count: a program that is traced again finds what the first one got."""
+    """Returns what ``draw`` gives, of which Python keeps count; of a program traced again, what the first one got."""
     tracing = _drawing.get()
     if tracing is None:
         return draw()
@@ -178,7 +180,7 @@ def once_in_a_trace(draw: Callable[[], Any]) -> Any:
 
 @contextmanager
 def number_operations_anew() -> Iterator[None]:
-    """Inside, random operations without a seed get the seeds of the first ones in a graph: TensorFlow numbers them."""
+    """Gives random operations without a seed, inside, the seeds of a graph's first ones: TensorFlow numbers them."""
     graph = tf.compat.v1.get_default_graph()
     before = _SEEDS_OF_GRAPHS.get(graph, 0)
     _SEEDS_OF_GRAPHS[graph] = 0
@@ -204,7 +206,7 @@ class Traces:
         self._step, self._one_has_sizes = step, has_sizes
 
     def find(self, arguments: Arguments) -> SharedTrace:
-        """The trace that one process would take for a call."""
+        """Returns the trace that one process would take for a call."""
         trace = self._key(arguments)
         if trace not in self._known:
             self._known[trace] = SharedTrace(self._step, self._has_sizes(trace))
@@ -232,7 +234,7 @@ class Traces:
         return trace
 
     def _kind(self, entry: Any) -> Hashable:
-        """A part of the arguments' key, without what no trace depends on: how ranks hold rows, how many there are."""
+        """Returns a part of the arguments' key without what no trace depends on: how ranks hold rows, and how many."""
         if isinstance(entry, tuple) and entry and isinstance(entry[0], tf.TypeSpec):
             parts = tf.nest.flatten(entry[0], expand_composites=True)  # a sparse tensor's type has its shape
             return (type(entry[0]), *[part.dtype for part in parts]) if self._any_shape else entry[0]
