@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ConfigError, PlanError
-from whale.frontends.keras.replacing import replace_function, replace_method
+from whale.frontends.keras.patches import replace_function, replace_method
 from whale.ir.layout import divide_evenly, shard
 from whale.ir.mesh import DATA, TENSOR, Tiles
 from whale.log import log

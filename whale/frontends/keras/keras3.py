@@ -15,7 +15,7 @@ from tensorflow.python.eager import context as tf_context
 from whale.frontends.keras import distribution, elastic_fit, fit_calls, input_pipeline, saving, steps
 from whale.frontends.keras.fit_calls import note_step
 from whale.frontends.keras.input_pipeline import common_seed
-from whale.frontends.keras.replacing import replace_function, replace_method
+from whale.frontends.keras.patches import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run, rows_unknown
 from whale.runtime.context import find_running
 
