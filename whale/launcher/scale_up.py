@@ -329,7 +329,7 @@ def read_hosts(path: str) -> tuple[Host, ...]:
 
 
 class HostSource:
-    """The source of a run's hosts, asked in a thread of its own every `EVERY_S` seconds and whenever `ask` is called.
+    """The source of a run's hosts, asked in a thread of its own every `_EVERY_S` seconds and whenever `ask` is called.
 
     Attributes:
         news: readable when there is an answer that `take` has not taken.

@@ -42,7 +42,7 @@ def install() -> None:
         patch_switches()
         patches.patch_optimizers()
         patch_gradients()
-    change_when_imported(patches.MODULES, patches.patch_estimators)
+    change_when_imported(patches.ESTIMATOR_MODULES, patches.patch_estimators)
     turn_on_switches()
 
 

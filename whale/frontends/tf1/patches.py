@@ -32,7 +32,7 @@ from whale.frontends.tf1.activation import (
 from whale.log import log
 from whale.runtime.context import Context
 
-MODULES = ("tensorflow_estimator.python.estimator.training",)
+ESTIMATOR_MODULES = ("tensorflow_estimator.python.estimator.training",)
 _CLUSTER = "TF_CONFIG"
 _STRATEGIES = ("train_distribute", "eval_distribute", "experimental_distribute")
 
@@ -46,14 +46,14 @@ def patch_estimators(training: ModuleType) -> None:
     if hasattr(estimator, "_whale_changed"):
         return
     estimator._whale_changed = True
-    replace_method(training.run_config_lib.RunConfig, "__init__", _run_config)
-    replace_method(estimator, "maybe_overwrite_model_dir_and_session_config", _configure)
+    replace_method(training.run_config_lib.RunConfig, "__init__", _init_run_config)
+    replace_method(estimator, "maybe_overwrite_model_dir_and_session_config", _complete_run_config)
     replace_method(estimator.Estimator, "_export_all_saved_models", _export_on_first_rank)
     for kind in (exporter.BestExporter, exporter.FinalExporter, exporter.LatestExporter):
         replace_method(kind, "export", _export_on_first_rank)
 
 
-def _run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+def _init_run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Replaces RunConfig's constructor: the ranks appear as one machine."""
     context = find_spread_run()
     if context is None:
@@ -72,7 +72,8 @@ def _run_config(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         log.info(f"RunConfig does without {', '.join(left_out)}: the ranks are those of the run")
 
 
-def _configure(original: Any, config: Any, model_dir: Any) -> Any:
+def _complete_run_config(original: Any, config: Any, model_dir: Any) -> Any:
+    """Refuses configurations of TensorFlow's own clusters, and gives all ranks one folder for a model without any."""
     context = find_spread_run()
     if context is not None:
         if getattr(config, "cluster_spec", None):
@@ -124,16 +125,16 @@ def _export_on_first_rank(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def patch_optimizers() -> None:
-    """Patches the optimizer to be replaced by the one it wraps, during a run."""
+    """Patches ``SyncReplicasOptimizer`` to be replaced, during a run, by the optimizer that it wraps."""
     kind = tf.compat.v1.train.SyncReplicasOptimizer
-    replace_method(kind, "__init__", _init)
+    replace_method(kind, "__init__", _init_sync_replicas)
     replace_method(kind, "apply_gradients", _apply_gradients)
     replace_method(kind, "get_chief_queue_runner", _make_queue_runner)
     replace_method(kind, "get_init_tokens_op", _make_tokens_op)
     replace_method(kind, "make_session_run_hook", _make_hook)
 
 
-def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+def _init_sync_replicas(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     original(optimizer, *args, **kwargs)
     context = find_spread_run()
     if context is None:
@@ -146,7 +147,7 @@ def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             expected="equal numbers: a step of Whale is one global batch, divided over the ranks",
             action="give both the number of ranks, and sum over steps by pipeline.micro_batches",
         )
-    _tell(context)
+    _report_replacement(context)
     if optimizer._variable_averages is not None:
         raise ProgramError(
             "SyncReplicasOptimizer averages variables in a thread of its own",
@@ -156,7 +157,8 @@ def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         )
 
 
-def _tell(context: Context) -> None:
+def _report_replacement(context: Context) -> None:
+    """Logs once, on the first rank, that the optimizer was replaced."""
     if context.rank == 0 and "SyncReplicasOptimizer" not in context.reports.whole:
         context.reports.whole.add("SyncReplicasOptimizer")
         log.info(
