@@ -134,8 +134,8 @@ def _described(texts: list[str], seconds: float) -> None:
 
 def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], float]:
     """A fresh copy of a described model's training step; a call takes one step and says how many seconds it took."""
-    from whale.tools.models import losses
-    from whale.tools.models.capture import make_step
+    from whale.tools import models
+    from whale.tools.models import make_step
     from whale.tools.plan_model import read
 
     described = read(text)
@@ -150,7 +150,7 @@ def _of_description(text: str, function: Callable[..., Any]) -> Callable[[], flo
             return tf.constant(generator.integers(2 if clicks else most, size=shape), dtype)
         return tf.constant(generator.normal(size=shape), dtype)
 
-    batch = [drawn(name, *what) for name, what in losses.list_inputs(described).items()]
+    batch = [drawn(name, *what) for name, what in models.list_inputs(described).items()]
 
     def timed() -> float:
         start_s = time.perf_counter()

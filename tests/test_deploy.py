@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from whale.cli import make_parser
-from whale.launcher.scale_up.hosts_from import read_hosts
+from whale.launcher.scale_up import read_hosts
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[1]

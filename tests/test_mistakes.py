@@ -151,7 +151,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.fixture
 def no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing what needs TensorFlow is an error: a mistake is to be found before."""
-    for name in ("whale.tools.dry_run", "whale.tools.plan_check", "whale.tools.profile.profile"):
+    for name in ("whale.tools.dry_run", "whale.tools.program_report", "whale.tools.profile.profile"):
         monkeypatch.setitem(sys.modules, name, None)
 
 

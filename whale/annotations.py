@@ -36,8 +36,7 @@ class replica(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> replica:
-        from whale.runtime.device_counts import check_count
-        from whale.runtime.scopes import enter_scope
+        from whale.runtime.scopes import check_count, enter_scope
 
         check_count("replica", self.device_count)
         scope = enter_scope("replica", self.devices)
@@ -97,8 +96,7 @@ class split(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> split:
-        from whale.runtime.device_counts import set_split_ranks
-        from whale.runtime.scopes import enter_scope
+        from whale.runtime.scopes import enter_scope, set_split_ranks
 
         set_split_ranks(self.device_count)
         scope = enter_scope("split", self.devices, self.dim, self.sequence, self.axis, self.context)
@@ -139,8 +137,7 @@ class stage(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> stage:
-        from whale.runtime.device_counts import refuse_unnamed_stage
-        from whale.runtime.scopes import enter_stage, refuse_number
+        from whale.runtime.scopes import enter_stage, refuse_number, refuse_unnamed_stage
 
         refuse_unnamed_stage(self.device_count)
         if self.number is not None:
@@ -181,8 +178,7 @@ class pipeline(ContextDecorator):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> pipeline:
-        from whale.runtime.device_counts import check_schedule, read_micro_batches
-        from whale.runtime.scopes import enter_pipeline
+        from whale.runtime.scopes import check_schedule, enter_pipeline, read_micro_batches
 
         check_schedule(self.strategy)
         number = read_micro_batches() if self.num_micro_batch is None else self.num_micro_batch

@@ -2,6 +2,8 @@
 
 Lines go to stderr as ``whale: text``, from the level of ``WHALE_DEBUG_LOG`` (key ``debug.log``) on. They are not
 propagated to the root logger, which would print them again; ``logging.getLogger("whale").propagate = True`` does that.
+
+While an operation takes longer than a user would expect, ``log_while_running`` says that it is still running.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from whale.errors import ClusterError
 from whale.started import process_place
 
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_VARIABLE = "WHALE_DEBUG_LOG"
-
 log = logging.getLogger("whale")
+FIRST_S, _LATER_S = 2.0, 10.0
 
 
 class _ToStderr(logging.Handler):
@@ -50,3 +56,23 @@ if not log.handlers:
     log.propagate = False
     # A wrong name is refused where the configuration is read.
     set_level(name if (name := os.environ.get(LEVEL_VARIABLE, "")) in LEVELS else "info")
+
+
+@contextmanager
+def log_while_running(what: str) -> Iterator[None]:
+    """Logs that ``what`` is still running after two seconds inside, and every ten seconds from then on."""
+    over, start_s = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait_s = FIRST_S
+        while not over.wait(wait_s):
+            log.info(f"{what}: {time.monotonic() - start_s:.0f} s")
+            wait_s = _LATER_S
+
+    thread = threading.Thread(target=tell, name="whale progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,5 +1,8 @@
 """Predicts step time and memory of a captured program under a plan, from the ranks' programs.
 
+Ranks whose programs take as long and hold as much as another rank's are found first, so that one of them is simulated
+(``find_simulated``).
+
 Decision: 0041.
 """
 
@@ -11,12 +14,13 @@ from functools import partial
 from itertools import product
 from random import Random
 
-from cost_model.graph.alike import count_logical_bytes, find_simulated
 from cost_model.graph.executor_graph import Exchange, Graph, Steps, graph_of, steps_of
 from cost_model.graph.fusion import fuse_work
 from cost_model.graph.liveness import live_bytes, peak_bytes
 from cost_model.graph.machine import Machine
 from cost_model.graph.simulate import Played, run
+from cost_model.graph.traffic import exchange
+from whale.ir.ops import EXCHANGES
 from whale.ir.program import Program
 
 SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
@@ -151,7 +155,7 @@ def predict_ranks(
         step_s=max(rank.end_s for rank in ran) + machine.call_s,
         ranks=tuple(ran[i] for i in at),
         logical_bytes=tuple(
-            moved[i] if members[i] == rank else count_logical_bytes(programs[rank], rank, size)
+            moved[i] if members[i] == rank else _count_logical_bytes(programs[rank], rank, size)
             for rank, i in enumerate(at)
         ),
         timelines=tuple(timelines[i] for i in at) if with_timelines else (),
@@ -282,3 +286,61 @@ def _timeline(
         if alone_s > 0:
             spans.append(Span(node.name, node.op, begun_s, at_s, alone_s, what is not None))
     return Timeline(tuple(sorted(spans, key=lambda s: s.start_s)), tuple(curve))
+
+
+def find_alike(programs: Sequence[Program]) -> list[int]:
+    """Returns for each program the number of the first one that has the same operations, but for values of constants.
+
+    Programs with loops or branches, whose turns constants may decide, are alike only if they are the same.
+    """
+    found: list[int] = []
+    for number, program in enumerate(programs):
+        firsts = (first for first in dict.fromkeys(found) if _are_alike(programs[first], program))
+        found.append(next(firsts, number))
+    return found
+
+
+def _are_alike(one: Program, other: Program) -> bool:
+    if one is other:
+        return True
+    if one.functions or other.functions or len(one.nodes) != len(other.nodes):
+        return False
+    if (one.inputs, one.outputs) != (other.inputs, other.outputs):
+        return False
+    if [(v.node, v.type) for v in one.variables] != [(v.node, v.type) for v in other.variables]:
+        return False
+    return all(
+        a is b
+        or (
+            (a.op, a.name, a.inputs, a.controls, a.outputs, a.marks)
+            == (b.op, b.name, b.inputs, b.controls, b.outputs, b.marks)
+            and len(a.attrs.get("ranks", ())) == len(b.attrs.get("ranks", ()))
+        )
+        for a, b in zip(one.nodes, other.nodes)
+    )
+
+
+def find_simulated(programs: Sequence[Program], machine: Machine) -> list[int]:
+    """Returns for each rank the one that is simulated for it: the first of equal ones that do the same.
+
+    That needs ranks that share no cores, and exchanges among all of them: then equal ranks wait for the same.
+    """
+    size = len(programs)
+    hosts = machine.sharing.hosts[:size]
+    among_all = all(
+        len(node.attrs.get("ranks", ())) in (0, size) for one in programs for node in one.nodes if node.op in EXCHANGES
+    )
+    if len(set(hosts)) < size or not among_all:
+        return list(range(size))
+    alike = find_alike(programs)
+    first: dict[tuple[int, int], int] = {}
+    return [first.setdefault((alike[r], id(machine.operations[r])), r) for r in range(size)]
+
+
+def _count_logical_bytes(program: Program, rank: int, size: int) -> int:
+    """Returns a rank's part of the bytes that the exchanges of a program without functions have to move."""
+    return sum(
+        exchange(node, [program.find_type(ref) for ref in node.inputs], rank, size).logical_bytes
+        for node in program.nodes
+        if node.op in EXCHANGES
+    )

@@ -1,6 +1,6 @@
 """Computes the bytes that one communication op of a rank's program moves and allocates, from its node alone.
 
-Counts are those of whale_ops' counters (see whale.ir.exchanged_bytes), so a run can be compared with them exactly.
+Counts are those of whale_ops' counters (see whale.ir.layout), so a run can be compared with them exactly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from whale.ir.exchanged_bytes import count_operand_bytes, count_rank_bytes
+from whale.ir.layout import count_operand_bytes, count_rank_bytes
 from whale.ir.ops import ALL_REDUCES, POINT_TO_POINT, ROW_EXCHANGES
 from whale.ir.program import Node
 from whale.ir.values import TensorType

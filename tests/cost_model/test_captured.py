@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from cost_model.cluster import cluster_file
-from cost_model.graph.alike import find_simulated
-from cost_model.graph.allocator import Allocator
 from cost_model.graph.cpu_sharing import Clock, Host, Thread
 from cost_model.graph.executor_graph import graph_of
-from cost_model.graph.liveness import peak_bytes
+from cost_model.graph.liveness import Allocator, peak_bytes
 from cost_model.graph.machine import Link, Rates, cluster_machine, make_measured_machine, make_rated_machine
 from cost_model.graph.machine_profile import (
     Copies,
@@ -28,7 +26,7 @@ from cost_model.graph.machine_profile import (
     read,
     write,
 )
-from cost_model.graph.predict import predict_ranks
+from cost_model.graph.predict import find_simulated, predict_ranks
 from cost_model.graph.signature import signature
 from cost_model.graph.traffic import Exchange
 from cost_model.kernels.op_work import estimate_work

@@ -9,8 +9,7 @@ import pytest
 
 from cost_model.graph.executor_graph import Graph, graph_of
 from tests.programs import mlp, planned
-from whale.ir.exchanged_bytes import count_collective_bytes, count_rank_bytes
-from whale.ir.layout import Partial
+from whale.ir.layout import Partial, count_collective_bytes, count_rank_bytes
 from whale.ir.ops import COLLECTIVES, EXCHANGES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref

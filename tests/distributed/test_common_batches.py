@@ -21,7 +21,7 @@ def test_shuffles_without_a_seed_give_one_batch_to_all_ranks(launcher: Launcher)
     said = prints(
         launcher,
         """
-from whale.runtime.input.common_seed import common_seed
+from whale.frontends.keras.input_pipeline import common_seed
 wh.init()
 total = wh.function(lambda x: tf.reduce_sum(tf.matmul(tf.reshape(x, [-1, 1]), w)))
 if wh.rank() == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.launcher.helpers import Launcher, run_alone
-from whale.runtime.input.many_sizes import OWN_PLANS
+from whale.runtime.input.traces import OWN_PLANS
 
 FIT = """
 import sys

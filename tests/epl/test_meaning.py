@@ -12,7 +12,7 @@ from whale.frontends.epl.batch_scaling import BatchScaling, find_scaling
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.layout import AnnotatedGraph, make_layout
 from whale.frontends.epl.start import slice_files
-from whale.runtime.graph_semantics import BatchReaders
+from whale.runtime.context import BatchReaders
 
 pytestmark = pytest.mark.core
 ONE = AnnotatedGraph("replicate", 1)

@@ -170,7 +170,7 @@ WRITTEN_OUT = {
     "whale/kernels/loops": "what an operation of a loop's turn is in the fused one",
     "whale/runtime/variables/initializer_recording.py": "the stateless twin of each op",
     "whale/frontends/epl/batch_scaling.py": "how the result of each op grows with the batch",
-    "whale/tools/profile/layout.py": "the operands and results of each op that are images",
+    "whale/tools/profile/operations.py": "the operands and results of each op that are images",
     "cost_model/kernels/op_work.py": "the formula of each op",
 }
 LEAST = 3  # names of one trait that make a table of it

@@ -16,7 +16,7 @@ from tests.draws import one_of
 from whale.ir.ops import CONVOLUTIONS
 from whale.kernels import clusters
 from whale.kernels.xla import count_compiled
-from whale.runtime.compile import xla_kernels
+from whale.runtime.compile import compile
 
 Tensor = Any
 ROWS, LENGTH, WIDTH, WORDS = 8, 4, 8, 16
@@ -192,7 +192,7 @@ def test_masks_are_drawn_from_the_streams_that_they_have_without_xla(
 def test_without_xla_a_run_says_so_once(
     ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(xla_kernels, "read_xla_kernels", lambda on_gpu: None)
+    monkeypatch.setattr(compile, "read_xla_kernels", lambda on_gpu: None)
     ranks(1)
     x = tf.ones((64, 64))
     for _ in range(2):

@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.helpers import MEET, PATIENCE_S, Launcher, wait_for_line
 from whale.launcher import worker_io
 from whale.launcher.connection import find_unacknowledged_s, limit_silence
-from whale.launcher.job import mpi_errors, ranks
+from whale.launcher.job import ranks, start_probe
 from whale.launcher.protocol import RaisedReport
 
 # What wh.init does about communication.
@@ -273,5 +273,5 @@ def test_a_start_that_fails_in_mpi_says_why(launcher: Launcher) -> None:
 
 
 def test_what_mpi_says_is_shown_where_it_is_not_understood() -> None:
-    told = mpi_errors.explain_start("-" * 40 + "\nNo device can be used.\n\nYour MPI job is going to abort.\n")
+    told = start_probe.explain_start("-" * 40 + "\nNo device can be used.\n\nYour MPI job is going to abort.\n")
     assert told.startswith("  mpi_said: \n    No device can be used.\n    Your MPI job is going to abort.\n  next: ")

@@ -16,10 +16,9 @@ import pytest
 from tests.launcher.helpers import MEET, Launcher
 from whale.errors import ClusterError
 from whale.launcher.job import metrics
-from whale.launcher.job.event_files import EventFiles
 from whale.launcher.job.metrics import parse_address, serve_metrics
-from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
+from whale.launcher.job.tensorboard import EventFiles, write_profile
 from whale.launcher.protocol import Progress
 
 STEP = """

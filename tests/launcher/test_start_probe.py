@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.helpers import PATIENCE_S
-from whale.launcher.job.mpi_errors import find_start_cause
 from whale.launcher.job.mpirun_process import MpirunProcess
-from whale.launcher.job.start_probe import AFTER_S, StartProbe
+from whale.launcher.job.start_probe import AFTER_S, StartProbe, find_start_cause
 
 
 def _run_here(host: str, program: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import pytest
 from tests.launcher.helpers import MEET, Launcher
 from tests.launcher.test_hosts import OTHER, with_ssh
 from tests.traces import only, pieces
-from whale.launcher.clock import Clock
+from whale.launcher.connection import Clock
 from whale.launcher.job.counters import format_tables
 from whale.launcher.job.ranks import RankLink
 from whale.launcher.job.trace import TraceFile

@@ -12,9 +12,8 @@ from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles, find_tiles, make_mesh
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
-from whale.partition.identical_ranks import is_alike, is_surely_identical
 from whale.partition.mesh import lower_mesh
-from whale.partition.spmd import partition_for_rank
+from whale.partition.spmd import is_alike, is_surely_identical, partition_for_rank
 from whale.passes.settings import PlanSettings
 
 LIMIT = 1e-12

@@ -20,8 +20,8 @@ from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.rank_groups import RankGroups
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.graph_state import Axis, GraphState
+from whale.passes.propagation.local_statistics import Semantics
 from whale.passes.propagation.node_choice import NodeChoice
-from whale.passes.propagation.per_rank import Semantics
 from whale.passes.propagation.propagate import Propagation
 from whale.passes.propagation.propagate import Strategy as Choice
 

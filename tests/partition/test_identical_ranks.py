@@ -10,8 +10,7 @@ from tests.programs import mlp, planned
 from whale.ir.layout import FIRST, B, Partial, Placement, parse_placement
 from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Program, Ref
-from whale.partition.identical_ranks import is_alike, is_surely_identical
-from whale.partition.spmd import partition_for_rank
+from whale.partition.spmd import is_alike, is_surely_identical, partition_for_rank
 
 
 def _alike(program: Program, plan: Plan) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Func, TensorType
-from whale.passes.resharding.without_kernels import processor_lines
+from whale.passes.resharding.on_devices import processor_lines
 
 pytestmark = pytest.mark.core
 X, IDS = TensorType("float32", (4, 8)), TensorType("int64", (32,))

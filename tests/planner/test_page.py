@@ -18,8 +18,8 @@ from whale.cli import main
 from whale.errors import PlanError
 from whale.planner import ask
 from whale.planner.report import draw, planfile
-from whale.planner.report.limit import describe_likely, describe_limit
 from whale.planner.report.measured_step import read, step_drawn
+from whale.planner.report.page_parts import describe_likely, describe_limit
 from whale.planner.report.sliders import sliders
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import whale as wh
 from whale.runtime.context import require_current
-from whale.runtime.input.many_sizes import OWN_AFTER, OWN_PLANS, SizesOfTrace
+from whale.runtime.input.traces import OWN_AFTER, OWN_PLANS, SizesOfTrace
 
 SIZES = (8, 6, 5, 7, 4, 9, 3, 5)
 

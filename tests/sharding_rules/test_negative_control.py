@@ -25,8 +25,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.passes.verify.check import check
 from whale.sharding_rules import find_rule, load_rules
-from whale.sharding_rules.base import Local, OpView, Strategy
-from whale.sharding_rules.dims import make_labels, read_constant, write_term
+from whale.sharding_rules.base import Local, OpView, Strategy, make_labels, read_constant, write_term
 from whale.sharding_rules.registry import LineRule
 
 PARTS = 2

@@ -27,8 +27,8 @@ from whale.partition.mesh import plan_program
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
+from whale.tools import models as f
 from whale.tools.models import capture_program, read_description, trace_program
-from whale.tools.models import families as f
 
 TEXT = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 6, "vocabulary": 40, "batch": 4}
 SMALL: list[f.Description] = [

@@ -36,9 +36,9 @@ from whale.planner.graph_search.pipelines import chain
 from whale.planner.graph_search.strategies import choices, divide_over_all
 from whale.planner.report import planfile
 from whale.runtime.context import require_current
-from whale.tools.models import families as f
-from whale.tools.models import losses
-from whale.tools.models.capture import capture_program, make_step
+from whale.tools import models
+from whale.tools import models as f
+from whale.tools.models import capture_program, make_step
 from whale.tools.plan_model import find_strategy, plan_as, read
 
 DLRM = "dlrm:tables=3,rows=60000,factors=8,batch=64"
@@ -143,7 +143,7 @@ def test_what_fits_nowhere_says_what_would_help() -> None:
 
 def trained(d: Any) -> tuple[Any, list[tf.Tensor]]:
     """A user's step of a description, and a batch."""
-    batch = [tf.ones(shape, dtype) for shape, dtype in losses.list_inputs(d).values()]
+    batch = [tf.ones(shape, dtype) for shape, dtype in models.list_inputs(d).values()]
     return wh.function(make_step(d)), batch
 
 

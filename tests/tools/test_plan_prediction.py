@@ -28,7 +28,7 @@ from whale.ir.ops import EXCHANGES, MEETINGS
 from whale.partition.lower import make_any_plan
 from whale.passes.pass_manager import normalise
 from whale.planner.graph_search.plan_prediction import Planned, predict_plan, rank_programs
-from whale.planner.report.mesh_drawn import mesh_of_plan
+from whale.planner.report.page_parts import mesh_of_plan
 from whale.planner.report.sliders import make_captured_sliders
 from whale.runtime.compile.measured_call import compile_whole_step
 from whale.runtime.compile.settings import settings_of

@@ -121,7 +121,7 @@ def run_command(given: argparse.Namespace) -> int:
         parse_hosts,
     )
     from whale.launcher.run import run
-    from whale.launcher.scale_up.hosts_from import read_hosts
+    from whale.launcher.scale_up import read_hosts
 
     require_readable(given.plan, given.annotate, given.hostfile)
     take_settings(given.config, given.settings)

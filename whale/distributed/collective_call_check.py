@@ -1,4 +1,7 @@
-"""Checks that every rank does the same thing at the same place of its script."""
+"""Checks that every rank does the same thing at the same place of its script.
+
+Where ranks of one script hold different values, ``describe_likely_cause`` guesses why, from the values.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,24 @@ import tensorflow as tf
 
 from whale.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from whale.errors import CommError
+
+_DIFFERENT_CALLS = "the ranks call different things"
+
+# How messages of ranks begin that wait for each other in different exchanges: of the core, and of what compares inputs.
+_OTHER_PLACES = (_DIFFERENT_CALLS, "the ranks are at different places of the program", "the ranks are about to run")
+_HASHES = (
+    "Python's string hashes differ between these ranks, and with them the order of sets: start all ranks with "
+    "PYTHONHASHSEED=0 in their environment, or by `whale run`"
+)
+_ORDER = (
+    "the values are the same in another order: a shuffle with another seed, os.listdir or glob without sorted(), or a "
+    "set of objects"
+)
+_VALUES = (
+    "random numbers or uuids drawn before wh.init() or with a seed of each rank's own (os.getpid(), time), "
+    "the time, a host's name or files, or an environment variable"
+)
+_NAMES = "layers, variables or columns made in the order of os.listdir, glob or a set of objects, or named by time"
 
 
 def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> None:
@@ -55,11 +76,6 @@ def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) ->
     return tf.constant(ranks.retry_after_loss(lambda: next(reads, variable.read_value)().numpy()))
 
 
-_DIFFERENT_CALLS = "the ranks call different things"
-# How messages of ranks begin that wait for each other in different exchanges: of the core, and of what compares inputs.
-_OTHER_PLACES = (_DIFFERENT_CALLS, "the ranks are at different places of the program", "the ranks are about to run")
-
-
 def tells_of_other_places(error: CommError) -> bool:
     """Tells whether an error is that of ranks which are alive, and do different things."""
     return error.message.startswith(_OTHER_PLACES)
@@ -99,3 +115,14 @@ def call_together(
             action="call it on every rank; wh.rank() == 0 is for what is printed or written with its result",
         )
     return [theirs for _, _, theirs in said]
+
+
+def describe_likely_cause(ranks: Ranks, reordered: bool = False, names: bool = False) -> str:
+    """Returns what to look for where ranks differ, in words.
+
+    Args:
+      reordered: whether they hold the same values in another order.
+      names: whether operations, layers or variables differ, and not what they hold.
+    """
+    usual = _ORDER if reordered else _NAMES if names else _VALUES
+    return f"{_HASHES}; else {usual}" if ranks.other_hashes else usual

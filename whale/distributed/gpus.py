@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import whale_ops
 from whale.ir.program import Node, Program
 from whale.ir.values import DType
-from whale.passes.resharding.without_kernels import processor_lines
+from whale.passes.resharding.on_devices import processor_lines
 
 
 def await_gpus() -> None:

@@ -53,7 +53,7 @@ class replicate(replica):
 def _is_a_stage(count: int | None) -> bool:
     """Tells whether a part of the model with so many devices has ranks of its own."""
     from whale.runtime.context import require_current
-    from whale.runtime.device_counts import check_count
+    from whale.runtime.scopes import check_count
 
     size = require_current("the scope wh.replicate").planned_size
     check_count("replicate", count)

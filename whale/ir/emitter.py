@@ -8,12 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from whale.ir.layout import (
-    Partial,
-    Shard,
-    find_identity,
-    local_shape,
-)
+from whale.ir.layout import Partial, Shard, find_identity, local_shape
 from whale.ir.marks import NO_MARKS, Marks
 from whale.ir.ops import HOROVOD_ALL_REDUCE
 from whale.ir.plan import Reshard

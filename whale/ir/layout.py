@@ -2,12 +2,16 @@
 
 Rules and passes work on one mesh axis at a time, with a ``Placement``; a ``Layout`` is a tuple of them, one per axis.
 
+Beside them stand the bytes that a change of layout, or a collective, has to move between ranks, however it is carried
+out: the logical bytes of plans, of predictions and of whale_ops' counters (its `logical_bytes`).
+
 Decisions: 0015, 0016.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -18,8 +22,9 @@ from typing import overload
 
 import numpy as np
 
-from whale.ir.exchanged_bytes import count_collective_bytes
-from whale.ir.values import Dims
+from whale.ir.ops import ALL_REDUCES, ROW_EXCHANGES
+from whale.ir.program import Node
+from whale.ir.values import Dims, TensorType, count_item_bytes
 
 REDUCTIONS = ("sum", "max", "min", "prod")
 _PLACEMENT = re.compile(
@@ -132,6 +137,9 @@ class Replicate:
         return "B"
 
 
+B = Replicate()
+
+
 @dataclass(frozen=True, slots=True)
 class Partial:
     """The partial placement: every coordinate holds a tensor of the whole shape; the value is their elementwise
@@ -144,12 +152,20 @@ class Partial:
         return f"P({self.op})"
 
 
+P_SUM = Partial("sum")
+P_MAX = Partial("max")
+P_MIN = Partial("min")
+
+
 @dataclass(frozen=True, slots=True)
 class RankZero:
     """Only the first coordinate holds the tensor: what must run once (unseeded random ops, sinks) lives there."""
 
     def __str__(self) -> str:
         return "O"
+
+
+FIRST = RankZero()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +187,6 @@ class PerRank:
 
 Placement = Shard | Replicate | Partial | RankZero | PerRank
 Layout = tuple[Placement, ...]
-
-B = Replicate()
-FIRST = RankZero()
-P_SUM = Partial("sum")
-P_MAX = Partial("max")
-P_MIN = Partial("min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +264,12 @@ def find_identity(op: str, dtype: str) -> object:
 
 @overload
 def local_shape(shape: tuple[int, ...], placement: Placement, coordinate: int) -> tuple[int, ...]: ...
+
+
 @overload
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None: ...
+
+
 def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Dims | None:
     """Returns the shape that ``coordinate`` holds of a tensor of global ``shape``."""
     if shape is None or not isinstance(placement, Shard):
@@ -264,7 +278,7 @@ def local_shape(shape: Dims | None, placement: Placement, coordinate: int) -> Di
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of ``str(placement)``.
+    """Reads a placement from its text; the inverse of ``str(placement)``.
 
     Raises:
       ValueError: ``text`` is none of ``S(d)[n,...]``, ``S(d)[n,...]*k``,
@@ -355,3 +369,58 @@ def _count_overlap(a: Shard, b: Shard, i: int) -> int:
     low = max(a.offset(i), b.offset(i))
     high = min(a.offset(i) + a.sizes[i], b.offset(i) + b.sizes[i])
     return max(0, high - low)
+
+
+def count_collective_bytes(op: str, tensor_bytes: int, ranks: int) -> int:
+    """Returns the bytes that all of ``ranks`` send in a collective over a tensor of ``tensor_bytes``, however it is
+    divided.
+
+    2(p-1)T for an all-reduce; (p-1)T for an all-gather, a reduce-scatter or a broadcast: every rank but one has to get
+    each element, or its part of the sum of it.
+    """
+    return (2 if op in ALL_REDUCES else 1) * (ranks - 1) * tensor_bytes
+
+
+def count_wire_bytes(tensor_bytes: int, dtype: str, wire_dtype: str) -> int:
+    """Returns the bytes of a tensor that is sent as ``wire_dtype``; with "", its own bytes."""
+    return tensor_bytes // count_item_bytes(dtype) * count_item_bytes(wire_dtype) if wire_dtype else tensor_bytes
+
+
+def count_operand_bytes(node: Node, inputs: Sequence[TensorType]) -> int:
+    """Returns the bytes of the tensors that a rank passes to a communication op, as they are sent.
+
+    Args:
+      inputs: the operands' types on this rank.
+    """
+    wire_dtype = str(node.attrs.get("wire_dtype", ""))
+    return sum(count_wire_bytes(t.bytes, t.dtype, wire_dtype) for t in inputs if t.dtype != "resource")
+
+
+def count_rank_bytes(node: Node, inputs: Sequence[TensorType], place: int, ranks: int) -> int:
+    """Returns the bytes that one rank sends in a communication op; the ranks' bytes add up to
+    ``count_collective_bytes``.
+
+    Args:
+      inputs: the operands' types on this rank.
+      place: of this rank in its group, of ``ranks``; a message has neither.
+    """
+    sent = count_operand_bytes(node, inputs)
+    if node.op == "WhaleSend":
+        return sent
+    if node.op == "WhaleRecv":
+        return 0
+    if node.op in ALL_REDUCES:
+        total = count_collective_bytes(node.op, sent, ranks)
+        return total // ranks + (place < total % ranks)
+    if node.op == "WhaleAllGather":  # its part goes to all others
+        return count_collective_bytes(node.op, sent, ranks)
+    if node.op == "WhaleReduceScatter":  # all others' parts of what it keeps
+        return count_collective_bytes(node.op, node.outputs[0].bytes, ranks)
+    if node.op == "WhaleAllToAll":  # all but what it keeps
+        sizes = node.attrs["split_sizes"]
+        return sent - (sent * sizes[place] // sum(sizes) if sum(sizes) else 0)
+    if node.op in ROW_EXCHANGES:
+        return node.marks.expected_bytes
+    assert node.op == "WhaleBroadcast", node.op
+    whole = sum(t.bytes for t in node.outputs)
+    return count_collective_bytes(node.op, whole, ranks) if place == int(node.attrs["root"]) else 0

@@ -31,7 +31,7 @@ class Marks:
         dimension addresses the same part of the table; how many such parts there are. 0: that is not known.
       owned_rows: it does the same to each of the rows that a table has for ids taken once, whose number only the run
         knows: they may lie with the owners of the table's rows (``whale.sharding_rules.embedding``).
-      stream: of a random operation, the name of its stream (``whale.passes.normalize.random_streams``).
+      stream: of a random operation, the name of its stream (``whale.passes.normalize.annotate``).
       of_first_rank: an Identity whose value on the first rank is that of all, whatever others hold.
       on_every_rank: it runs on every rank although it is stateful: it changes what each of them has.
       initial: what an assignment of a first value would have assigned, by its digest.

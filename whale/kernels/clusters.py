@@ -41,10 +41,10 @@ from whale.ir.program import (
     iterate_function_refs,
 )
 from whale.ir.values import FLOATING, TensorType
-from whale.kernels.elementwise.groups import may_synchronize
+from whale.kernels.elementwise import may_synchronize
 from whale.kernels.xla import XlaKernels, find_compiled, make_call
-from whale.passes.elementwise.graph import list_predecessors, replace_by_operations
-from whale.passes.elementwise.operations import find_elementwise_type, find_sum_type, is_contraction_result
+from whale.passes.elementwise.code import find_elementwise_type, find_sum_type, is_contraction_result
+from whale.passes.elementwise.units import list_predecessors, replace_by_operations
 
 _BY_XLA = LOOPS | BRANCHES  # XLA compiles them with their bodies
 # They tell of a fault, which XLA leaves out.

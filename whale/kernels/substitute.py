@@ -9,28 +9,25 @@ ready_for_run        runs the others: keys that are unique in the run, XLA compi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from whale.ir.ops import CONVOLUTIONS, MATMULS
-from whale.ir.program import Program
+from whale.ir.ops import CONVOLUTIONS, EXCHANGES, HOROVOD_ALL_REDUCE, MATMULS
+from whale.ir.program import Node, Program, Ref
 from whale.ir.text import format_program
 from whale.kernels.choices import ALL, Change, Choices, Substitution, list_changed, list_fused
 from whale.kernels.clusters import form_clusters
-from whale.kernels.elementwise.fuse import fuse_elementwise, list_operations
+from whale.kernels.einsums import replace_einsums
+from whale.kernels.elementwise import fuse_elementwise, list_operations
 from whale.kernels.loops.replace import replace_loops
-from whale.kernels.matmuls.batches import replace_batches
-from whale.kernels.matmuls.convolutions import replace_convolutions
-from whale.kernels.matmuls.einsums import replace_einsums
-from whale.kernels.matmuls.padding import pad_products
+from whale.kernels.matmuls import pad_products, replace_batches, replace_convolutions
 from whale.kernels.nn import REPLACED, replace_nn_kernels
-from whale.kernels.updates.fuse import fuse_updates, list_updates
-from whale.kernels.updates.last import order_updates_last
-from whale.kernels.updates.scatters import fuse_scatters, list_scatters
+from whale.kernels.updates import fuse_scatters, fuse_updates, list_scatters, list_updates, order_updates_last
 from whale.kernels.xla import XlaKernels, compile_marked, count_compiled
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, on_devices
-from whale.passes.resharding.unique_keys import with_number
 from whale.passes.run_passes import Pass, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings
+
+Programs = tuple[Program, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,6 @@ class RewriteContext:
     xla: XlaKernels | None = None
 
 
-Programs = tuple[Program, ...]
 _RewritePass = Pass[Programs, RewriteContext]
 
 
@@ -75,25 +71,13 @@ def _make_condition(name: str) -> When[RewriteContext]:
 def _number_programs(programs: Programs, context: RewriteContext) -> Programs:
     number = context.number
     assert number is not None
-    return tuple([with_number(program, number) for program in programs])
+    return tuple([_with_number(program, number) for program in programs])
 
 
 def _form_clusters(programs: Programs, context: RewriteContext) -> Programs:
     xla = context.xla
     assert xla is not None
     return tuple([form_clusters(program, xla) for program in programs])
-
-
-def _describe_changes(before: Programs, after: Programs) -> str:
-    compiled = count_compiled(after[0])
-    said = program_changes(before[0], after[0])
-    if compiled == count_compiled(before[0]):
-        return said
-    return f"{compiled} cluster{'s' * (compiled != 1)} for XLA; {said}"
-
-
-def _exchange_on_devices(programs: Programs, context: RewriteContext) -> Programs:
-    return tuple([on_devices(one, context.comm, rank) for one, rank in zip(programs, context.ranks)])
 
 
 # What a rank computes, and in which order. All replace operations by others that compute the same.
@@ -160,37 +144,17 @@ KERNELS: tuple[_RewritePass, ...] = (
     ),
 )
 
-# What the operations of a run are called and carried out by; predictions and memory are of the programs before.
-FOR_RUN: tuple[_RewritePass, ...] = (
-    Pass(
-        "unique_keys",
-        "makes the keys of exchanges unique in the run",
-        _number_programs,
-        When("a program of a run", lambda c: c.number is not None),
-    ),
-    Pass(
-        "compile_marked",
-        "leaves to XLA what only it can run",
-        lambda programs, c: tuple([compile_marked(one, c.on_gpu) for one in programs]),
-    ),
-    Pass(
-        "on_devices",
-        "lets devices carry out exchanges in their own memory",
-        _exchange_on_devices,
-        When(
-            "communication.backend",
-            lambda c: bool(c.comm) and c.settings.exchange.backend in DEVICE_BACKENDS,
-        ),
-    ),
-)
 
-REWRITE: Table[Programs, RewriteContext] = Table(
-    "REWRITE",
-    (*KERNELS, *FOR_RUN),
-    programs=lambda programs: programs,
-    text=lambda programs, c: format_program(programs[0]),
-    changes=_describe_changes,
-)
+def _describe_changes(before: Programs, after: Programs) -> str:
+    compiled = count_compiled(after[0])
+    said = program_changes(before[0], after[0])
+    if compiled == count_compiled(before[0]):
+        return said
+    return f"{compiled} cluster{'s' * (compiled != 1)} for XLA; {said}"
+
+
+def _exchange_on_devices(programs: Programs, context: RewriteContext) -> Programs:
+    return tuple([on_devices(one, context.comm, rank) for one, rank in zip(programs, context.ranks)])
 
 
 def substitute_kernels(
@@ -271,3 +235,61 @@ def prepare_for_run(
     """
     context = RewriteContext(settings, False, ranks, comm, number, on_gpu)
     return run_passes(REWRITE, tuple(programs), context, settings.observer, FOR_RUN)
+
+
+def _with_number(program: Program, number: int) -> Program:
+    """Adds the program's number to its keys, which are unique in a plan only. Horovod uses the node's name as key."""
+
+    def rewrite_graph(graph: Program) -> Program:
+        renamed = {n.name: f"{n.name}_of_{number}" for n in graph.nodes if n.op == HOROVOD_ALL_REDUCE}
+
+        def rewrite_ref(ref: Ref) -> Ref:
+            return Ref(renamed[ref.node], ref.index) if ref.node in renamed else ref
+
+        def rewrite_node(n: Node) -> Node:
+            if n.op in EXCHANGES and "key" in n.attrs:
+                n = replace(n, attrs={**n.attrs, "key": f"{number}:{n.attrs['key']}"})
+            if n.name in renamed or not renamed.keys().isdisjoint(r.node for r in n.inputs):
+                n = replace(n, name=renamed.get(n.name, n.name), inputs=tuple(map(rewrite_ref, n.inputs)))
+            return n
+
+        nodes = tuple(map(rewrite_node, graph.nodes))
+        if not renamed:
+            return graph.replace_nodes(nodes)
+        effects = tuple(renamed.get(name, name) for name in graph.effects)
+        return replace(graph, nodes=nodes, outputs=tuple(map(rewrite_ref, graph.outputs)), effects=effects)
+
+    main = rewrite_graph(program)
+    return replace(main, functions={name: rewrite_graph(body) for name, body in program.functions.items()})
+
+
+# What the operations of a run are called and carried out by; predictions and memory are of the programs before.
+FOR_RUN: tuple[_RewritePass, ...] = (
+    Pass(
+        "unique_keys",
+        "makes the keys of exchanges unique in the run",
+        _number_programs,
+        When("a program of a run", lambda c: c.number is not None),
+    ),
+    Pass(
+        "compile_marked",
+        "leaves to XLA what only it can run",
+        lambda programs, c: tuple([compile_marked(one, c.on_gpu) for one in programs]),
+    ),
+    Pass(
+        "on_devices",
+        "lets devices carry out exchanges in their own memory",
+        _exchange_on_devices,
+        When(
+            "communication.backend",
+            lambda c: bool(c.comm) and c.settings.exchange.backend in DEVICE_BACKENDS,
+        ),
+    ),
+)
+REWRITE: Table[Programs, RewriteContext] = Table(
+    "REWRITE",
+    (*KERNELS, *FOR_RUN),
+    programs=lambda programs: programs,
+    text=lambda programs, c: format_program(programs[0]),
+    changes=_describe_changes,
+)

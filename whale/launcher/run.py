@@ -18,15 +18,14 @@ from pathlib import Path
 from whale.config import Config
 from whale.errors import ClusterError
 from whale.launcher import mpirun
-from whale.launcher.job.event_files import EventFiles
 from whale.launcher.job.job import Job
 from whale.launcher.job.metrics import serve_metrics
-from whale.launcher.job.profile import write_profile
 from whale.launcher.job.progress import RunProgress
 from whale.launcher.job.status import StatusSocket
+from whale.launcher.job.tensorboard import EventFiles, write_profile
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import PLAN_VARIABLE, Options
-from whale.launcher.scale_up.joining_ranks import JoiningRanks
+from whale.launcher.scale_up import JoiningRanks
 
 # Connections that the system holds until they are accepted: a worker that finds no place among others' tries again only
 # after a second.

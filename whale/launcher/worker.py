@@ -22,8 +22,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
-from whale.launcher import clock
-from whale.launcher.connection import connect
+from whale.launcher.connection import connect, read_identity
 from whale.launcher.protocol import (
     ADDRESS_VARIABLE,
     FIRST_VARIABLE,
@@ -114,7 +113,7 @@ def main() -> None:
         "size": place.size,
         "host": socket.gethostname(),
         "pid": script_pid,
-        "clock": clock.read_identity(),
+        "clock": read_identity(),
     }
     connection.sendall(pack(FrameKind.HELLO, hello))
     os.close(greeted)

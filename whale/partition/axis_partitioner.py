@@ -21,15 +21,14 @@ from whale.ir.mesh import Axis, adapt_cut, iterate_levels
 from whale.ir.ops import EXCHANGES
 from whale.ir.plan import BatchInput, Plan, Reshard
 from whale.ir.program import Node, Program
-from whale.partition.identical_ranks import is_alike, is_surely_identical
 from whale.partition.rank_mapping import cut_rows, mark_axis
-from whale.partition.spmd import partition_for_rank
+from whale.partition.spmd import is_alike, is_surely_identical, partition_for_rank
 from whale.passes.analysis.axes import project_to_axis, select_known_along
 from whale.passes.analysis.rank_groups import map_named_ranks
 from whale.passes.pass_manager import complete_plan, make_plan
 from whale.passes.plan_builder import expand
 from whale.passes.propagation.reference_plan import same_kind
-from whale.passes.resharding.joint_sums import axes_of_sum, join_sums, sums_to_join
+from whale.passes.resharding.fuse_all_reduces import axes_of_sum, join_sums, sums_to_join
 from whale.passes.settings import PlanSettings
 
 

@@ -26,7 +26,7 @@ from whale.ir.plan import Plan, Reshard
 from whale.ir.program import Node, Program, Ref, rewire
 from whale.ir.text import format_program
 from whale.kernels.substitute import substitute_kernels
-from whale.kernels.updates.fuse import count_written_together
+from whale.kernels.updates import count_written_together
 from whale.kernels.xla import XlaKernels
 from whale.partition.mesh import lower_mesh, plan_program
 from whale.partition.pipeline.microbatches import MicrobatchProgram, divide_in_micro_batches, find_own_rows
@@ -35,14 +35,13 @@ from whale.partition.ring_attention import divide_attention_in_blocks, remove_ex
 from whale.partition.spmd import partition_for_rank
 from whale.passes.analysis.rank_groups import refuse_rank_groups
 from whale.passes.analysis.stages import stage_groups_of
-from whale.passes.analysis.uses import is_taken_by_updates
-from whale.passes.memory.footprint import CATEGORIES
+from whale.passes.analysis.uses import CATEGORIES, is_taken_by_updates
 from whale.passes.memory.offload import find_offloaded, offload
 from whale.passes.memory.step_bytes import step_bytes_of_ranks
 from whale.passes.normalize.attention_as_one import in_blocks_if_large
 from whale.passes.pass_manager import normalise
 from whale.passes.plan_builder import FirstLayouts, expand
-from whale.passes.resharding.fuse_sums import fuse_sums
+from whale.passes.resharding.fuse_all_reduces import fuse_sums
 from whale.passes.resharding.horovod import HOROVOD_DTYPES
 from whale.passes.run_passes import Pass, PassObserver, Table, When, program_changes, run_passes
 from whale.passes.settings import PlanSettings

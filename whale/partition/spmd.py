@@ -2,6 +2,9 @@
 
 One rank's program has local shapes, local constants, and communication ops where a layout changes. No TensorFlow.
 
+Coordinates of an axis often run the same program, but for values: one is then made, and serves all
+(``is_surely_identical``, ``is_alike``).
+
 Decisions: 0012, 0013.
 """
 
@@ -16,7 +19,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.ir.emitter import Emitter
-from whale.ir.layout import FIRST, B, Partial, Placement, Replicate, Shard, Strategy, local_shape
+from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, RankZero, Replicate, Shard, Strategy, local_shape
 from whale.ir.marks import Marks
 from whale.ir.ops import EXCHANGES, HAS_BODIES, LOOPS
 from whale.ir.plan import STAGE_INPUT, STAGE_OUTPUT, Plan
@@ -554,3 +557,55 @@ def emit_zeroed(
     flag = inside if shape == flags else e.reshape(f"{name}/whale_inside", inside, "bool", shape)
     zero = e.const(f"{name}/whale_zero", np.zeros((), find_numpy_dtype(t.dtype)))
     return e.add(name, "SelectV2", (flag, values, zero), {"T": DType(t.dtype)}, (t,))
+
+
+def is_surely_identical(program: Program, plan: Plan) -> bool:
+    """Tells, from the plan alone, whether ``partition_for_rank`` gives every coordinate the same nodes and types.
+
+    That is the case if all have equally large parts of every tensor, and none has nodes of its own. Where the plan
+    does not settle it, the lowered programs are compared (``is_alike``).
+
+    Args:
+      program: the expanded one that ``plan`` is of.
+    """
+    placements: set[Placement] = set()
+    for graph, strategies in plan.strategies.items():
+        for node in (program.functions[graph] if graph else program).nodes:
+            strategy = strategies[node.name]
+            rule = find_rule(node.op)
+            streams = rule is not None and rule.local_stream and any(isinstance(p, Shard) for p in strategy.outputs)
+            if strategy.once or streams or node.op in RINGS:
+                return False
+            placements.update(strategy.inputs, strategy.outputs)
+    for r in plan.reshards:
+        placements.update((r.source, r.target))
+        added = isinstance(r.source, Replicate) and isinstance(r.target, Partial)  # the first one's, and zeros
+        if added or (isinstance(r.source, Shard) and isinstance(r.target, Shard) and r.source.dim == r.target.dim):
+            return False
+    return all(_is_even(p) for p in placements)
+
+
+def _is_even(p: Placement) -> bool:
+    if isinstance(p, Shard):
+        return p.smallest == p.largest and p.without_halo is p
+    return not isinstance(p, (RankZero, PerRank))
+
+
+def is_alike(one: Program, other: Program) -> bool:
+    """Tells whether the programs of two coordinates differ in values only, not in their nodes or types."""
+    if one.functions.keys() != other.functions.keys() or len(one.nodes) != len(other.nodes):
+        return False
+    if [v.type for v in one.variables] != [v.type for v in other.variables]:
+        return False  # cut unevenly over an earlier axis
+    same = all(
+        a.name == b.name
+        and a.op == b.op
+        and a.inputs == b.inputs
+        and a.controls == b.controls
+        and a.outputs == b.outputs
+        and a.scope == b.scope
+        for a, b in zip(one.nodes, other.nodes)
+    )
+    return same and one.outputs == other.outputs and all(
+        is_alike(body, other.functions[name]) for name, body in one.functions.items()
+    )  # fmt: skip

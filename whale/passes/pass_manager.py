@@ -18,38 +18,31 @@ from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.ir.text import format_program
 from whale.ir.verify import verify
-from whale.passes.memory.gather_at_use import gather_at_use
-from whale.passes.memory.hoist import hoist_reads
+from whale.passes.memory.gather_at_use import gather_at_use, hoist_reads
 from whale.passes.memory.offload import TABLES
 from whale.passes.memory.recompute import recompute
-from whale.passes.normalize.annotate import annotate, mark_flattened, task_graphs
+from whale.passes.normalize.annotate import annotate, mark_flattened, mark_streams, task_graphs
 from whale.passes.normalize.collapse_updates import collapse_updates
-from whale.passes.normalize.cse_scalars import share_scalars
-from whale.passes.normalize.cse_variable_reads import merge_reads
+from whale.passes.normalize.cse import merge_reads, share_scalars
 from whale.passes.normalize.embedding.block_local_gather import mark_blocks
 from whale.passes.normalize.embedding.gather_all_ids import gather_all_ids
 from whale.passes.normalize.embedding.owner_updates import update_on_owners
 from whale.passes.normalize.embedding.variable_gather import gather_from_variables
-from whale.passes.normalize.folding.fold import fold
-from whale.passes.normalize.folding.powers import powers
-from whale.passes.normalize.inline import inline
+from whale.passes.normalize.folding.fold import fold, powers
+from whale.passes.normalize.inline import inline, specialise
 from whale.passes.normalize.loss_scaling import skip_overflow
 from whale.passes.normalize.mixed_precision import lower_precision
-from whale.passes.normalize.python_functions import run_python_everywhere
-from whale.passes.normalize.random_streams import mark_streams
-from whale.passes.normalize.share_hidden_updates import share_hidden_updates
-from whale.passes.normalize.specialise import specialise
+from whale.passes.normalize.side_effects import run_python_everywhere, share_hidden_updates
 from whale.passes.normalize.unpack_grouped_ops import unpack
 from whale.passes.plan_builder import FirstLayouts, PlanDraft, build_plan_draft, expand, layouts_of
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.passes.propagation.in_place import make_in_place
 from whale.passes.propagation.partial_sums import reduce_partial_sums
 from whale.passes.propagation.propagate import NOTHING
 from whale.passes.propagation.reference_plan import ReferencePlan
 from whale.passes.resharding.fuse_all_reduces import fuse_all_reduces
 from whale.passes.resharding.horovod import give_to_horovod, refuse_horovod
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
-from whale.passes.resharding.reshards import explicit_reshards
+from whale.passes.resharding.reshards import explicit_reshards, make_in_place
 from whale.passes.resharding.wire_dtype import narrow
 from whale.passes.run_passes import Pass, PassObserver, Table, When, dump, program_changes, run_passes
 from whale.passes.settings import PlanSettings

@@ -22,10 +22,9 @@ from whale.passes.autoshard.divide import divide
 from whale.passes.memory.zero import state_at_rest, update_strategies
 from whale.passes.normalize.attention_as_one import choose_for_rings, in_rings
 from whale.passes.normalize.decompose import decompose, has_split_form, is_composite
-from whale.passes.propagation.fixpoint import settle_layouts
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.partial_sums import reduce_partial_sums
-from whale.passes.propagation.propagate import NOTHING, propagate
+from whale.passes.propagation.propagate import NOTHING, propagate, settle_layouts
 from whale.passes.propagation.reference_plan import ReferencePlan
 from whale.passes.settings import PlanSettings
 

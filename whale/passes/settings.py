@@ -144,10 +144,10 @@ class FuseSettings:
     Attributes:
       updates: updates of many variables, by one operation (see ``whale.kernels.updates``).
       elementwise: other elementwise arithmetic, likewise (see ``whale.kernels.elementwise``).
-      convolutions: small ones, by products of matrices (see ``whale.kernels.matmuls.convolutions``).
-      products: batches of matrix products, by one (see ``whale.kernels.matmuls.batches``).
-      einsums: batches of other products, by a kernel of ours (see ``whale.kernels.matmuls.einsums``).
-      padding: matrix products, by wider ones (see ``whale.kernels.matmuls.padding``).
+      convolutions: small ones, by products of matrices (see ``whale.kernels.matmuls``).
+      products: batches of matrix products, by one (see ``whale.kernels.matmuls``).
+      einsums: batches of other products, by a kernel of ours (see ``whale.kernels.einsums``).
+      padding: matrix products, by wider ones (see ``whale.kernels.matmuls``).
       nn: ops for which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
       loops: loops of known length, by few operations (see ``whale.kernels.loops``).
       xla: what asks for XLA, in clusters (see ``whale.kernels.clusters``).

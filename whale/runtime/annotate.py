@@ -12,7 +12,7 @@ import msgspec
 from whale.capture.captured import Captured, CapturedVariable
 from whale.errors import ConfigError, PlanError
 from whale.ir.program import Program
-from whale.passes.analysis.patterns import Named, Pattern, in_named_scopes, nearest
+from whale.passes.analysis.scopes import Named, Pattern, in_named_scopes, nearest
 from whale.planner.graph_search.strategies import trains
 from whale.runtime.context import Context, require_current
 from whale.runtime.scopes import NamedScope, format_scope_part

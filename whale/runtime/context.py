@@ -1,4 +1,7 @@
-"""Defines the one context of a process: the state of a run, from ``wh.init`` to ``wh.shutdown``."""
+"""Defines the one context of a process: the state of a run, from ``wh.init`` to ``wh.shutdown``.
+
+Other frontends than TensorFlow 1 may override how ``wh.Session`` interprets a script's graphs (``GraphSemantics``).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from whale.capture.captured import CapturedVariable
 from whale.capture.loss_scaling import LossScale, LossScaleFeed
 from whale.config import Mesh
 from whale.distributed.balance import WatchedSteps
+from whale.distributed.connect import SocketBootstrap
 from whale.distributed.device_exchange import OwnGpu
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.ranks import Ranks
-from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.errors import ClusterError, ConfigError
 from whale.ir.mesh import TENSOR, Axis
 from whale.ir.plan import Plan
@@ -26,18 +29,18 @@ from whale.ir.strategy import ChosenStrategy
 from whale.ir.topology import Topology
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.axes import fill_mesh
-from whale.passes.analysis.patterns import Pattern
 from whale.passes.analysis.rank_order import order_ranks
+from whale.passes.analysis.scopes import Pattern
 from whale.passes.run_passes import PassLog
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search.environment import Slowdown
 from whale.planner.report.planfile import PlanFile
-from whale.runtime.graph_semantics import GraphSemantics
 from whale.runtime.saved_plan import SavedPlan
 from whale.runtime.variables.external_updates import ExternalUpdates
 from whale.runtime.variables.variable_store import VariableStore
 
 _T = TypeVar("_T")
+
 # Under auto_parallel, variables of up to _SMALL_BYTES are made at once, up to _AT_ONCE_BYTES of them together:
 # recording what their initializers do takes longer than that, and most of them are whole in the end.
 _SMALL_BYTES, _AT_ONCE_BYTES = 1 << 20, 1 << 28
@@ -319,6 +322,37 @@ class Hooks:
     before_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class BatchReaders:
+    """The ranks that provide the parts of a session's batch.
+
+    Attributes:
+      readers: ranks of which each provides parts; the global batch is their concatenation in order.
+      turns: number of parts that each of them provides for one run.
+      whole: every rank gets the whole batch, and takes the rows it computes; otherwise each keeps its own part.
+    """
+
+    readers: tuple[int, ...]
+    turns: int = 1
+    whole: bool = False
+
+
+class GraphSemantics(Protocol):
+    """The semantics that a frontend assigns to a script's graphs."""
+
+    def find_batch_readers(self, graph: Any) -> BatchReaders:
+        """Returns the ranks that provide the batches for runs of ``graph``."""
+        ...
+
+    def apply_scopes(self, program: Program, graph: Any) -> Program:
+        """Returns a captured part of ``graph`` with the scopes that the script's annotations stand for."""
+        ...
+
+    def find_fetched(self, graph: Any, fetch: Any) -> Any:
+        """Returns the tensor of ``graph`` whose value a script gets when it fetches ``fetch``."""
+        ...
+
+
 @dataclass
 class Context(Ranks):
     """The state of one run of Whale.
@@ -526,9 +560,6 @@ class Process:
     alone: str = ""
 
 
-process = Process()
-
-
 def make_unique_name(name: str, digits: int = 1) -> str:
     """Appends a number to ``name``: names of TensorFlow's functions and nodes are global in a process."""
     process.names += 1
@@ -570,6 +601,9 @@ def rank() -> int:
 def size() -> int:
     """Returns the number of ranks."""
     return require_current("wh.size()").size
+
+
+process = Process()
 
 
 def local_rank() -> int:

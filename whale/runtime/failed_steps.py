@@ -20,10 +20,9 @@ from typing import Any
 import tensorflow as tf
 
 import whale_ops
-from whale.distributed.connect import configure_communicator
+from whale.distributed.connect import configure_communicator, connect_ranks
 from whale.distributed.faults import find_exchange_error, raise_comm_error
 from whale.distributed.ranks import TURN_TIMEOUT_S
-from whale.distributed.socket_bootstrap import connect_ranks
 from whale.distributed.stream_positions import gather_streams
 from whale.errors import CommError
 from whale.runtime.context import Context

@@ -1,12 +1,28 @@
-"""``wh.function``: replaces tf.function around a train step, and divides the step over the ranks of the run."""
+"""``wh.function``: replaces tf.function around a train step, and divides the step over the ranks of the run.
+
+A step is a plain function in graphs that are no programs of steps. Functions of a dataset (what ``map``, ``filter`` or
+``reduce`` were given) run where rows are read, one element or batch at a time: every reader computes them for the rows
+that it reads, as one process does. Keras calls layers in graphs of its own to find shapes, which are never run.
+
+What ``get_concrete_function`` returns is a trace that a script holds in its hands. What saves, converts or shows it
+gets the function for one device. Called from Python, it is the step: all ranks compute it together, whatever parts of
+variables they hold.
+
+Within a run steps may go over to another strategy: variables, optimizer slots and random streams stay what they are,
+and programs are compiled again for their next call. Elastic runs do the same by an agreement of theirs, as a rank may
+be lost meanwhile (``whale.runtime.elastic.elastic_run``).
+
+Decision: 0185.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -14,21 +30,22 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
+import whale_ops
 from whale.capture.sharded import IteratorReads
 from whale.capture.signature import Arguments, describe_arguments, flatten_arguments, read_tracing_options
+from whale.distributed.stream_positions import DRAWN_APART, gather_streams
 from whale.errors import CaptureError, ProgramError
 from whale.ir.plan import Plan
+from whale.ir.strategy import ChosenStrategy
+from whale.log import log
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.step import Step, are_steps_nested, captures_steps, compile_step, tensors_of
-from whale.runtime.concrete_steps import route_calls_to_step
-from whale.runtime.context import Context, require_current
-from whale.runtime.graphs_without_steps import is_graph_without_steps
+from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.input.drawn import Source, batches_key, draw, reads_itself, sources
 from whale.runtime.input.local_batches import local_arguments
-from whale.runtime.input.many_sizes import are_processors, may_share_sizes
-from whale.runtime.input.traces import SharedTrace, Traces, number_operations_anew
-from whale.runtime.replan import follow_forecast
+from whale.runtime.input.traces import SharedTrace, Traces, are_processors, may_share_sizes, number_operations_anew
 from whale.runtime.taped_calls import TapedCalls, may_be_recorded
 from whale.runtime.variables.deferred import capturing
 from whale_ops.memory import trim
@@ -38,10 +55,13 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
 _UNSPECIFIED = ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED)
+
 # Attributes that a copy of a step begins without.
 _OF_RUNS = (
     "_traces", "_inside", "_taped", "_called", "_steps", "_quick", "_sources", "_context", "_division", "_bound",
 )  # fmt: skip
+_TRACES_DATASETS = "tensorflow/python/data/ops/structured_function.py"
+_FINDS_SHAPES = ("scratch_graph", "keras_graph")
 
 
 class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[misc]
@@ -133,7 +153,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
             return context.elastic.retry(lambda *given: self._call_step(self._attach(), *given), args, kwargs)
         result = self._call_step(context, args, kwargs)
         if context.planning.forecast is not None:
-            follow_forecast(context)
+            _follow_forecast(context)
         return result
 
     def _call_step(self, context: Context, args: Any, kwargs: Any) -> Any:
@@ -191,7 +211,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
             found = super()._get_concrete_function_garbage_collected(*args, **kwargs)
         if shared is not None:
             shared.note_traced()
-        route_calls_to_step(found, self, args, kwargs)
+        _route_calls_to_step(found, self, args, kwargs)
         return found
 
     def _list_all_concrete_functions(self) -> Any:
@@ -314,7 +334,7 @@ class Function(polymorphic_function.Function, Generic[P, R]):  # type: ignore[mi
         """Calls the step while a graph is built: it becomes part of that program, if Whale captures it, or a function
         of what TensorFlow saves or runs on a dataset's rows.
         """
-        if are_steps_nested() or (not capturing.get() and is_graph_without_steps()):
+        if are_steps_nested() or (not capturing.get() and _is_graph_without_steps()):
             return polymorphic_function.Function.__call__(self, *args, **kwargs)
         if not capturing.get():
             raise ProgramError(
@@ -443,3 +463,85 @@ def function(
     if isinstance(func, Function) or hasattr(func, "_whale_run"):  # its steps are spread already
         return func
     return Function(tf.function(func, **given) if given else func)
+
+
+class _ConcreteStep(ConcreteFunction):  # type: ignore[misc]
+    """A trace of a step."""
+
+    _whale_call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly() or find_running() is None:
+            return super().__call__(*args, **kwargs)
+        return self._whale_call(args, kwargs)
+
+
+def _route_calls_to_step(
+    concrete: Any, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Makes calls of a trace from Python, during runs, calls of the step that it is a trace of.
+
+    Args:
+      concrete: TensorFlow's ConcreteFunction.
+      step: a ``wh.function``.
+      args: that the trace was asked for, with ``kwargs``: values that are no tensors are constants of the trace, and
+        need not be given.
+    """
+    if isinstance(concrete, _ConcreteStep):
+        return
+    signature = inspect.signature(step.python_function)  # type: ignore[attr-defined]
+    constants = {
+        name: value
+        for name, value in signature.bind_partial(*args, **kwargs).arguments.items()
+        if signature.parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        and not any(isinstance(leaf, tf.Tensor | tf.TypeSpec | tf.Variable) for leaf in tf.nest.flatten(value))
+    }
+
+    def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        given = signature.bind_partial(*args, **kwargs)
+        given.arguments = {**constants, **given.arguments}
+        return step(*given.args, **given.kwargs)
+
+    concrete.__class__ = _ConcreteStep
+    concrete._whale_call = call
+
+
+def _is_graph_without_steps() -> bool:
+    """Tells whether the graph that the caller's code adds to is such a graph, or within one."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if any(name in getattr(graph, "name", "") for name in _FINDS_SHAPES):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.replace("\\", "/").endswith(_TRACES_DATASETS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _follow_forecast(context: Context) -> None:
+    """Compares a run's steps with their prediction, after a step, and goes over to a better strategy if there is one.
+
+    Collective when it is time to.
+
+    Raises:
+      CommError: a rank is gone.
+    """
+    if context.planning.forecast is not None and (chosen := context.planning.forecast.look()) is not None:
+        _change_strategy(context, chosen)
+
+
+def _change_strategy(context: Context, chosen: ChosenStrategy) -> None:
+    """Makes all variables whole, and has programs be compiled anew under a strategy; collective between processes."""
+    positions = gather_streams(context.comms[0], list(context.streams))
+    if positions is None:
+        if context.rank == 0:
+            log.warning(DRAWN_APART)
+        return
+    context.variables.make_all_whole(context)
+    whale_ops.set_streams(positions)
+    context.planning.go_over(chosen)
+    context.scoping.stages_seen = False
+    context.reports.compiled_for.clear()

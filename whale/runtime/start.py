@@ -1,5 +1,7 @@
 """``wh.init`` and ``wh.shutdown``: connect the ranks and synchronise their state, and end the run in order or with a
 reason.
+
+Scripts of a library that allows a second ``init`` begin the run anew with another configuration (``begin_again``).
 """
 
 from __future__ import annotations
@@ -27,12 +29,11 @@ from whale.distributed.common_seeds import (
     restart_streams,
     take_random_state,
 )
-from whale.distributed.connect import configure_communicator, share_tensors_if_possible
+from whale.distributed.connect import SocketBootstrap, configure_communicator, connect_ranks, share_tensors_if_possible
 from whale.distributed.links import find_topology, measure_links, name_emulated_hosts
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.preemption import PreemptionNotice
 from whale.distributed.ranks import TURN_TIMEOUT_S
-from whale.distributed.socket_bootstrap import SocketBootstrap, connect_ranks
 from whale.distributed.trace import Trace, open_span, open_trace
 from whale.distributed.versions import RankVersions, describe_rounding, read_versions, refuse_other_versions
 from whale.distributed.watch import LauncherWatch
@@ -40,9 +41,19 @@ from whale.errors import ClusterError, ConfigError, PlanError, WhaleError
 from whale.ir.topology import Link, make_topology
 from whale.log import log, set_level
 from whale.runtime.annotate import annotate, describe_unmatched, read_annotations
-from whale.runtime.context import Context, DryRun, OwnPrograms, PlanningState, local_ranks, process, require_current
+from whale.runtime.context import (
+    Context,
+    DryRun,
+    LossScales,
+    OwnPrograms,
+    PlanningState,
+    ScopeState,
+    find_running,
+    local_ranks,
+    process,
+    require_current,
+)
 from whale.runtime.elastic.elastic_run import Elastic
-from whale.runtime.reinit import begin_again
 from whale.runtime.saved_plan import SavedPlan, read_saved_plan, warn_of_other_devices
 from whale.runtime.tf_config import check_alone
 from whale.runtime.unsynchronized_training import find_unsynchronized_training, watch_in_process_training
@@ -52,8 +63,10 @@ from whale.started import CONTROL_VARIABLE, FILES_VARIABLE, ProcessPlace, joins,
 
 _FOLDER = "python"
 _FREE_BYTES = 1 << 24  # a folder in memory that is all but full stays as it is
-
 _ANY_TEXT = "whale"  # of which each rank says its hash
+
+# Keys of settings that the ranks were connected with; these stay as they are until ranks are connected again.
+_CONNECTED = ("communication.", "fault.", "debug.trace", "debug.emulate")
 
 
 @contextmanager
@@ -478,7 +491,7 @@ def _end_trace(context: Context, reason: str) -> None:
 
 
 def _share_random_state(context: Context, solo: bool) -> None:
-    """Rank 0's random states on every rank, and one number from which seeds follow that nobody gave.
+    """Gives every rank the random states of rank 0, and one number from which seeds follow that nobody gave.
 
     Python's string hashes cannot be changed any more; it is said where they differ.
 
@@ -542,3 +555,36 @@ class _Files:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(tempfile, name)
+
+
+def begin_again(config: Config | Mapping[str, Any] | None) -> bool:
+    """Restarts the present run with another configuration; returns False if there is no run.
+
+    Variables, the ranks' connections and their random states stay.
+
+    Raises:
+      ConfigError: an unknown key or a wrong value.
+      ClusterError: the ranks would have to be connected in another way.
+    """
+    context = find_running()
+    if context is None:
+        return False
+    config = config if isinstance(config, Config) else Config(config or {})
+    for key in config:
+        if key.startswith(_CONNECTED) and config[key] != context.config[key] and key != "communication.wire_dtype":
+            raise ClusterError(
+                "the ranks of a run that goes on are connected",
+                given=f"{key}={config[key]!r} in a second init; the first had {context.config[key]!r}",
+                expected="the same value",
+                action="set it in the first init, or call wh.shutdown() in between",
+            )
+    if config.origin("debug.log") != "default":
+        set_level(config["debug.log"])
+    _forget(context)
+    context.config = config
+    return True
+
+
+def _forget(context: Context) -> None:
+    context.scoping, context.scaling = ScopeState(), LossScales()
+    context.planning.auto = context.planning.saved = context.planning.meaning = context.planning.forecast = None

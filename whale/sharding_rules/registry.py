@@ -30,10 +30,10 @@ from whale.sharding_rules.notation import FIRST_RANK, Line, Passes, Term, parse,
 _NUMBERED = re.compile(r"(in|out)(\d+)$")
 
 FAMILIES = {
-    "math": ("pointwise", "linear", "reductions", "einsum", "random", "linalg"),
+    "math": ("pointwise", "reductions", "einsum", "random", "linalg"),
     "nn": ("convolution", "pooling", "losses", "norm", "rnn", "attention"),
     "structure": (
-        "shape", "slicing", "gather", "segment", "variables", "lists", "sources", "communication",
+        "shape", "slicing", "gather", "segment", "variables", "lists", "communication",
     ),
 }  # fmt: skip
 

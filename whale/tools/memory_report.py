@@ -11,7 +11,7 @@ from pathlib import Path
 
 from whale.errors import CommError
 from whale.ir.plan_text import format_bytes
-from whale.passes.memory.footprint import CATEGORIES
+from whale.passes.analysis.uses import CATEGORIES
 from whale.runtime.compile.offload import count_offloaded_bytes
 from whale.runtime.context import require_current
 from whale_ops.memory import COUNTED_FROM_BYTES

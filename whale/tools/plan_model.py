@@ -33,8 +33,7 @@ from whale.planner.report.planfile import Alternative, PlanFile
 from whale.planner.report.show import show, terminal_width
 from whale.runtime.compile.memory_plan import options_text
 from whale.runtime.compile.settings import choose_fused
-from whale.tools.models import Description, capture_program
-from whale.tools.models.families import T5, Bert, Classifier, Dlrm, Resnet, Vit
+from whale.tools.models import T5, Bert, Classifier, Description, Dlrm, Resnet, Vit, capture_program
 
 FAMILIES: dict[str, type[Description]] = {
     "bert": Bert,

@@ -13,7 +13,7 @@ import tensorflow as tf
 import whale as wh
 from tests.draws import one_of
 from tests.runtime.variables.test_deferred import INPUTS, OUTPUTS, V1_NAMES, raw, v1_initializers
-from whale.frontends.tf1.monitored import MonitoredTrainingSession
+from whale.frontends.tf1.session import MonitoredTrainingSession
 from whale.frontends.tf1.variables import SessionVariables
 
 Start = Callable[..., None]

@@ -8,8 +8,7 @@ from tests.programs import Builder
 from whale.ir.layout import shard
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, Func, TensorType
-from whale.partition.pipeline.plan_microbatches import AFTER, BEFORE, EACH, time_plan
-from whale.partition.pipeline.prepare_microbatches import prepare
+from whale.partition.pipeline.plan_microbatches import AFTER, BEFORE, EACH, time_plan, untie_microbatches
 
 
 def _step(op: str) -> Program:
@@ -30,7 +29,7 @@ def _step(op: str) -> Program:
 
 @pytest.mark.parametrize("op", ["ResourceGather", "ResourceGatherNd"])
 def test_each_micro_batch_may_look_a_row_up(op: str) -> None:
-    program = prepare(_step(op))
+    program = untie_microbatches(_step(op))
     _, found = time_plan(program, 2, {"x": shard(0, (4, 4))})
     assert {found[name] for name in ("seen", "row", "scaled", "gradient")} == {EACH}
     assert found["table"] == BEFORE and found["update"] == AFTER
@@ -61,6 +60,6 @@ def test_an_update_under_a_condition_is_one_of_sums_that_are_as_large_as_the_bat
     b.functions |= bodies
     update = b.node("If", (all_finite, Ref("weight"), named), (), "update", (), True, then_branch=Func("then"),
                     else_branch=Func("other"), output_shapes=())  # fmt: skip
-    program = prepare(b.build([], [update.node]))
+    program = untie_microbatches(b.build([], [update.node]))
     _, found = time_plan(program, 2, {"x": shard(0, (4, 4))})
     assert found["slope"] == EACH and found["update"] == AFTER

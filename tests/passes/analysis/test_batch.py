@@ -16,7 +16,7 @@ from whale.ir.values import Func
 from whale.passes.analysis.axes import data_coordinates
 from whale.passes.analysis.batch import batch_inputs, rows_of_ranks
 from whale.passes.normalize.annotate import annotate, task_graphs
-from whale.passes.normalize.specialise import specialise
+from whale.passes.normalize.inline import specialise
 from whale.passes.pass_manager import make_plan, normalise
 from whale.passes.settings import PlanSettings
 

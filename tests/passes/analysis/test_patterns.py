@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.programs import mlp
-from whale.passes.analysis.patterns import Pattern, in_named_scopes, nearest
+from whale.passes.analysis.scopes import Pattern, in_named_scopes, nearest
 
 
 def _split(text: str, number: int = 0) -> Pattern:

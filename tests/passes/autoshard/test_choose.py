@@ -9,9 +9,14 @@ import pytest
 
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Partial, shard
-from whale.passes.autoshard import eliminate, integer_program
-from whale.passes.autoshard.choose import choose, total_cost
-from whale.passes.autoshard.tensor_forms import TensorForms
+from whale.passes.autoshard.choose import (
+    TensorForms,
+    _Elimination,
+    choose,
+    eliminate_nodes,
+    solve_integer_program,
+    total_cost,
+)
 
 FORMS = (B, P_SUM, shard(0, (2, 2)), shard(1, (2, 2)))
 
@@ -38,16 +43,16 @@ def test_the_solver_finds_what_enumeration_finds(seed: int) -> None:
         )
     every = itertools.product(*[range(len(options)) for options in costs])
     best = min(total_cost(costs, tensors, chosen) for chosen in every)
-    for solve in (choose, eliminate.solve, integer_program.solve):
+    for solve in (choose, eliminate_nodes, solve_integer_program):
         assert total_cost(costs, tensors, solve(costs, tensors)) == pytest.approx(best, rel=1e-4)
 
 
 def test_what_cannot_be_changed_is_not_chosen(capfd: pytest.CaptureFixture[str]) -> None:
     tensor = TensorForms((P_SUM, B), 0, ((1, (Partial("max"), B)),), lambda p, q: 0.0 if p == q else float("inf"), 0)
     only = TensorForms((P_SUM,), 0, ((1, (Partial("max"),)),), tensor.price, 0)
-    for solve in (choose, eliminate.solve, integer_program.solve):
+    for solve in (choose, eliminate_nodes, solve_integer_program):
         assert solve([[0.0, 5.0], [0.0, 5.0]], [tensor]) == [1, 1]
-    for solve in (choose, integer_program.solve):
+    for solve in (choose, solve_integer_program):
         with pytest.raises(PlanError, match="no layouts were found"):
             solve([[0.0], [0.0]], [only])
     assert capfd.readouterr() == ("", "")  # the solver would say who it is
@@ -58,7 +63,7 @@ def test_what_a_nodes_going_would_link_is_kept_up_to_date(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [draw.randint(1, 6) for _ in range(30)]
     groups = [tuple(draw.sample(range(30), draw.randint(2, 4))) for _ in range(40)]
-    graph = eliminate._Elimination(sizes, groups, by_fill=True, seed=seed)
+    graph = _Elimination(sizes, groups, by_fill=True, seed=seed)
     left = set(range(30))
     while left:
         for n in left:
@@ -83,6 +88,6 @@ def test_the_best_of_several_orders_finds_what_the_first_one_finds(seed: int, mo
         tensors.append(
             TensorForms(forms, made, ((read, wanted),), lambda p, q, prices=prices: prices[p, q], len(tensors))
         )
-    first = total_cost(costs, tensors, eliminate.solve(costs, tensors))
-    monkeypatch.setattr(eliminate, "_FEW_ENTRIES", 0)
-    assert total_cost(costs, tensors, eliminate.solve(costs, tensors)) == pytest.approx(first)
+    first = total_cost(costs, tensors, eliminate_nodes(costs, tensors))
+    monkeypatch.setattr("whale.passes.autoshard.choose._FEW_ENTRIES", 0)
+    assert total_cost(costs, tensors, eliminate_nodes(costs, tensors)) == pytest.approx(first)

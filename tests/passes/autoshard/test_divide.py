@@ -17,7 +17,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
 from whale.passes.analysis.scopes import split_scope
-from whale.passes.autoshard import eliminate, integer_program
+from whale.passes.autoshard import choose
 from whale.passes.normalize.annotate import annotate
 from whale.passes.pass_manager import make_plan
 from whale.passes.plan_builder import expand
@@ -265,8 +265,8 @@ def test_a_planted_fault_in_a_lookup_changes_the_result(fault: str, monkeypatch:
 def test_graphs_that_are_too_wide_go_to_the_integer_program(monkeypatch: pytest.MonkeyPatch) -> None:
     program = scoped(mlp(8, 12, 24, 6))
     expected = planned(program, 2)
-    monkeypatch.setattr(eliminate, "_LARGEST_TABLE", 20)
-    monkeypatch.setattr(integer_program, "solve", seen := Mock(wraps=integer_program.solve))
+    monkeypatch.setattr(choose, "_LARGEST_TABLE", 20)
+    monkeypatch.setattr(choose, "solve_integer_program", seen := Mock(wraps=choose.solve_integer_program))
     assert planned(program, 2).logical_bytes == expected.logical_bytes and seen.called
 
 

@@ -8,8 +8,7 @@ from tests.programs import Builder
 from whale.ir.ops import LOOKUPS
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType, TensorType
-from whale.passes.analysis.state import only_state
-from whale.passes.memory.footprint import tensor_kinds, variable_kinds
+from whale.passes.analysis.uses import only_state, tensor_kinds, variable_kinds
 
 
 @pytest.mark.parametrize("op", sorted(LOOKUPS))

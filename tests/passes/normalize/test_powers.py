@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.capture.roundtrip import rebuilt
 from whale.capture.function import capture_function
-from whale.passes.normalize.folding.powers import powers
+from whale.passes.normalize.folding.fold import powers
 
 pytestmark = pytest.mark.core
 X = np.array([0.0, 0.25, 1.5, 9.0], np.float32)

@@ -6,7 +6,7 @@ from tests.programs import Builder, body, planned
 from whale.ir.layout import FIRST, B
 from whale.ir.program import Program
 from whale.ir.values import DType, TensorType
-from whale.passes.normalize.python_functions import run_python_everywhere
+from whale.passes.normalize.side_effects import run_python_everywhere
 
 PAIR, TEXT = TensorType("float64", (2,)), TensorType("string", ())
 

@@ -9,7 +9,7 @@ import pytest
 from tests.programs import Builder
 from whale.ir.program import Program, Ref
 from whale.ir.values import DType
-from whale.passes.normalize.cse_scalars import share_scalars
+from whale.passes.normalize.cse import share_scalars
 
 pytestmark = pytest.mark.core
 FLOAT = {"T": DType("float64")}

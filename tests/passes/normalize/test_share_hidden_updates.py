@@ -8,7 +8,7 @@ from tests.programs import Builder, planned
 from whale.ir.layout import FIRST, B
 from whale.ir.program import Program
 from whale.ir.values import DType, Func, TensorType
-from whale.passes.normalize.share_hidden_updates import share_hidden_updates
+from whale.passes.normalize.side_effects import share_hidden_updates
 from whale.passes.verify.hidden_updates import refuse_hidden_updates
 
 VARIANT, HANDLE = TensorType("variant", ()), TensorType("resource", ())

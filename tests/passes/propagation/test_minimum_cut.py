@@ -6,7 +6,7 @@ import networkx as nx
 import pytest
 
 from whale.errors import PlanError
-from whale.passes.propagation.minimum_cut import UNBOUNDED, Network
+from whale.passes.propagation.partial_sums import UNBOUNDED, Network
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.programs import mlp, planned
-from whale.passes.verify.wide_weights import explain_wide_weights, find_wide_weights
+from whale.passes.verify.explain import explain_wide_weights, find_wide_weights
 
 
 def test_a_wide_layer_of_few_rows_is_named() -> None:

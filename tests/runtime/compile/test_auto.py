@@ -23,7 +23,7 @@ from whale.errors import ClusterError, PlanError
 from whale.ir.layout import Shard
 from whale.ir.strategy import ParallelStrategy
 from whale.planner.graph_search import pipelines, search, strategies, team
-from whale.planner.graph_search.balance import balance_rows
+from whale.planner.graph_search.search import balance_rows
 from whale.planner.graph_search.strategies import divide_over_all
 from whale.runtime import context
 from whale.runtime.compile import auto

@@ -15,7 +15,7 @@ import whale as wh
 from tests.draws import one_of
 from tests.kernels.one_rank import without
 from whale.ir.program import Program
-from whale.kernels.elementwise.fuse import ELEMENTWISE
+from whale.kernels.elementwise import ELEMENTWISE
 
 Start = Callable[..., None]
 STEPS = 3

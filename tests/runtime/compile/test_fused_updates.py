@@ -19,7 +19,7 @@ from whale.ir.ops import ASSIGNS
 from whale.ir.plan import plan_from_json
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
-from whale.kernels.updates.fuse import UPDATE
+from whale.kernels.updates import UPDATE
 from whale.partition.lower import add_memory, lower_shown_ranks
 from whale.passes.normalize import collapse_updates
 from whale.runtime.compile.compile import compile_program

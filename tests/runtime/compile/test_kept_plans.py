@@ -16,12 +16,13 @@ import whale as wh
 from tests.programs import Builder
 from tests.runtime.compile.test_auto import MIDDLE, speed
 from tests.runtime.layouts.test_split import Classifier, double
+from whale import log
 from whale.distributed.cache_files import CacheFolder
 from whale.ir.plan import Plan, plan_from_json
 from whale.passes.pass_manager import make_plan
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import search
-from whale.runtime.compile import auto, cross_rank_checks, progress
+from whale.runtime.compile import auto, cross_rank_checks
 from whale.runtime.compile.plan_cache import keep_plan, load_plan
 from whale.runtime.context import RunMachines, require_current
 
@@ -176,10 +177,10 @@ def test_a_folder_that_cannot_be_used_is_said_once(
 
 
 def test_a_line_says_what_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.log_while_running("planning `step`"):
+    with log.log_while_running("planning `step`"):
         pass
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "FIRST_S", 0.01)
-    with progress.log_while_running("planning `step`"):
+    monkeypatch.setattr(log, "FIRST_S", 0.01)
+    with log.log_while_running("planning `step`"):
         time.sleep(0.1)
     assert "whale: planning `step`: 0 s\n" in capsys.readouterr().err

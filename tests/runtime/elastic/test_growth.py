@@ -17,8 +17,7 @@ from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.watch import RankChange
 from whale.errors import ClusterError, CommError
 from whale.launcher.mpirun import Host
-from whale.launcher.scale_up.hosts_from import HostSource, read_hosts
-from whale.launcher.scale_up.joining_ranks import find_free_slots
+from whale.launcher.scale_up import HostSource, find_free_slots, read_hosts
 from whale.runtime.elastic.agreement import RankStatement
 from whale.started import ProcessPlace, find_slot
 

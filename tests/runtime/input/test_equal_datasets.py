@@ -23,8 +23,7 @@ from whale.config import Config, Mesh
 from whale.errors import ProgramError
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.equal_datasets import Summary
-from whale.runtime.input.equal_inputs import compare_arguments
-from whale.runtime.input.tables import number_tables
+from whale.runtime.input.equal_inputs import compare_arguments, number_tables
 
 Make = Callable[[int], tf.data.Dataset]  # of a rank
 WORDS = [f"word{i}" for i in range(9)]

@@ -18,7 +18,7 @@ from tests.oracle.metric import difference, limit
 from whale.errors import PlanError
 from whale.ir.layout import P_SUM, B, Placement, Shard
 from whale.ir.plan import Plan
-from whale.tools.models import losses
+from whale.tools import models
 
 ROWS, LENGTH, WIDTH, HEADS = 3, 8, 12, 4
 
@@ -40,11 +40,11 @@ class Block:
             return tf.transpose(t, (1, 0, 2)) if turned else t
 
         def predict(x: tf.Tensor) -> tf.Tensor:
-            normed = losses.norm(weight, "norm1", x)
-            mixed = turn(losses.attention(weight, "attention", turn(normed), HEADS, causal=True))
+            normed = models.norm(weight, "norm1", x)
+            mixed = turn(models.attention(weight, "attention", turn(normed), HEADS, causal=True))
             x += tf.nn.experimental.stateless_dropout(mixed, 0.2, seed=[4, 5])
-            inner = losses.feed_forward(weight, "inner", losses.norm(weight, "norm2", x), 4 * WIDTH, tf.nn.gelu)
-            last = losses.norm(weight, "norm3", x + inner)
+            inner = models.feed_forward(weight, "inner", models.norm(weight, "norm2", x), 4 * WIDTH, tf.nn.gelu)
+            last = models.norm(weight, "norm3", x + inner)
             return tf.matmul(last, weight("last", (WIDTH, 2 * WIDTH)))
 
         with scope():

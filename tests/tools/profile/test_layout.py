@@ -7,7 +7,7 @@ import pytest
 
 from whale.ir.program import Node, Program, Ref, make_const
 from whale.ir.values import DType, TensorType
-from whale.tools.profile.layout import TURNED, turn
+from whale.tools.profile.operations import TURNED, turn
 
 
 def image(*shape: int) -> TensorType:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from whale.errors import PlanError
-from whale.runtime.graph_semantics import BatchReaders
+from whale.runtime.context import BatchReaders
 
 
 @dataclass(frozen=True)

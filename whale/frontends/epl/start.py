@@ -17,14 +17,12 @@ from whale.frontends.epl.building import is_active
 from whale.frontends.epl.cluster import Cluster
 from whale.frontends.epl.config import Config
 from whale.frontends.epl.env import Env
-from whale.frontends.epl.graph import Graph
-from whale.frontends.epl.merged import merge_outputs, unfreeze_graph
+from whale.frontends.epl.graph import Graph, merge_outputs, unfreeze_graph
 from whale.frontends.epl.strategies import PREFIX
 from whale.ir.program import Program
 from whale.log import log
-from whale.runtime.context import require_current
-from whale.runtime.graph_semantics import BatchReaders
-from whale.runtime.reinit import begin_again
+from whale.runtime.context import BatchReaders, require_current
+from whale.runtime.start import begin_again
 
 _READ_OPS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDataset"} | {
     "FixedLengthRecordDatasetV2"}  # fmt: skip
@@ -115,7 +113,7 @@ def _tell(config: Config) -> None:
 
 
 class _EplSemantics:
-    """The library's semantics of graphs; see ``whale.runtime.graph_semantics.GraphSemantics``."""
+    """The library's semantics of graphs; see ``whale.runtime.context.GraphSemantics``."""
 
     def find_batch_readers(self, graph: tf.Graph) -> BatchReaders:
         return Env.get().find_graph(graph).layout.batches

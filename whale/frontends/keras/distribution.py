@@ -16,11 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from whale.errors import ConfigError, PlanError
-from whale.frontends.keras.replacing import replace_function, replace_method
+from whale.frontends.keras.patches import replace_function, replace_method
 from whale.ir.layout import divide_evenly, shard
 from whale.ir.mesh import DATA, TENSOR, Tiles
 from whale.log import log
-from whale.passes.analysis.patterns import nearest
+from whale.passes.analysis.scopes import nearest
 from whale.runtime.context import Context, find_running, require_current
 from whale.runtime.variables.deferred import announce_size
 

@@ -1,23 +1,40 @@
-"""Runs ``call_fit``, ``evaluate`` and ``predict`` over the ranks: only one shows progress and writes callbacks'
-files.
+"""Runs ``fit``, ``evaluate`` and ``predict`` over the ranks: only one shows progress and writes callbacks' files.
+
+Callbacks run on the other ranks as well: they see the same values and act alike, but write no files. Reading a split
+variable is collective, so a callback that writes is not skipped if its output can be redirected: all ranks then compute
+the same.
+
+Each call of ``fit`` is followed, so that ranks that do not leave it together hear where they are, and a likely cause.
 """
 
 from __future__ import annotations
 
+import contextvars
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from whale.distributed.collective_call_check import call_together
+import tensorflow as tf
+
+from whale.distributed.collective_call_check import call_together, tells_of_other_places
+from whale.errors import CommError
 from whale.frontends.keras import elastic_fit, first_rank_paths, input_pipeline
-from whale.frontends.keras.callbacks import adapt_for_other_ranks
-from whale.frontends.keras.fit_progress import describe_place, follow_fit
+from whale.frontends.keras.first_rank_paths import list_kinds
 from whale.frontends.keras.saving import describe_call, wait_for_first_rank
 from whale.runtime.context import Context, find_running
 
 _DATA = ("x", "validation_data")
 _CACHED = "_use_cached_eval_dataset"  # argument of evaluate where fit calls it
+_CAUSE = (
+    "a callback that stands on one rank only, or decides otherwise there (EarlyStopping, stop_training by the time or "
+    "by a file)"
+)
+_ACTION = "give every rank the same callbacks; what one rank is to do alone stands inside of one: if wh.rank() == 0"
+_current: contextvars.ContextVar[FitProgress | None] = contextvars.ContextVar("_current", default=None)
 
 
 def call_method(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +83,7 @@ def _begin_together(
     callbacks = None if _CACHED in given.arguments.get("kwargs", {}) else given.arguments.get("callbacks")
     name = original.__name__
     paths = first_rank_paths.find_paths(callbacks)
-    everyone = call_together(context, name, describe_call(name, given.args[0]) + describe_place(), own=paths)
+    everyone = call_together(context, name, describe_call(name, given.args[0]) + _describe_place(), own=paths)
     pairs = first_rank_paths.pair_paths(everyone, context)
     first_rank_paths.move_backups(callbacks, pairs)
 
@@ -84,11 +101,11 @@ def _call_original(original: Callable[..., Any], given: inspect.BoundArguments, 
             given.arguments[name] = input_pipeline.find_whole_dataset(given.arguments[name])
     with ExitStack() as stack:
         if original.__name__ == "fit":
-            stack.enter_context(follow_fit(describe_call("fit", given.args[0]), context))
+            stack.enter_context(_follow_fit(describe_call("fit", given.args[0]), context))
         if is_first(context) and context.planning.dry is None:
             return original(*given.args, **given.kwargs)
         given.arguments["verbose"] = 0
-        callbacks = stack.enter_context(adapt_for_other_ranks(given.arguments.get("callbacks")))
+        callbacks = stack.enter_context(_adapt_for_other_ranks(given.arguments.get("callbacks")))
         if callbacks is not None:
             given.arguments["callbacks"] = callbacks
         return original(*given.args, **given.kwargs)
@@ -104,3 +121,170 @@ def print_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 def is_first(context: Context) -> bool:
     """Tells whether this process shows progress and writes files."""
     return context.rank == 0
+
+
+@dataclass
+class FitProgress:
+    """A call of ``fit`` that this rank is in.
+
+    Attributes:
+      call: the call, in words.
+      steps: training steps that it has begun.
+    """
+
+    call: str
+    steps: int = 0
+
+
+def note_step() -> None:
+    """Notes that the next training step of the current ``fit`` begins."""
+    progress = _current.get()
+    if progress is not None:
+        progress.steps += 1
+
+
+def _describe_place() -> str:
+    """Returns where in ``fit`` a call is made, in words; "" where it is made outside."""
+    progress = _current.get()
+    return "" if progress is None else f", inside of `fit` after {_steps(progress.steps)}"
+
+
+@contextmanager
+def _follow_fit(call: str, context: Context) -> Iterator[None]:
+    """Follows a call of ``fit``; at its end, waits until all ranks have come there. Collective between processes.
+
+    Args:
+      call: in words.
+
+    Raises:
+      CommError: another rank is still in it, or this one is while another is elsewhere.
+    """
+    if not context.has_other_processes or context.elastic is not None:
+        yield  # of ranks that may go and come, each finds out by itself where the others are
+        return
+    progress = FitProgress(call)
+    token = _current.set(progress)
+    try:
+        yield
+    except CommError as error:
+        if not tells_of_other_places(error):
+            raise
+        raise _make_apart_error(
+            error, f"rank {context.rank} is still in {call}, at step {max(progress.steps, 1)}"
+        ) from None
+    finally:
+        _current.reset(token)
+    ended = f"the end of {call}, after {_steps(progress.steps)}"
+    try:
+        call_together(context, "the end of fit", ended, verb="come to")
+    except CommError as error:
+        if not tells_of_other_places(error):
+            raise
+        other = f"rank {1 - context.rank}" if context.size == 2 else "another rank"
+        place = f"{other} is still in {call}, at step {progress.steps + 1}"
+        raise _make_apart_error(error, place) from None
+
+
+def _make_apart_error(error: CommError, place: str) -> CommError:
+    """Returns the error of ranks of which some have left ``fit``, or are elsewhere in it."""
+    return CommError(
+        f"{place}, while another rank is elsewhere: a callback may stand on one rank only",
+        given=error.message,
+        **{"likely cause": _CAUSE},
+        expected="all ranks take the same steps, and leave `fit` together",
+        action=_ACTION,
+    )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+@contextmanager
+def _adapt_for_other_ranks(callbacks: Any) -> Iterator[Any]:
+    """Yields the ``callbacks`` argument for a rank that is not the first; afterwards the callbacks are restored.
+
+    Args:
+      callbacks: None, a callback, several, or a list that Keras made of them earlier in the same call.
+    """
+    if callbacks is None or "CallbackList" in list_kinds(callbacks):
+        yield callbacks
+        return
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    with ExitStack() as stack:
+        yield [c for c in given if _redirect(c, stack)]
+
+
+def _redirect(callback: Any, stack: ExitStack) -> bool:
+    """Redirects a callback's files while ``stack`` is open; returns whether it is called at all."""
+    for kind, change in _CHANGES.items():
+        if kind in list_kinds(callback):
+            return change(callback, stack)
+    return True
+
+
+def _write_nowhere(attribute: str) -> Callable[[Any, ExitStack], bool]:
+    def change(callback: Any, stack: ExitStack) -> bool:
+        _set(callback, attribute, os.devnull, stack)
+        return True
+
+    return change
+
+
+def _write_to_temporary_folder(attribute: str) -> Callable[[Any, ExitStack], bool]:
+    def change(callback: Any, stack: ExitStack) -> bool:
+        _set(callback, attribute, stack.enter_context(tempfile.TemporaryDirectory()), stack)
+        return True
+
+    return change
+
+
+def _leave_out(callback: Any, stack: ExitStack) -> bool:
+    return False
+
+
+def _adapt_backup(callback: Any, stack: ExitStack) -> bool:
+    """Makes a BackupAndRestore restore as on the first rank, and take part when the first rank saves."""
+    path = getattr(callback, "_weights_path", None)
+    if path is None:  # of tf_keras, which writes with a checkpoint manager of its own
+        return True
+    _set(callback, "_save_model", lambda: callback.model.save_weights(path), stack)
+    _set(callback, "delete_checkpoint", False, stack)
+    return True
+
+
+def restore_training(original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces ``on_train_begin`` of BackupAndRestore: all ranks restore the first rank's backup."""
+    if (fit := elastic_fit.find_current()) is not None and fit.taken_up is not None:
+        return  # it goes on where the others are
+    wait_for_first_rank("the backup of an earlier training")
+    original(callback, *args, **kwargs)
+
+
+def init_training_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces the constructor of the state that tf_keras backs up: other ranks write to an unused place."""
+    original(state, *args, **kwargs)
+    context = find_running()
+    if context is not None and context.rank != 0:
+        state._whale_folder = tempfile.TemporaryDirectory()
+        manager = state.read_checkpoint_manager
+        state.write_checkpoint_manager = tf.train.CheckpointManager(manager.checkpoint, state._whale_folder.name, 1)
+
+
+def _set(callback: Any, attribute: str, value: Any, stack: ExitStack) -> None:
+    """Sets an attribute of the callback until ``stack`` is closed."""
+    own = vars(callback)
+    if attribute in own:
+        stack.callback(setattr, callback, attribute, own[attribute])
+    else:
+        stack.callback(delattr, callback, attribute)
+    setattr(callback, attribute, value)
+
+
+_CHANGES: dict[str, Callable[[Any, ExitStack], bool]] = {
+    "CSVLogger": _write_nowhere("filename"),
+    "TensorBoard": _write_to_temporary_folder("log_dir"),
+    "BackupAndRestore": _adapt_backup,
+    "ProgbarLogger": _leave_out,
+    "RemoteMonitor": _leave_out,
+}

@@ -1,9 +1,14 @@
-"""Reads each rank's rows of every batch from the data passed to Keras."""
+"""Reads each rank's rows of every batch from the data passed to Keras.
+
+What Keras draws itself in the script's name, as the order of rows, follows from one seed of all ranks
+(``common_seed``).
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +18,7 @@ import tensorflow as tf
 from whale.capture.sharded import ShardedTensor
 from whale.frontends.keras.steps import list_named_parts
 from whale.ir.values import UNMOVABLE
-from whale.runtime.context import Context
+from whale.runtime.context import Context, find_running
 from whale.runtime.input.data import ShardedDataset
 from whale.runtime.input.dataset_position import ShardedIterator
 from whale.runtime.input.dataset_rows import UNCHANGED
@@ -152,3 +157,18 @@ def _cut_array_batches(dataset: Any, context: Context, again: bool) -> _ArrayBat
 
     own = tf.data.Dataset.zip((indices, arrays)).map(cut_own, num_parallel_calls=tf.data.AUTOTUNE)
     return _ArrayBatches(own.with_options(dataset.options()).prefetch(tf.data.AUTOTUNE), context)
+
+
+@contextmanager
+def common_seed() -> Iterator[None]:
+    """Sets TensorFlow's global seed, inside, to one that the first rank drew, unless the script has set one.
+
+    Random operations without a seed that are made inside then draw the same on every rank. Does nothing where no other
+    process takes part. Not collective.
+    """
+    context = find_running()
+    if context is None or context.seeds is None:
+        yield
+        return
+    with context.seeds.set_global_seed():
+        yield

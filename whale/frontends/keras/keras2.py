@@ -10,12 +10,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from whale.frontends.keras import callbacks, fit_calls, input_pipeline, saving, scopes
-from whale.frontends.keras.fit_progress import note_step
-from whale.frontends.keras.replacing import replace_function, replace_method
-from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run
+from whale.frontends.keras import fit_calls, input_pipeline, saving
+from whale.frontends.keras.fit_calls import note_step
+from whale.frontends.keras.input_pipeline import common_seed
+from whale.frontends.keras.patches import replace_function, replace_method
+from whale.frontends.keras.steps import (
+    BatchStep,
+    call_layer,
+    find_new_run,
+    forget_ended,
+    init_layer,
+    mark_for_run,
+)
 from whale.runtime.context import find_running
-from whale.runtime.input.common_seed import common_seed
 from whale.runtime.input.traces import once_in_a_trace
 
 
@@ -36,15 +43,15 @@ def patch_keras2(package: str) -> None:
         replace_method(model, f"make_{name}", make, functools.partial(forget_ended, name=name))
     replace_method(data_adapter.DataHandler, "__init__", _begin_epochs)
     replace_method(data_adapter.DataHandler, "_configure_dataset_and_inferred_steps", _configure_dataset)
-    replace_method(layer, "__init__", scopes.init_layer)
-    replace_method(layer, "__call__", scopes.call_layer)
+    replace_method(layer, "__init__", init_layer)
+    replace_method(layer, "__call__", call_layer)
     replace_method(generator, "make_legacy_seed", _make_legacy_seed)
     for name in ("fit", "evaluate", "predict"):
         replace_method(model, name, fit_calls.call_method)
     replace_function(io_utils, "print_msg", fit_calls.print_once)
     replace_method(model, "summary", fit_calls.print_once)
-    replace_method(backup, "on_train_begin", callbacks.restore_training)
-    replace_method(state, "__init__", callbacks.init_training_state)
+    replace_method(backup, "on_train_begin", fit_calls.restore_training)
+    replace_method(state, "__init__", fit_calls.init_training_state)
     for name in ("save", "save_weights", "export"):
         replace_method(model, name, saving.save)
     replace_function(saving_api, "save_model", saving.save)

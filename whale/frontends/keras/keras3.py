@@ -12,12 +12,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from whale.frontends.keras import callbacks, distribution, elastic_fit, fit_calls, input_pipeline, saving, scopes
-from whale.frontends.keras.fit_progress import note_step
-from whale.frontends.keras.replacing import replace_function, replace_method
+from whale.frontends.keras import distribution, elastic_fit, fit_calls, input_pipeline, saving, steps
+from whale.frontends.keras.fit_calls import note_step
+from whale.frontends.keras.input_pipeline import common_seed
+from whale.frontends.keras.patches import replace_function, replace_method
 from whale.frontends.keras.steps import BatchStep, find_new_run, forget_ended, mark_for_run, rows_unknown
 from whale.runtime.context import find_running
-from whale.runtime.input.common_seed import common_seed
 
 
 def patch_keras3() -> None:
@@ -48,14 +48,14 @@ def patch_keras3() -> None:
     replace_method(models, "fit", fit_calls.call_fit)
     for name in ("evaluate", "predict"):
         replace_method(models, name, fit_calls.call_method)
-    replace_method(Operation, "__init__", scopes.init_layer)
+    replace_method(Operation, "__init__", steps.init_layer)
     for kind in (Operation, Layer):
-        replace_method(kind, "__call__", scopes.call_layer)
-    replace_method(core.name_scope, "__enter__", scopes.enter_name_scope)
+        replace_method(kind, "__call__", steps.call_layer)
+    replace_method(core.name_scope, "__enter__", steps.enter_name_scope)
     replace_method(CompileLoss, "call", _compile_loss)
     replace_function(io_utils, "print_msg", fit_calls.print_once)
     replace_method(Model, "summary", fit_calls.print_once)
-    replace_method(BackupAndRestore, "on_train_begin", callbacks.restore_training)
+    replace_method(BackupAndRestore, "on_train_begin", fit_calls.restore_training)
     replace_method(Model, "export", saving.save)
     replace_function(saving_api, "save_model", saving.save)
     replace_function(saving_api, "save_weights", saving.save)

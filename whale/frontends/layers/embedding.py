@@ -1,18 +1,20 @@
 """Implements ``wh.layers.Embedding``: a table of rows by ids, one row for each id or one for each bag of ids.
 
 The layer enters ``wh.split`` itself where a run has begun. Bags are dense inside: [batch, k] ids of which some are
-absent (negative), so that shapes are known, and what is divided is what any lookup's rows are.
+absent (negative), so that shapes are known, and what is divided is what any lookup's rows are. Which slot an id has is
+in ``whale.frontends.layers.vocabulary``.
 
-``Embedding``: the layer. ``_Bags``: ids and weights, dense. ``_combine``: rows of bags to a row for each bag.
-``_find_row_range``: what rows of new ids begin with. Which slot an id has is in ``whale.frontends.layers.vocabulary``,
-rows that lie on every rank are in ``whale.frontends.layers.hot``.
+Rows that nearly every part of a batch uses may be hot: with a skewed access pattern the ranks that have them send most
+of the traffic. If they are replicated, their gradients are all-reduced, which costs all ranks the same. ``hot_ids``
+finds, from a sample of batches, the rows for which it pays.
 
-Decision: 0112.
+Decisions: 0112, 0118, 0122.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +23,6 @@ import tensorflow as tf
 
 from whale.annotations import replica, split
 from whale.errors import ProgramError
-from whale.frontends.layers.hot import check_hot, look_up, make_like
 from whale.frontends.layers.vocabulary import ABSENT, EVICTS, Vocabulary, draw_rows, find_tensor, write
 from whale.runtime.context import find_running
 from whale.runtime.variables.in_files import keep_in_files
@@ -31,6 +32,9 @@ _HASHES = (1 << 63) - 1
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 _SHARDED = {None: None, "rows": 0, "columns": -1}  # the dimension of what is looked up that is divided
 
+# Of `add_weight`: what is looked up is rounded, not the table.
+NEVER_ROUNDED: dict[str, Any] = {"autocast" if hasattr(tf.keras, "ops") else "experimental_autocast": False}
+
 
 class _Bags(NamedTuple):
     """The bags of a lookup: ids [..., k], whether each is present, and weights [..., k] or None."""
@@ -38,10 +42,6 @@ class _Bags(NamedTuple):
     ids: tf.Tensor
     present: tf.Tensor
     weights: tf.Tensor | None
-
-
-# Of `add_weight`: what is looked up is rounded, not the table.
-NEVER_ROUNDED: dict[str, Any] = {"autocast" if hasattr(tf.keras, "ops") else "experimental_autocast": False}
 
 
 class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
@@ -100,7 +100,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
         self.max_ids, self.sharded, self.grows, self.evict, self.folder = max_ids, sharded, dynamic, evict, folder
         _check(hot is None or sharded in (None, "rows"), f"hot={hot!r:.80}, sharded={sharded!r}", "rows or None")
         _check(hot is None or not dynamic, f"hot={hot!r:.80}, dynamic=True", "one of them")
-        self.hot = check_hot(hot, input_dim)
+        self.hot = _check_hot(hot, input_dim)
         self.embeddings_initializer = tf.keras.initializers.get(embeddings_initializer)
         self._starts = _find_row_range(self.embeddings_initializer) if dynamic else None
         self.vocabulary: Vocabulary | None = None
@@ -124,7 +124,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
             self.hot_rows = self.add_weight(
                 name="hot_rows",
                 shape=(len(ids), self.output_dim),
-                initializer=make_like(self.embeddings_initializer),
+                initializer=_make_like(self.embeddings_initializer),
                 **NEVER_ROUNDED,
             )
         if self.folder is not None:
@@ -158,7 +158,7 @@ class Embedding(tf.keras.layers.Layer):  # type: ignore[misc]
             if self.vocabulary is not None:
                 flat = self._find_slots(self.vocabulary, flat, tf.reshape(bags.present, [-1]), bool(training))
             if self.hot is not None:
-                of_hot, is_hot, flat = look_up(find_tensor(self.hot_ids), find_tensor(self.hot_rows), flat)
+                of_hot, is_hot, flat = _look_up(find_tensor(self.hot_ids), find_tensor(self.hot_rows), flat)
         with self._enter_table_scope():
             rows = tf.gather(find_tensor(self.embeddings), flat)
             if self.hot is not None:
@@ -257,3 +257,89 @@ def _enter_scope(kind: Any) -> AbstractContextManager[Any]:
 def _check(good: bool, given: str, expected: str) -> None:
     if not good:
         raise ProgramError("the arguments describe no valid table", given=given, expected=expected, action="change it")
+
+
+def hot_ids(batches: Iterable[Any], ranks: int, *, count: int | None = None) -> list[int]:
+    """Finds the ids whose rows are better on every rank, from a sample of batches; those used most come first.
+
+    The owner of a row sends it to each other rank whose part of a batch has its id, and gets as many gradients. An
+    all-reduce has each rank send 2 (ranks - 1) / ranks of a row and get as much. So the busiest rank has less to do
+    where more than two parts of a batch have the id, on average; on two ranks that is no row.
+
+    Args:
+      batches: ids of the table [batch, ...] as arrays; negative ones are absent.
+      ranks: among which a batch is divided.
+      count: as many of the ids that most parts of batches have, whether the exchange pays or not: rows that
+        accelerators have room for, beside a table in their hosts' memory (``memory.offload="tables"``).
+
+    Raises:
+      ProgramError: there is no batch, or one has fewer rows than ranks.
+    """
+    asked: Counter[int] = Counter()
+    seen = 0
+    for batch in batches:
+        ids = np.asarray(batch)
+        if ids.ndim == 0 or len(ids) < ranks or not np.issubdtype(ids.dtype, np.integer):
+            raise ProgramError(
+                "no batch of ids",
+                given=f"{ids.dtype}{list(ids.shape)}, {ranks} ranks",
+                expected="integers [batch, ...] with a row for each rank",
+                action="give batches as large as in training",
+            )
+        seen += 1
+        for part in np.array_split(ids, ranks):
+            asked.update(np.unique(part[part >= 0]).tolist())
+    if not seen:
+        raise ProgramError(
+            "no batch of ids", given="none", expected="a sample of batches", action="give batches as in training"
+        )
+    by_use = sorted(asked.items(), key=lambda item: (-item[1], item[0]))
+    return [i for i, times in by_use if times > 2 * seen] if count is None else [i for i, _ in by_use[:count]]
+
+
+def _look_up(hot_ids: tf.Variable, hot_rows: tf.Variable, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Looks up ids [n] among the hot ones.
+
+    Args:
+      hot_ids: sorted [k]; hot_rows: their rows [k, width].
+
+    Returns:
+      (hot rows of the ids [n, width], with any row for an id that is not hot; whether each id is hot; ids for the
+      table's other rows, where one id replaces all hot ones).
+    """
+    count, width = hot_rows.shape
+    known = tf.cast(tf.convert_to_tensor(hot_ids), ids.dtype)
+    place = tf.minimum(tf.searchsorted(known, ids), count - 1)
+    hot = tf.gather(known, place) == ids
+    # A reshape's gradient is dense: it is summed over the ranks as those of other layers are, whatever the ids.
+    rows = tf.reshape(tf.convert_to_tensor(hot_rows), [count, width])
+    return tf.gather(rows, tf.where(hot, place, 0)), hot, tf.where(hot, known[0], ids)
+
+
+def _make_like(initializer: Any) -> Any:
+    """Returns an initializer of the same kind with other random numbers, so that hot rows differ from other rows."""
+    if not hasattr(initializer, "get_config"):
+        return initializer
+    config = initializer.get_config()
+    if isinstance(config.get("seed"), int):
+        config["seed"] += 1
+    return type(initializer).from_config(config)
+
+
+def _check_hot(hot: Any, rows: int) -> list[int] | None:
+    """Checks a layer's argument ``hot`` (ids of a table of so many rows, or how many of the first) and returns the ids.
+
+    Raises:
+      ProgramError: it names no such rows.
+    """
+    if hot is None:
+        return None
+    ids = list(range(hot)) if isinstance(hot, int) else [int(i) for i in hot]
+    if not 0 < len(ids) < rows or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= rows:
+        raise ProgramError(
+            "the arguments describe no valid table",
+            given=f"hot={hot!r:.80} of {rows} rows",
+            expected="some of the rows' numbers, each once, or how many of the first rows",
+            action="change it",
+        )
+    return ids

@@ -1,5 +1,5 @@
 """Names the layers of giant models, which enter ``wh.split`` themselves during a run: ``wh.layers``."""
 
 from whale.frontends.layers.embedding import Embedding as Embedding
-from whale.frontends.layers.hot import hot_ids as hot_ids
+from whale.frontends.layers.embedding import hot_ids as hot_ids
 from whale.frontends.layers.mixture_of_experts import MoE as MoE

@@ -11,13 +11,17 @@ from tensorflow.python.eager import context as tf_context
 
 from whale.capture.sharded import ShardedTensor
 from whale.errors import ProgramError
-from whale.frontends.tf1.fetched_bytes import pack_error, pack_values, unpack_values
+from whale.frontends.tf1.one_rank import pack_error, pack_values, unpack_values
 from whale.frontends.tf1.ranks_graph import Run
-from whale.runtime.context import Context
-from whale.runtime.graph_semantics import BatchReaders
+from whale.runtime.context import BatchReaders, Context
 from whale.runtime.input.equal_inputs import FIRST_STEPS, refuse_other_values
-from whale.runtime.input.local_batches import ELEMENT_TIMEOUT_S, describe_failure, exchange
-from whale.runtime.input.whole_batch import gather_whole_batch, rows_of_run
+from whale.runtime.input.local_batches import (
+    ELEMENT_TIMEOUT_S,
+    describe_failure,
+    exchange,
+    gather_whole_batch,
+    rows_of_run,
+)
 
 Read = Callable[[], Sequence[np.ndarray]]
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from whale.capture.captured import Captured
-from whale.frontends.tf1.names import find_name
+from whale.frontends.tf1.ranks_graph import find_name
 from whale.ir.marks import Marks
 from whale.ir.program import Node, Program, Ref, prune
 from whale.runtime.checkpoint.reading import read_region

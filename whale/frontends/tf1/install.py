@@ -19,7 +19,7 @@ from tensorflow.python.training import basic_session_run_hooks, coordinator
 from whale.capture.loss_scaling import LossScaleFeed, compute_scaled_gradients, compute_scaled_tape_gradient
 from whale.distributed.ranks import TURN_TIMEOUT_S
 from whale.errors import ProgramError
-from whale.frontends.tf1 import estimators, first_rank_files, optimizers
+from whale.frontends.tf1 import patches
 from whale.frontends.tf1.activation import find_spread_run, replace_function, replace_method
 from whale.imports import change_when_imported
 from whale.log import log
@@ -38,11 +38,11 @@ def install() -> None:
         session.Session._whale_changed = True
         patch_sessions()
         patch_timers()
-        first_rank_files.patch_writers()
+        patches.patch_writers()
         patch_switches()
-        optimizers.patch_optimizers()
+        patches.patch_optimizers()
         patch_gradients()
-    change_when_imported(estimators.MODULES, estimators.patch_estimators)
+    change_when_imported(patches.ESTIMATOR_MODULES, patches.patch_estimators)
     turn_on_switches()
 
 

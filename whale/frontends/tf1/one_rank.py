@@ -1,4 +1,7 @@
-"""Executes parts of a session's runs on one rank (reading data, writing files), and sends the others the values."""
+"""Executes parts of a session's runs on one rank (reading data, writing files), and sends the others the values.
+
+The values travel as bytes, and so does the error of a run that failed (``pack_values``, ``unpack_values``).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import tensorflow as tf
 
 from whale.capture.v1 import GraphCapture
 from whale.distributed.trace import open_span
-from whale.frontends.tf1.fetched_bytes import pack_error, pack_values, unpack_values
 from whale.frontends.tf1.ranks_graph import RanksGraph, Run
 from whale.frontends.tf1.variables import SessionVariables, list_used_names
 from whale.ir.program import Program, remove_work
@@ -122,3 +125,54 @@ def run_key(fetches: Sequence[Any], targets: Sequence[Any], feeds: Mapping[tf.Te
     """Returns a key that identifies a run: its fetches and targets by name, its feeds by name and shape."""
     shapes = tuple((t.name, v.shape) for t, v in feeds.items())
     return tuple(t.name for t in fetches), tuple(op.name for op in targets), shapes
+
+
+class _Value(msgspec.Struct):
+    """An array: numbers as their memory, strings one by one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | list[bytes]
+
+
+class _Message(msgspec.Struct):
+    values: list[_Value] = []
+    error_code: int = 0
+    error: str = ""
+
+
+def pack_values(values: Sequence[np.ndarray]) -> bytes:
+    """Encodes arrays of numbers, booleans and byte strings; ``unpack_values`` is the inverse."""
+    return msgspec.msgpack.encode(_Message([_pack_value(v) for v in values]))
+
+
+def pack_error(error: tf.errors.OpError) -> bytes:
+    """Encodes an error that ``unpack_values`` raises again, with the same class and message."""
+    return msgspec.msgpack.encode(_Message(error_code=error.error_code, error=error.message or ""))
+
+
+def unpack_values(data: bytes) -> list[np.ndarray]:
+    """Decodes the arrays that ``pack_values`` was given.
+
+    Raises:
+      tf.errors.OpError: the error that ``pack_error`` was given.
+    """
+    message = msgspec.msgpack.decode(data, type=_Message)
+    if message.error_code:
+        raise tf.compat.v1.errors.exception_type_from_error_code(message.error_code)(None, None, message.error)
+    return [_unpack_value(v) for v in message.values]
+
+
+def _pack_value(value: np.ndarray) -> _Value:
+    if value.dtype.kind in "OSU":
+        strings = [bytes(s) if isinstance(s, bytes) else str(s).encode() for s in value.ravel()]
+        return _Value("", value.shape, strings)
+    return _Value(tf.as_dtype(value.dtype).name, value.shape, np.ascontiguousarray(value).tobytes())
+
+
+def _unpack_value(value: _Value) -> np.ndarray:
+    if isinstance(value.data, list):
+        found = np.empty(value.shape, object)
+        found.ravel()[:] = value.data
+        return found
+    return np.frombuffer(value.data, tf.as_dtype(value.dtype).as_numpy_dtype).reshape(value.shape)

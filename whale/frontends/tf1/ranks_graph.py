@@ -1,8 +1,12 @@
-"""Builds the graph in which a session's ranks run: their programs side by side, with state kept between runs."""
+"""Builds the graph in which a session's ranks run: their programs side by side, with state kept between runs.
+
+In this graph variables and other resources have the names by which the session, and its ranks, find them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +14,7 @@ import tensorflow as tf
 from tensorflow.python.client import session
 
 from whale.config import Config
-from whale.frontends.tf1.names import rename_resources
-from whale.ir.program import Program
+from whale.ir.program import Node, Program
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.tensorflow_functions import lower_to_graph, with_streams
 from whale.runtime.context import make_unique_name
@@ -74,7 +77,7 @@ class RanksGraph:
         results: list[Any] = []
         effects: list[Any] = []
         for position, program in enumerate(ranks):
-            program = rename_resources(program, position, on_host)
+            program = _rename_resources(program, position, on_host)
             if not alone:
                 program = with_streams(program, f"{self._streams}/{position}")
             names = [f"{r.node}:{r.index}" for r in program.outputs]
@@ -115,3 +118,36 @@ class RanksGraph:
 
 class PlainSession(session.Session):  # type: ignore[misc]
     """A session of this process alone, whatever class replaces ``tf.compat.v1.Session`` at the time."""
+
+
+def find_name(handle: Node) -> str:
+    """Returns the name under which the session knows a variable."""
+    return str(handle.attrs.get("shared_name") or handle.name)
+
+
+def make_rank_prefix(position: int) -> str:
+    """Returns the prefix of the names of variables (and tables, queues) of this process's rank number ``position``."""
+    return f"whale_rank{position}/" if position else ""
+
+
+def _rename_resources(program: Program, position: int, on_host: Collection[str]) -> Program:
+    """Renames the resources of a program for the session, where variables, tables, queues and iterators are found by
+    name.
+
+    The first rank's have the user's names, those of in-process ranks others. A resource without a shared name has its
+    node's, as in TensorFlow.
+
+    Args:
+      on_host: names of the variables in the host's memory beside an accelerator.
+    """
+    prefix = make_rank_prefix(position)
+
+    def rename_node(node: Node) -> Node:
+        shared = node.attrs.get("shared_name") if node.stateful and node.op != "OneShotIterator" else None
+        if shared is None:
+            return node
+        if node.op == "VarHandleOp" and find_name(node) in on_host:
+            node = node.with_marks(on_host=True)
+        return replace(node, attrs={**node.attrs, "shared_name": prefix + (shared or node.name)})
+
+    return program.replace_nodes(tuple(map(rename_node, program.nodes)))

@@ -1,4 +1,9 @@
-"""Defines ``wh.Session``: TensorFlow 1 sessions whose runs are distributed over the ranks."""
+"""Defines ``wh.Session``: TensorFlow 1 sessions whose runs are distributed over the ranks.
+
+For float16 the loss scale is fed to a session's runs, and adjusted after overflows (``ScaledLosses``).
+
+Decision: 0070.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,16 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client.session import BaseSession
+from tensorflow.python.training import monitored_session
 
+from whale.capture.attrs import LOSS_SCALE
 from whale.capture.captured import Captured
-from whale.capture.retype import is_loose, retype
-from whale.capture.v1 import BEGINS, SAVES, GraphCapture, Source
+from whale.capture.loss_scaling import LossScaleFeed
+from whale.capture.v1 import BEGINS, SAVES, GraphCapture, Source, is_loose, retype
 from whale.distributed.faults import raise_comm_error
 from whale.distributed.trace import open_span
-from whale.errors import ProgramError
+from whale.errors import PlanError, ProgramError
+from whale.frontends.tf1.activation import force_sessions
 from whale.frontends.tf1.batches import (
     find_batch_readers,
     join_fed_parts,
@@ -29,7 +37,6 @@ from whale.frontends.tf1.batches import (
     wrap_with_feed_check,
 )
 from whale.frontends.tf1.deferred_initializers import DeferredAssignments
-from whale.frontends.tf1.loss_scaling import ScaledLosses
 from whale.frontends.tf1.one_rank import SingleRankRuns, run_key
 from whale.frontends.tf1.ranks_graph import RanksGraph, Run
 from whale.frontends.tf1.saving import CheckpointRuns
@@ -37,15 +44,13 @@ from whale.frontends.tf1.variables import Layout, SessionVariables
 from whale.ir.ops import QUEUE_WRITES, READS
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref, remove_work
-from whale.passes.normalize.inline import inline
-from whale.passes.normalize.specialise import specialise
+from whale.passes.normalize.inline import inline, specialise
 from whale.passes.normalize.unpack_grouped_ops import unpack
 from whale.runtime.annotate import put_in_default_scope, put_in_named_scopes
 from whale.runtime.compile.compile import Compiled, compile_program
 from whale.runtime.compile.tensorflow_functions import load_ops
-from whale.runtime.context import Context, require_current
+from whale.runtime.context import BatchReaders, Context, require_current
 from whale.runtime.elastic.elastic_run import refuse_session
-from whale.runtime.graph_semantics import BatchReaders
 from whale.runtime.input.local_batches import describe_brought, exchange, rows_of_values
 from whale.runtime.loss_scale import find_loss_scale_feed
 
@@ -485,3 +490,71 @@ class Sources:
                 )
             found.append((t, shape))
         return found
+
+
+class ScaledLosses:
+    """The scaled losses of one session's graph.
+
+    Args:
+      scale: of the run; None: losses are not scaled.
+    """
+
+    def __init__(self, scale: LossScaleFeed | None, captures: GraphCapture) -> None:
+        self._scale, self._captures = scale, captures
+        self._known: dict[Hashable, list[tf.Operation]] = {}
+
+    def extend_run(
+        self, wanted: Sequence[Any], feeds: Mapping[tf.Tensor, np.ndarray]
+    ) -> tuple[Mapping[tf.Tensor, np.ndarray], list[tf.Tensor]]:
+        """Returns the feeds and the additional fetches of a run of ``wanted``: the flag whether all gradients are
+        finite.
+        """
+        if self._scale is None:
+            return feeds, []
+        key = tuple(w.name for w in wanted), frozenset(t.name for t in feeds)
+        if key not in self._known:
+            found = self._captures.find_operations(wanted, feeds, ("PlaceholderWithDefault",))
+            self._known[key] = [op for op in found if LOSS_SCALE in op.node_def.attr]
+        scales = self._known[key]
+        fed = {op.outputs[0]: np.float32(self._scale.scale) for op in scales}
+        return {**feeds, **fed}, [LossScaleFeed.answer(op) for op in scales]
+
+    def update_scale(self, answers: Sequence[Any]) -> None:
+        """Adjusts the scale after a run, by the fetched flags."""
+        if self._scale is not None and answers:
+            self._scale.update(all(answers))
+
+    def refuse(self, program: Program) -> None:
+        """Raises PlanError where updates read gradients of losses that were not scaled."""
+        if self._scale is None or any(node.marks.unscaled for node in program.nodes):
+            return
+        update = next((n for n in program.nodes if n.op.startswith(("ResourceApply", "ResourceSparseApply"))), None)
+        if update is not None:
+            raise PlanError(
+                "gradients of losses that are not scaled are lost in float16",
+                op=update.name,
+                given="gradients that were built before wh.init, or a MetaGraph of a run without scales",
+                expected='gradients that are built after wh.init with precision.compute_dtype="float16"',
+                action='call wh.init() before the graph is built, or set precision.compute_dtype="bfloat16"',
+            )
+
+
+def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
+    """Replaces tf.compat.v1.train.MonitoredTrainingSession, with the same arguments; every rank makes one.
+
+    Every rank has the hooks, and they make the same runs everywhere. What a hook of TensorFlow does after some seconds,
+    it does when the first rank's clock says so. After ``wh.init`` TensorFlow's own function does the same.
+
+    Args:
+      args, kwargs: see tf.compat.v1.train.MonitoredTrainingSession. ``is_chief`` is True on every rank.
+
+    Returns:
+      a tf.compat.v1.train.MonitoredSession.
+
+    Raises:
+      ClusterError: made before ``wh.init``.
+      ProgramError: ``master`` names a server.
+    """
+    require_current("MonitoredTrainingSession")
+    with force_sessions():
+        return monitored_session.MonitoredTrainingSession(*args, **kwargs)

@@ -33,11 +33,17 @@ from whale.launcher import shm_cleanup
 from whale.launcher.job import ranks
 from whale.launcher.job.ending import OWN_END_S, Ending
 from whale.launcher.job.failure_detector import FailureDetector
-from whale.launcher.job.mpi_errors import StartCause, explain_start, find_start_cause
 from whale.launcher.job.mpirun_process import MpirunProcess, Mpiruns
 from whale.launcher.job.output import IDLE_S, Printer
 from whale.launcher.job.progress import RunProgress
-from whale.launcher.job.start_probe import AFTER_S, StartProbe, find_missing
+from whale.launcher.job.start_probe import (
+    AFTER_S,
+    StartCause,
+    StartProbe,
+    explain_start,
+    find_missing,
+    find_start_cause,
+)
 from whale.launcher.job.status import StatusSocket, make_status
 from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import MpirunStart, Options, list_asked, list_places
@@ -65,7 +71,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Growth(Protocol):
-    """The interface of what starts ranks while a run goes on; see whale/launcher/scale_up/joining_ranks.py.
+    """The interface of what starts ranks while a run goes on; see whale/launcher/scale_up.py.
 
     Attributes:
         processes: the mpiruns of all that it has started; links: of the ranks that have yet to come in.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from whale.launcher.job.event_files import EventFiles
+from whale.launcher.job.tensorboard import EventFiles
 from whale.launcher.protocol import Progress
 
 _NONE = Progress(

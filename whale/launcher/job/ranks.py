@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whale.launcher import clock
-from whale.launcher.connection import find_unacknowledged_s
+from whale.launcher.connection import Clock, find_unacknowledged_s, read_identity
 from whale.launcher.protocol import (
     HELLO_LIMIT_BYTES,
     Counter,
@@ -268,7 +267,7 @@ class RankLink:
     joining: bool | None = None
     stall: Stall | None = None
     trace: bytearray = field(default_factory=bytearray)
-    clock: clock.Clock = field(default_factory=clock.Clock)
+    clock: Clock = field(default_factory=Clock)
     counters: list[Counter] | None = None
     end: RankEnd | None = None
     _asked_s: float = -math.inf  # when a silent worker was last asked for a sign of life
@@ -287,7 +286,7 @@ class RankLink:
         if kind is not FrameKind.HELLO or not (of_start or (comes is not None and comes(hello.rank))):
             return None
         self.rank, self.host, self.pid = hello.rank, hello.host, hello.pid
-        self.clock = clock.Clock(is_ours=bool(hello.clock) and hello.clock == clock.read_identity())
+        self.clock = Clock(is_ours=bool(hello.clock) and hello.clock == read_identity())
         return self.rank
 
     def send_signal(self, number: int) -> None:

@@ -17,12 +17,11 @@ from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType, require_static_shape
 from whale.partition.axis_partitioner import count_axes_with_rows, iterate_levels, make_prefix
-from whale.partition.identical_ranks import is_alike
 from whale.partition.pipeline.microbatch_loop import outline
-from whale.partition.pipeline.plan_microbatches import EACH, time_plan
-from whale.partition.pipeline.prepare_microbatches import prepare
+from whale.partition.pipeline.plan_microbatches import EACH, time_plan, untie_microbatches
 from whale.partition.rank_mapping import ROWS_OF_GROUP
 from whale.partition.resharding import make_reshard_name
+from whale.partition.spmd import is_alike
 from whale.passes.analysis.rank_groups import brings_rows_together, map_named_ranks
 from whale.passes.settings import PlanSettings
 
@@ -123,7 +122,7 @@ def divide_in_micro_batches(
     together = interleave_rows(program, plan.micro_batches, own) if own else program
     if together is not program:
         rows = {name: make_interleaved_split(cut.extent, plan.micro_batches) for name, cut in rows.items()}
-    program = prepare(together)
+    program = untie_microbatches(together)
     one = next((one for one in known if one.rows == rows and is_alike(one.program, program)), None)
     if one is None:
         streams, statistics = settings.batch.local_streams, settings.time.local_statistics

@@ -12,33 +12,40 @@ whole batch before, if it depends on inputs only (the number of tokens that a ma
 the whole batch after, if no update depends on it (the deviation of a metric), or no product of a layer (rows of
 gradients that an optimizer clips by their norm, or divides by sums of squares); everything else is an error.
 
-Decisions: 0028, 0095.
+Before that, control edges and operands are removed that would tie micro-batches to each other for nothing
+(``untie_microbatches``). A rank without rows takes part in the communication of micro-batches as often as the ranks
+with rows.
+
+Decisions: 0028, 0085, 0095.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
 
 from whale.errors import AcrossMicroBatchesError, PlanError
 from whale.ir.collector import suspend_garbage_collection
-from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Shard, Strategy
+from whale.ir.layout import FIRST, B, Partial, PerRank, Placement, Replicate, Shard, Strategy, divide_evenly, shard
+from whale.ir.marks import NO_MARKS
 from whale.ir.ops import COLLECTIVES, CONTRACTIONS, EXCHANGES, HAS_BODIES, READS
 from whale.ir.plan import BatchInput, Plan, Reshard
-from whale.ir.program import Node, Program, Ref
-from whale.ir.values import UNMOVABLE
-from whale.partition.pipeline.empty_shards import bodies_of, of_no_rows
-from whale.partition.pipeline.prepare_microbatches import acts
-from whale.passes.analysis.scopes import has_split_scopes
-from whale.passes.propagation.fixpoint import settle_layouts
+from whale.ir.program import Node, Program, Ref, make_const
+from whale.ir.values import UNMOVABLE, DType, TensorType, find_numpy_dtype, require_static_shape
+from whale.passes.analysis.scopes import has_split_scopes, ranks_of_scope, with_paths, with_ranks
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.passes.propagation.in_place import make_in_place
 from whale.passes.propagation.partial_sums import reduce_partial_sums
+from whale.passes.propagation.propagate import settle_layouts
 from whale.passes.propagation.reference_plan import ReferencePlan
-from whale.passes.resharding.reshards import explicit_reshards
+from whale.passes.resharding.reshards import explicit_reshards, make_in_place
 from whale.passes.verify.check import check
 from whale.sharding_rules.graph import list_called_functions
 
 BEFORE, EACH, AFTER = "before", "each", "after"
+_LIKE = {"OnesLike": 1, "ZerosLike": 0}
+_LOOKS = READS | {"VarHandleOp", "WhaleCommunicator"}  # these two only name what others look at
 
 
 def time_plan(
@@ -64,7 +71,9 @@ def time_plan(
         for name, cut in rows.items()
         if program.by_name[name].op == "WhaleRecv"
     }
-    no_rows = {g: of_no_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()}
+    no_rows = {
+        g: _find_strategies_without_rows(body, micro_batches) for g, body in {"": program, **program.functions}.items()
+    }
     devices = tuple(f"micro-batch {i}" for i in range(micro_batches))
     inputs = tuple(BatchInput(name, cut, "micro-batches") for name, cut in rows.items())
     with suspend_garbage_collection():
@@ -88,7 +97,7 @@ def time_plan(
                 check(program, plan)
                 return plan, {name: (BEFORE, EACH, AFTER)[at] for name, at in level.items()}
             fixed.update(corrected)
-            for body in [b for name in corrected for b in bodies_of(program, program.by_name[name])]:
+            for body in [b for name in corrected for b in _list_bodies(program, program.by_name[name])]:
                 no_rows.pop(body, None)  # a loop that is computed once communicates once
 
 
@@ -161,7 +170,7 @@ def _levels(program: Program, plan: Plan) -> dict[str, int]:
             base = max(base, _level_of(plan, level, ref, wanted))
         # Without rows, sums are alike in each: they are moved once, as where there are some.
         once = node.op in COLLECTIVES and node.name not in leading
-        if _is_each(strategy) or base % 2 == 0 or once or acts(program, node):
+        if _is_each(strategy) or base % 2 == 0 or once or has_effects(program, node):
             level[node.name] = base + (base % 2 != _is_each(strategy))
         else:
             # Alike in each micro-batch, and made for each: a loop's counter, a weight that is gathered for its use.
@@ -381,3 +390,112 @@ def _second_round(node: Node, given: str, parts: int) -> AcrossMicroBatchesError
         action="set pipeline.micro_batches=1; if it is a batch statistic that each micro-batch may take of its own "
         "rows, set batch.norm_statistics=micro-batch",
     )
+
+
+def untie_microbatches(program: Program) -> Program:
+    """Removes control edges and operands without effect that would tie a micro-batch to others.
+
+    These are control edges between nodes without effects, or from an assertion, which concerns the whole batch; and
+    operands that only give a shape to ones and zeros. Recomputed nodes keep their control edges from the backward pass.
+    Scopes lose their ranks, since the ranks' work is divided already.
+    """
+    if any(ranks_of_scope(node.scope) is not None for node in program.nodes):
+        program = with_paths(program, lambda path: "/".join(with_ranks(part, ()) for part in path.split("/")))
+    nodes: list[Node] = []
+    behind_effects: set[str] = set()
+    asserted: set[str] = set()  # assertions, and what stands for them: updates wait for these
+    waits: dict[str, tuple[str, ...]] = {}  # a NoOp -> what it waits for, and with it who waits for it
+    for node in program.nodes:
+        if node.controls:
+            controls = tuple(dict.fromkeys(c for name in node.controls for c in waits.get(name, (name,))))
+            node = replace(node, controls=controls)
+        if node.op == "NoOp":
+            waits[node.name] = node.controls
+        does = has_effects(program, node)
+        if (does and _asserts(program, node)) or (node.inputs and all(r.node in asserted for r in node.inputs)):
+            asserted.add(node.name)
+        if not does and not asserted.isdisjoint(node.controls):
+            node = replace(node, controls=tuple(c for c in node.controls if c not in asserted))
+        if node.controls and not node.stateful and not node.marks.recomputed:
+            # The order in which weights are gathered for their uses is one of the ranks, within each micro-batch.
+            kept = () if node.marks.gathered_at_use else tuple(c for c in node.controls if c in behind_effects)
+            node = replace(node, controls=kept)
+        if does or not behind_effects.isdisjoint([*(r.node for r in node.inputs), *node.controls]):
+            behind_effects.add(node.name)
+        if _is_nothing(node):
+            node = make_const(
+                node.name, np.zeros(require_static_shape(node.outputs[0]), find_numpy_dtype(node.outputs[0].dtype))
+            )
+        if node.op in _LIKE and node.outputs[0].is_static and node.outputs[0].dtype not in UNMOVABLE:
+            (t,) = node.outputs
+            value = np.full((), _LIKE[node.op], find_numpy_dtype(t.dtype))
+            names = f"{node.name}/whale_dims", f"{node.name}/whale_value"
+            nodes += [make_const(names[0], np.array(t.shape, np.int32)), make_const(names[1], value)]
+            attrs = {"T": DType(t.dtype), "index_type": DType("int32")}
+            filled = Ref(names[0]), Ref(names[1])
+            node = replace(node, op="Fill", inputs=filled, attrs=attrs, controls=(), marks=NO_MARKS)
+        nodes.append(node)
+    return program.replace_nodes(tuple(nodes))
+
+
+def _is_nothing(node: Node) -> bool:
+    """Tells whether a node makes no rows, so that a rank without rows computes it as well."""
+    if node.stateful or node.op in ("Const", "Placeholder") or len(node.outputs) != 1:
+        return False
+    t = node.outputs[0]
+    return t.is_static and t.dtype not in UNMOVABLE and require_static_shape(t)[:1] == (0,)
+
+
+def has_effects(program: Program, node: Node) -> bool:
+    """Tells whether a node has effects; a branch or loop that only reads variables has none."""
+    if not node.stateful or node.op in _LOOKS or node.op in EXCHANGES:
+        return False
+    bodies = [program.functions[f.name] for f in list_called_functions(node)] if node.op in HAS_BODIES else []
+    return not bodies or any(has_effects(program, inside) for body in bodies for inside in body.nodes)
+
+
+def _asserts(program: Program, node: Node) -> bool:
+    """Tells whether a node only fails if a condition is false."""
+    if node.op == "Assert" or node.op not in HAS_BODIES:
+        return node.op == "Assert"
+    bodies = [program.functions[f.name] for f in list_called_functions(node)]
+    return all(
+        _asserts(program, inside) or not has_effects(program, inside) for body in bodies for inside in body.nodes
+    )
+
+
+def _find_strategies_without_rows(program: Program, micro_batches: int) -> dict[str, Strategy]:
+    """Returns strategies with which a rank without rows takes part in the other ranks' exchanges, in each
+    micro-batch.
+    """
+    found: dict[str, Strategy] = {}
+    known: set[str] = set()  # values made from constants alone, or by ranks that have no rows either
+    for node in program.nodes:
+        of_known = node.inputs and not node.stateful and all(r.node in known for r in node.inputs)
+        if node.op == "Const" or of_known or (node.op in COLLECTIVES and all(map(_has_no_elements, node.outputs))):
+            known.add(node.name)
+        dim, runs = node.marks.runs or (0, 0)
+        operands = node.inputs[1:]
+        if (
+            node.op in COLLECTIVES
+            and runs == micro_batches
+            and all(r.node in known or _has_no_elements(program.find_type(r)) for r in operands)
+        ):
+            types = [*map(program.find_type, operands), *node.outputs]
+            # Runs of one row may be seen as no runs where there are no rows.
+            cuts = [shard(dim, divide_evenly(require_static_shape(t)[dim], runs)) for t in types]
+            found[node.name] = Strategy((B, *cuts[: len(operands)]), tuple(cuts[len(operands) :]), "no rows")
+    return found
+
+
+def _list_bodies(program: Program, node: Node) -> list[str]:
+    """Returns the names of the bodies of a loop or branch, including nested ones."""
+    names = [f.name for f in list_called_functions(node)] if node.op in HAS_BODIES else []
+    return [
+        *names,
+        *(b for name in names for inner in program.functions[name].nodes for b in _list_bodies(program, inner)),
+    ]
+
+
+def _has_no_elements(t: TensorType) -> bool:
+    return t.is_static and 0 in require_static_shape(t)

@@ -1,15 +1,52 @@
-"""Finds which tensors updates use element by element, and which tensors leave the scopes that divide them."""
+"""Finds what the values of a program are used for, by what is computed from them.
+
+Which nodes compute nothing but optimizer state, which tensors an update takes element by element (gradients), and which
+leave the scopes that divide them (activations on the way to the program's results). By the same, a rank's variables
+and tensors are sorted into categories of memory: parameters (what a model computes with), slots (what only updates
+read), buffers (other variables; a step's inputs; what communication keeps), gradients (with the sums of micro-batches,
+and what updates make of them on their way), gathered (split weights, put together for their use), activations (all
+else, scratch memory of kernels as well).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 
-from whale.ir.ops import ALIASES, EXCHANGES
-from whale.ir.program import Node, Program, Ref
+from whale.ir.ops import (
+    ALIASES,
+    BATCH_NORM_GRADIENTS,
+    BRANCHES,
+    CONTRACTIONS,
+    EINSUMS,
+    EXCHANGES,
+    FILTER_GRADIENTS,
+    HAS_BODIES,
+    LOOKUPS,
+    MATMULS,
+    RANK_REDUCTIONS,
+    VIEWS,
+)
+from whale.ir.program import PRODUCT, Node, Program, Ref
+from whale.ir.values import TensorType
+from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.analysis.scopes import split_scope
 from whale.sharding_rules import find_rule
+from whale.sharding_rules.graph import list_called_functions
 
 _POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
+OPTIMIZER_STATE = "optimizer state"
+CATEGORIES = ("parameters", OPTIMIZER_STATE, "buffers", "gradients", "gathered", "activations")
+
+# Ops that make a gradient from activations; their operands are no gradients.
+_MADE_BY = (
+    MATMULS
+    | FILTER_GRADIENTS
+    | BATCH_NORM_GRADIENTS
+    | EINSUMS
+    | {"BiasAddGrad", "Sum", "UnsortedSegmentSum", "ReadVariableOp"}
+)
 
 
 def is_taken_by_updates(program: Program, ref: Ref) -> bool:
@@ -63,3 +100,91 @@ def find_leaving(program: Program) -> frozenset[Ref]:
         if node.name in wanted and node.name not in split:
             found |= {r for r in node.inputs if r.node in split and r.node not in program.variable_of}
     return frozenset(ref for ref in found if not is_taken_by_updates(program, ref))
+
+
+def only_state(program: Program) -> set[str]:
+    """Returns the nodes that only contribute to updates of variables: no product, lookup or fetched tensor uses
+    them.
+    """
+    fetched = {ref.node for ref in program.outputs}
+    other = leading_to(program, lambda node: node.name in fetched or is_model(program, node))
+    return {node.name for node in program.nodes if node.name not in other}
+
+
+def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
+    """Returns the nodes for which ``is_end`` is true, and all nodes from whose values these are computed."""
+    found: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.name in found or is_end(node):
+            found.add(node.name)
+            found.update([ref.node for ref in node.inputs])
+    return found
+
+
+def is_model(program: Program, node: Node) -> bool:
+    """Tells whether a node belongs to the model: it is a product or a lookup, or has nested functions."""
+    if node.op in BRANCHES:  # a branch may hold nothing but updates, every so many steps
+        functions = program.functions
+        bodies = [replace(functions[func.name], functions=functions) for func in list_called_functions(node)]
+        return any(is_model(body, inside) for body in bodies for inside in body.nodes)
+    if node.op in HAS_BODIES or node.op in LOOKUPS or node.op == "SparseTensorDenseMatMul":
+        return True
+    if node.op == "WhaleCall":  # a micro-batch
+        return True
+    return node.op in CONTRACTIONS and count_matmul_flops(node, [program.find_type(r) for r in node.inputs]) > 0
+
+
+def variable_kinds(program: Program) -> dict[str, str]:
+    """Maps handle nodes to parameters (what a model computes with), optimizer state (what only updates read), or
+    buffers (the rest).
+    """
+    state, model = only_state(program), leading_to(program, lambda node: is_model(program, node))
+    found = {}
+    for variable in program.variables:
+        if variable.node in state:
+            found[variable.node] = OPTIMIZER_STATE if variable.type.shape else "buffers"
+        else:
+            found[variable.node] = "parameters" if variable.node in model else "buffers"
+    return found
+
+
+def tensor_kinds(program: Program) -> dict[Ref, str]:
+    """Returns the category of every tensor that is not an activation, in a rank's program or the function of a
+    micro-batch.
+
+    Gradients are tensors that are reduced over ranks or summed over micro-batches, and tensors of a variable's shape
+    from which its update is computed.
+    """
+    found: dict[Ref, str] = {}
+    waiting: list[Ref] = []
+    passed = set[tuple[str, TensorType | None]]()  # an update of many variables has hundreds of results and operands
+    for node in program.nodes:
+        if node.op in RANK_REDUCTIONS:
+            waiting += [ref for ref in (*node.list_refs(), *node.inputs) if program.find_type(ref).dtype != "resource"]
+        elif node.op == "WhaleAllGather" and _is_read(program, node.inputs[-1]):
+            found[Ref(node.name)] = "gathered"
+        elif node.name.endswith("/and_before"):
+            waiting.append(Ref(node.name))
+        elif node.inputs and node.inputs[0].node in program.variable_of and node.op != "ReadVariableOp":
+            shapes = {v.type.shape for r in node.inputs if (v := program.variable_of.get(r.node)) and v.type.shape}
+            waiting += [ref for ref in node.inputs[1:] if program.find_type(ref).shape in shapes]
+    while waiting:
+        ref = waiting.pop()
+        if ref in found or ref.node in program.variable_of:
+            continue
+        node = program.by_name[ref.node]
+        if node.op != "ReadVariableOp":
+            found[ref] = "gradients"
+        padded = node.op == "Slice" and node.inputs[0].node == f"{node.name}/{PRODUCT}"
+        alike = None if padded or node.op in VIEWS else program.find_type(ref)
+        if node.op not in _MADE_BY and (node.name, alike) not in passed:
+            passed.add((node.name, alike))
+            waiting += [r for r in node.inputs if alike is None or program.find_type(r) == alike]
+    return found
+
+
+def _is_read(program: Program, ref: Ref) -> bool:
+    node = program.by_name[ref.node]
+    while node.op in VIEWS and node.inputs:
+        node = program.by_name[node.inputs[0].node]
+    return node.op == "ReadVariableOp"

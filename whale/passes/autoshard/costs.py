@@ -11,11 +11,10 @@ from whale.ir.program import Node, Ref
 from whale.ir.values import UNMOVABLE, TensorType
 from whale.passes.analysis.resharding_cost import LATENCY, change_cost, compute_cost, exchange_cost, fraction
 from whale.passes.analysis.scopes import context_of
-from whale.passes.autoshard.context import price_whole_activations
+from whale.passes.autoshard.choose import TensorForms
 from whale.passes.autoshard.region import SplitRegion
-from whale.passes.autoshard.sequence import surcharge
+from whale.passes.autoshard.sequence import price_whole_activations, surcharge
 from whale.passes.autoshard.tables import is_whole
-from whale.passes.autoshard.tensor_forms import TensorForms
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.embedding import is_with_owners
 from whale.sharding_rules.graph import make_op_view

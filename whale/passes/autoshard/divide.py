@@ -10,6 +10,9 @@ may be divided along any dimension that their rules allow:
                  reads) is sharded, and what reads it takes it sharded; every product that can be divided is
     costs        changes of layout, and among equals more of the work divided
     choose       one option for each node, so that all together cost least
+
+Programs that partition tokens by expert into tensors of sizes known at run time only are refused: parts of those would
+leave some ranks without rows that others send.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from whale.errors import PlanError
 from whale.ir.layout import Placement, Shard, Strategy
+from whale.ir.ops import IDENTITIES, RESHAPES
 from whale.ir.program import Program, Ref
 from whale.passes.analysis.scopes import has_split_scopes, sequence_of
 from whale.passes.autoshard.candidates import Candidates
@@ -27,9 +32,10 @@ from whale.passes.autoshard.region import SplitRegion
 from whale.passes.autoshard.required_shardings import require_shardings
 from whale.passes.autoshard.sequence import along_sequence, check_sequences
 from whale.passes.autoshard.tables import find_whole_tables, is_whole
-from whale.passes.autoshard.unbounded_expert_rows import refuse_unbounded_expert_rows
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.propagate import NOTHING
+
+_TAKE_APART = frozenset({"DynamicPartition", "SplitV", "Slice", "StridedSlice"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def divide(
     }
     if parts > 1 and has_split_scopes(program):
         region = SplitRegion(program, outside, parts, known, at_rest, tables)
-        refuse_unbounded_expert_rows(region)
+        _refuse_unbounded_expert_rows(region)
         if before is not None:
             ranks = {
                 name: next(iter(p.holders))
@@ -140,3 +146,58 @@ def _choose_behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy
                 if reader.name not in strategies and not reader.stateful and isinstance(outside.inputs[i], Shard):
                     found[reader.name] = outside
     return found
+
+
+def _refuse_unbounded_expert_rows(region: SplitRegion) -> None:
+    """Raises an error for products with split weights whose rows are a dynamically sized part of a tensor.
+
+    In a program with a product, and variables, for each expert, no layout says which rank has an expert: every rank
+    would compute every expert, of all tokens.
+
+    Raises:
+      PlanError: there are such products, of two parts of one tensor or more.
+    """
+    parts: dict[Ref, dict[Ref, str]] = {}
+    for name, uses in region.weights.items():
+        weights = {i for i, _ in uses}
+        for i, ref in enumerate(region.nodes[name].inputs):
+            part = None if i in weights else _part_behind(region, ref)
+            if part is not None:
+                table = _origin(region, region.program.by_name[part.node].inputs[0])
+                parts.setdefault(table, {}).setdefault(part, name)
+    for table, found in parts.items():
+        if len(found) > 1:
+            part, product = next(iter(found.items()))
+            by = region.program.by_name[part.node]
+            raise PlanError(
+                "tokens that a program splits by expert cannot be sent to the experts' ranks",
+                op=f"{by.name} ({by.op})",
+                given=f"rows of {table} in {len(found)} parts, as large as the run finds; {product} and others "
+                "multiply each by a weight of wh.split",
+                expected="weights [experts, ...] and slots [experts, capacity, width]; the run may say the capacity",
+                action="use wh.layers.MoE(experts, hidden, capacity_factor=None), which drops no token, or "
+                "tf.scatter_nd and tf.gather_nd as in docs/guides/giant.md",
+            )
+
+
+def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
+    """Follows a tensor of dynamic size back to the result of the op that selected its rows from a tensor of known size.
+
+    Returns None where there is no such op.
+    """
+    program = region.program
+    while None in (program.find_type(ref).shape or ())[:1]:
+        node = program.by_name[ref.node]
+        apart = node.op in _TAKE_APART
+        data = node.inputs[:1] if apart else node.inputs
+        unknown = [r for r in data if None in (program.find_type(r).shape or ())[:1]]
+        if not unknown:
+            return ref if apart else None
+        ref = unknown[0]
+    return None
+
+
+def _origin(region: SplitRegion, ref: Ref) -> Ref:
+    while (node := region.program.by_name[ref.node]).op in IDENTITIES | RESHAPES and node.inputs:
+        ref = node.inputs[0]
+    return ref

@@ -11,7 +11,7 @@ from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.rank_groups import sizes_within
 from whale.passes.analysis.resharding_cost import count_matmul_flops
 from whale.passes.analysis.scopes import ranks_of_scope, split_scope
-from whale.passes.autoshard.context import context_seeds, layers_in_context, with_sequence
+from whale.passes.autoshard.sequence import context_seeds, layers_in_context, with_sequence
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule
 

@@ -12,8 +12,8 @@ from whale.ir.ops import ROW_LOOKUPS
 from whale.ir.program import Node, Ref
 from whale.passes.analysis.scopes import context_of, ranks_of_scope, split_scope
 from whale.passes.autoshard.candidates import Candidates
-from whale.passes.autoshard.context import is_along, nothing_along
 from whale.passes.autoshard.region import SplitRegion
+from whale.passes.autoshard.sequence import is_along, nothing_along
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import make_op_view
 from whale.sharding_rules.nn.attention import RINGS

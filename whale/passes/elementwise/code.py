@@ -1,14 +1,47 @@
-"""Writes elementwise arithmetic as text (whale_ops/core/compute/update_program.h): instructions, and results."""
+"""Tells which nodes are elementwise arithmetic, and writes them as text (whale_ops/core/compute/update_program.h).
+
+The text consists of instructions on registers, and of results. An operand is broadcast to the result as a whole tensor,
+a scalar, a row or a column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
+
+from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, IDENTITIES
+from whale.ir.program import COMPILED, Node, Program, Ref
+from whale.ir.values import TensorType, require_static_shape
 
 MOST_OF_A_KIND = 64  # operands that the text can name
 SUMS = ("Sum", "Mean")  # instructions that sum what they read over the first sizes
+
+# Operations on elements -> their name in the text (whale_ops/core/update). They round as TensorFlow's do.
+UNARY = {"Neg": "Neg", "Abs": "Abs", "Sign": "Sign", "Square": "Square", "Sqrt": "Sqrt"}
+
+# TensorFlow computes these otherwise in float32: by approximation, which depends on the processor.
+UNARY_OF_DOUBLES = {"Rsqrt": "Rsqrt", "Reciprocal": "Reciprocal", "Inv": "Reciprocal"}
+BINARY = {
+    "Add": "Add",
+    "AddV2": "Add",
+    "Sub": "Sub",
+    "Mul": "Mul",
+    "RealDiv": "Div",
+    "Maximum": "Max",
+    "Minimum": "Min",
+}
+ADDED_FROM_LEFT = 8  # of AddN's operands: so many are added one after the other
+DTYPES = ("float32", "float64")
+_RECTIFIERS = {"Relu": "Relu", "Relu6": "Relu6"}
+_RECTIFIERS_GRADIENTS = {"ReluGrad": "ReluGrad", "Relu6Grad": "Relu6Grad"}
+REPEATS = frozenset(("Tile", "BroadcastTo"))
+_SUMS = {"Sum": "Sum", "Mean": "Mean", "BiasAddGrad": "Sum"}
+_LEAST_SUM, _LEAST_SUMMED = 8, 16  # elements of a sum, and of what each of them is a sum of
+_BIASED = (CONVOLUTIONS - FILTER_GRADIENTS) | {"MatMul"}  # whose kernels add a bias, or may come to
+_LEAST_RUN = 16  # elements for which one of a column stands: they are the processor's block
 
 
 class Value(NamedTuple):
@@ -95,3 +128,109 @@ def place_instructions(
 
 def _format_value(value: Value, places: Mapping[Value, str]) -> str:
     return places[value] if value.kind == "=" else f"{value.kind}{value.number}"
+
+
+def find_broadcast_kind(given: TensorType, whole: TensorType) -> str:
+    """Returns how a tensor is broadcast: v not at all, s as a scalar, r as a row, c as a column, "" otherwise."""
+    if given.shape == whole.shape:
+        return "v"
+    if given.elements == 1:
+        return "s"
+    sizes, own = require_static_shape(whole), require_static_shape(given)
+    if len(own) > len(sizes):
+        return ""
+    first = next(i for i, n in enumerate(own) if n != 1)
+    if own[first:] == sizes[len(sizes) - len(own) + first :]:
+        return "r"
+    end = len(own) - next(i for i, n in enumerate(reversed(own)) if n != 1)
+    fits = len(own) == len(sizes) and own[:end] == sizes[:end] and prod(sizes[end:]) >= _LEAST_RUN
+    return "c" if fits else ""
+
+
+def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
+    """Returns the result's type if a node is elementwise arithmetic with operands that ``find_broadcast_kind``
+    supports.
+    """
+    if len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
+        return None
+    kind = node.outputs[0]
+    if kind.dtype not in DTYPES or not kind.is_static or not kind.shape or not kind.elements:
+        return None
+    op = node.op
+    read = node.inputs[:1] if op in REPEATS else node.inputs
+    operands = [program.find_type(ref) for ref in read]
+    if any(t.dtype != kind.dtype or not t.is_static for t in operands):
+        return None
+    if op in REPEATS:
+        # Tile repeats what the sizes of the result do not tell, as [2, 2] of [1, 2] and of [2, 1].
+        given = require_static_shape(operands[0])
+        repeats = op == "BroadcastTo" or all(a in (1, b) for a, b in zip(given, require_static_shape(kind)))
+        return kind if repeats and find_broadcast_kind(operands[0], kind) in ("s", "r", "c") else None
+    if op == "BiasAdd":
+        return (
+            kind
+            if node.attrs.get("data_format", "NHWC") == "NHWC" and not is_contraction_result(program, node)
+            else None
+        )
+    if op in BINARY or op == "SquaredDifference":
+        return kind if all(find_broadcast_kind(t, kind) for t in operands) else None
+    if any(t.shape != kind.shape for t in operands) or len(operands) > ADDED_FROM_LEFT:
+        return None
+    if op in _RECTIFIERS:
+        return None if is_contraction_result(program, node) else kind
+    known = op in UNARY or op in IDENTITIES or op == "AddN" or op in _RECTIFIERS_GRADIENTS
+    return kind if known or (op in UNARY_OF_DOUBLES and kind.dtype == "float64") else None
+
+
+def is_contraction_result(program: Program, node: Node) -> bool:
+    """Tells whether ``node`` reads a contraction's result, directly or behind its bias.
+
+    TensorFlow's own kernels fuse the bias, and the activation, into the contraction.
+    """
+    made = program.by_name[node.inputs[0].node]
+    return made.op in _BIASED or (made.op == "BiasAdd" and is_contraction_result(program, made))
+
+
+def find_sum_type(program: Program, node: Node) -> TensorType | None:
+    """Returns the type of the tensor that a node sums over its first dimensions; None if it does not, or it is too
+    small.
+    """
+    if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
+        return None
+    whole, sum_type = program.find_type(node.inputs[0]), node.outputs[0]
+    if whole.dtype not in DTYPES or not whole.is_static or not sum_type.is_static or not whole.elements:
+        return None
+    sizes = require_static_shape(whole)
+    if node.op == "BiasAddGrad":
+        if node.attrs.get("data_format", "NHWC") != "NHWC":
+            return None
+        first = len(sizes) - 1
+    else:
+        axes = program.const(node.inputs[1])
+        if axes is None:
+            return None
+        over = sorted({int(axis) % len(sizes) for axis in axes.reshape(-1)}) if sizes else []
+        first = len(over)
+        if over != list(range(first)):
+            return None
+    own = prod(sizes[first:])
+    return whole if 0 < first < len(sizes) and own >= _LEAST_SUM and whole.elements >= _LEAST_SUMMED * own else None
+
+
+def emit_instructions(node: Node, code: Instructions, operand: Callable[[Ref], Value]) -> Value:
+    """Adds the instructions of ``node`` to ``code`` and returns its value."""
+    if node.op in IDENTITIES or node.op in REPEATS:
+        return operand(node.inputs[0])
+    if node.op in _SUMS:
+        return code.add(_SUMS[node.op], operand(node.inputs[0]))
+    operands = [operand(ref) for ref in node.inputs]
+    if node.op == "AddN":
+        return code.add_sum(operands)
+    if node.op == "SquaredDifference":
+        return code.add("Square", code.add("Sub", *operands))
+    if node.op == "BiasAdd":
+        return code.add("Add", *operands)
+    for table in (BINARY, UNARY, _RECTIFIERS, _RECTIFIERS_GRADIENTS):
+        if node.op in table:
+            return code.add(table[node.op], *operands)
+    return code.add(UNARY_OF_DOUBLES[node.op], *operands)

@@ -1,21 +1,27 @@
-"""Finds the nodes that update variables element by element, and groups them into units.
+"""Finds the nodes that update variables element by element, groups them into units, and puts operations in their place.
 
 A unit becomes a part of one operation: writes of variables, and the arithmetic around them on tensors of the variable's
 shape, scalars, and long rows of its last sizes. No path leads out of a unit and back into it: nodes have levels, which
 rise where a path leaves a unit, and a unit's nodes have one level. Units of one level do not wait for each other
-either, so any of them may run together.
+either, so any of them may run together. Other fusions group nodes of a graph and replace them by the same functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from whale.ir.ops import ASSIGNS, FUSED_UPDATE, IDENTITIES, READS
-from whale.ir.program import COMPILED, Node, Program, Ref
+from whale.ir.program import COMPILED, Node, Program, Ref, rewire
 from whale.ir.values import TensorType, require_static_shape
-from whale.passes.elementwise.graph import join_places
-from whale.passes.elementwise.operations import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
+from whale.passes.elementwise.code import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY, UNARY_OF_DOUBLES
+
+_ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
+_HANDED_ON = IDENTITIES | {"ReadVariableOp"}
+LARGE_BYTES = 1 << 20  # of variables from which on their memory counts
+LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
+_Place = TypeVar("_Place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +66,6 @@ def find_accesses(program: Program) -> Accesses:
 def is_read(node: Node, found: Accesses) -> bool:
     """Tells whether ``node`` reads the whole value of a variable whose updates may be fused."""
     return node.op == "ReadVariableOp" and found.handle.get(node.name, "") in found.seen
-
-
-_ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
-_HANDED_ON = IDENTITIES | {"ReadVariableOp"}
-LARGE_BYTES = 1 << 20  # of variables from which on their memory counts
-LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +208,50 @@ def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str,
                 level = reached + (left is not None and left is not kind)
         levels[node.name] = level
     return levels
+
+
+def list_predecessors(node: Node) -> Iterable[str]:
+    """Returns the names of the nodes that ``node`` waits for."""
+    return (*[name for name, _ in node.inputs], *node.controls)
+
+
+def join_places(
+    program: Program, places: Mapping[str, _Place], alike: Callable[[_Place, _Place], bool]
+) -> Callable[[str], str]:
+    """Groups connected nodes; returns a function from the name of a node in ``places`` to its group's name.
+
+    Nodes are in one group if one waits for the other and ``alike`` is true for their places.
+    """
+    parent = {name: name for name in places}
+
+    def find_root(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = name = parent[parent[name]]
+        return name
+
+    for node in program.nodes:
+        if node.name not in places:
+            continue
+        before = [name for name, _ in node.inputs]
+        for name in (*before, *node.controls) if node.controls else before:
+            if name in places and alike(places[name], places[node.name]):
+                parent[find_root(node.name)] = find_root(name)
+    return find_root
+
+
+def replace_by_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
+    """Replaces nodes by the operations made from them, each at the position of the last of its nodes.
+
+    Args:
+      made: replaced node -> its operation.
+      moved: tensor of such a node that others read -> its replacement.
+    """
+    last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
+    nodes: dict[str, Node] = {}
+    for old in program.nodes:
+        node = made.get(old.name, old)
+        if node is old or last[node.name] == old.name:
+            nodes[node.name] = node
+    for name, node in made.items():
+        moved.setdefault(Ref(name), Ref(node.name))
+    return rewire(program, nodes, moved) if made else program

@@ -1,15 +1,26 @@
-"""Makes the operation that updates variables by the same arithmetic (WhaleUpdate), and reads its parts again."""
+"""Makes the operation that updates variables by the same arithmetic (WhaleUpdate), and reads its parts again.
+
+The arithmetic of a unit is written as the text of an update (whale_ops/core/compute/update_program.h).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from whale.ir.ops import FUSED_UPDATE
+from whale.ir.ops import ADDS, FUSED_UPDATE, IDENTITIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, Shape, require_static_shape
-from whale.passes.elementwise.arithmetic import Arithmetic, write_arithmetic
-from whale.passes.elementwise.units import Accesses, Unit
+from whale.passes.elementwise.code import (
+    BINARY,
+    MOST_OF_A_KIND,
+    UNARY,
+    UNARY_OF_DOUBLES,
+    Instructions,
+    Value,
+    place_instructions,
+)
+from whale.passes.elementwise.units import Accesses, Unit, is_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class UpdatePart:
 def find_part(program: Program, unit: Unit, found: Accesses) -> UpdatePart | None:
     """Returns what an operation does in the place of a unit's nodes; None if no operation can do it."""
     ready = unit.nodes[0]
-    does = _read_arithmetic(program, ready) if ready.op == FUSED_UPDATE else write_arithmetic(program, unit, found)
+    does = _read_arithmetic(program, ready) if ready.op == FUSED_UPDATE else _write_arithmetic(program, unit, found)
     return None if does is None else UpdatePart(unit, does)
 
 
@@ -62,3 +73,136 @@ def make_update(name: str, parts: Sequence[UpdatePart], nodes: Mapping[str, Node
     }
     scope = parts[0].unit.nodes[0].scope
     return Node(name, FUSED_UPDATE, (*handles, *values), tuple(controls), attrs, tuple(results), scope, stateful=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The arithmetic of a unit, as the text of an update, with its operands.
+
+    Attributes:
+      lines: its program; units with equal programs can be fused.
+      handles: of the variables that it writes, in the program's numbering; so are ``tensors``, ``scalars``, ``rows``.
+      results: its values that other nodes read.
+      replaced: names of the nodes that it replaces. Reads of variables that other nodes need stay.
+    """
+
+    lines: tuple[str, ...]
+    handles: tuple[str, ...]
+    tensors: tuple[Ref, ...]
+    scalars: tuple[Ref, ...]
+    rows: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    replaced: frozenset[str]
+
+
+def _write_arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
+    """Writes ``unit`` as an update.
+
+    Returns None if it needs too many operands, or assigns one variable's old value to another.
+    """
+    reading = _UnitReader(program, unit, found)
+    for node in unit.nodes:
+        reading.take(node)
+    final = {h: reading.values[h, version] for h, (_, version) in reading.written.items()}
+    outputs = {ref.node for ref in program.outputs}
+    kept = reading.list_kept_reads(outputs)
+    if kept is None or any(value.kind == "o" and value.number != i for i, value in enumerate(final.values())):
+        return None
+    members = {n.name for n in unit.nodes} - kept
+    results = [
+        ref
+        for ref in reading.computed
+        if ref.node in outputs or any(c.name not in members for c, _ in program.consumers.get(ref, ()))
+    ]
+    lines = place_instructions(
+        tuple(reading.code.steps), tuple(final.values()), tuple([reading.computed[r] for r in results])
+    )
+    counts = (final, reading.tensors, reading.scalars, reading.rows, results)
+    if lines is None or any(len(c) > MOST_OF_A_KIND for c in counts):
+        return None
+    operands = tuple(reading.tensors), tuple(reading.scalars), tuple(reading.rows)
+    return Arithmetic(lines, tuple(final), *operands, tuple(results), frozenset(members))
+
+
+class _UnitReader:
+    """Converts a unit's nodes one by one to instructions."""
+
+    def __init__(self, program: Program, unit: Unit, found: Accesses):
+        self.program, self.unit, self.found = program, unit, found
+        self.names = {n.name for n in unit.nodes}
+        self.code = Instructions()
+        self.tensors: dict[Ref, Value] = {}
+        self.scalars: dict[Ref, Value] = {}
+        self.rows: dict[Ref, Value] = {}
+        self.computed: dict[Ref, Value] = {}
+        self.external: set[str] = set()  # its own reads that it takes as tensors
+        # Handle -> the versions of the variable before its first and after its last write here.
+        self.written: dict[str, tuple[int, int]] = {}
+        self.values: dict[tuple[str, int], Value] = {}
+        for node in unit.nodes:
+            handle = found.handle.get(node.name)
+            if handle is None or node.op == "ReadVariableOp":
+                continue
+            version = found.version[node.name]
+            first, _ = self.written.setdefault(handle, (version - 1, version))
+            self.written[handle] = first, version
+            self.values.setdefault((handle, version - 1), Value("o", list(self.written).index(handle)))
+
+    def take(self, node: Node) -> None:
+        if node.op == "ReadVariableOp":
+            return
+        handle = self.found.handle.get(node.name)
+        if handle is None:
+            self.computed[Ref(node.name)] = self._compute(node, [self._find_operand(ref) for ref in node.inputs])
+            return
+        value = self._find_operand(node.inputs[1])
+        version = self.found.version[node.name]
+        if node.op in ADDS:
+            op = "Add" if node.op == "AssignAddVariableOp" else "Sub"
+            value = self.code.add(op, self.values[handle, version - 1], value)
+        self.values[handle, version] = value
+
+    def _compute(self, node: Node, operands: list[Value]) -> Value:
+        if node.op in IDENTITIES:
+            return operands[0]
+        if node.op == "AddN":
+            return self.code.add_sum(operands)
+        op = BINARY.get(node.op) or UNARY.get(node.op) or UNARY_OF_DOUBLES[node.op]
+        return self.code.add(op, *operands)
+
+    def _find_operand(self, ref: Ref) -> Value:
+        if ref in self.computed:
+            return self.computed[ref]
+        inside = self._find_written_value(ref)
+        if inside is not None:
+            return inside
+        table, kind, given = self.tensors, "v", self.program.find_type(ref)
+        if given.shape != self.unit.type.shape:
+            is_long = is_row(given, self.unit.type)
+            table, kind = (self.rows, "r") if is_long else (self.scalars, "s")
+        if ref.node in self.names:
+            self.external.add(ref.node)
+        return table.setdefault(ref, Value(kind, len(table)))
+
+    def _find_written_value(self, ref: Ref) -> Value | None:
+        """Returns the value that a read sees of a variable that this unit writes; None: it reads another variable."""
+        if self.program.by_name[ref.node].op != "ReadVariableOp":
+            return None
+        handle = self.found.handle.get(ref.node, "")
+        return self.values.get((handle, self.found.version.get(ref.node, -1)))
+
+    def list_kept_reads(self, outputs: Collection[str]) -> set[str] | None:
+        """Returns the unit's reads that stay nodes; None: one of them sees an intermediate value that is not stored."""
+        kept: set[str] = set()
+        for node in self.unit.nodes:
+            if node.op != "ReadVariableOp":
+                continue
+            readers = [c.name for c, _ in self.program.consumers.get(Ref(node.name), ())]
+            elsewhere = node.name in outputs or not self.names.issuperset(readers)
+            if node.name not in self.external and not elsewhere:
+                continue
+            handle = self.found.handle[node.name]
+            if handle in self.written and self.found.version[node.name] not in self.written[handle]:
+                return None
+            kept.add(node.name)
+        return kept

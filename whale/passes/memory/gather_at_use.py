@@ -4,19 +4,28 @@ A program reads a weight once and uses the value twice or more: in the forward p
 Gathered once, it would stay in memory from the beginning of a step to its end. Here every use has a copy, and so its
 own all-gather, except where the shards suffice. An all-gather waits for the product before the last one, or all weights
 would be gathered when the step begins. The order is that of the program, the same on all ranks.
+
+Loops and branches are the exception. A body that takes a variable's handle reads it in every iteration; each read would
+be an all-gather, by ranks that need not be in the same iteration. So before the plan is made, reads are hoisted: the
+body takes the value instead, which is gathered once for the loop, and stays in memory as long as that runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from whale.ir.marks import Marks
+import numpy as np
+
+from whale.ir.marks import NO_MARKS, Marks
+from whale.ir.ops import BRANCHES, LOOPS
 from whale.ir.program import Node, Program, Ref, remove_unread
-from whale.ir.values import DType, Func
+from whale.ir.values import DType, Func, Shape, Tensor, TensorType
 from whale.passes.analysis.scopes import PASSED_ON
-from whale.passes.analysis.state import is_model
+from whale.passes.analysis.uses import is_model
 from whale.passes.memory.zero import find_gathered_type
+from whale.sharding_rules.graph import list_called_functions
 
 
 @dataclass(frozen=True)
@@ -111,3 +120,131 @@ def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]
         attrs, waits = {"T": DType(kind.dtype)}, controls if not place else ()
         yield Node(name, "Identity", (value,), waits, attrs, (kind,), scope, marks=Marks(gathered_at_use=True))
         value = Ref(name)
+
+
+def hoist_reads(program: Program, min_bytes: int) -> Program:
+    """Gives loops and branches of ``program`` the values of variables that they only read.
+
+    Args:
+      min_bytes: smaller variables stay whole, and are read where they were.
+    """
+    functions = dict(program.functions)
+    handles: dict[Ref, Ref] = {}  # results of loops that are the handles which they were given
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if not handles.keys().isdisjoint(node.inputs):
+            node = replace(node, inputs=tuple(handles.get(r, r) for r in node.inputs))
+        if node.op == "VariableShape" and (kind := find_gathered_type(program, node.inputs[0], min_bytes)) is not None:
+            node = _shape(node, kind)
+        types = {i: find_gathered_type(program, node.inputs[i], min_bytes) for i in _operands(node)}
+        kinds = {i: kind for i, kind in types.items() if kind is not None and _is_only_read(program, node, i)}
+        operands = list(node.inputs)
+        for i, kind in kinds.items():
+            read = Node(
+                f"{node.name}/whale_read_{i}", "ReadVariableOp", (node.inputs[i],), node.controls,
+                {"dtype": DType(kind.dtype)}, (kind,), node.scope, stateful=True,
+            )  # fmt: skip
+            nodes.append(read)
+            operands[i] = Ref(read.name)
+            if node.op in LOOPS:
+                handles[Ref(node.name, i)] = node.inputs[i]
+        nodes.append(_adapt(replace(node, inputs=tuple(operands)), kinds, functions) if kinds else node)
+    return program.replace_nodes(tuple(nodes), functions=functions)
+
+
+def _operands(node: Node) -> range:
+    """Returns the numbers of the operands that are passed to the functions; a branch's first operand selects the
+    function.
+    """
+    if node.op in LOOPS:
+        return range(len(node.inputs))
+    return range(1, len(node.inputs)) if node.op in BRANCHES else range(0)
+
+
+def _argument(node: Node, operand: int, function: Program) -> str:
+    return function.inputs[operand - _operands(node).start]
+
+
+def _is_only_read(program: Program, node: Node, operand: int) -> bool:
+    """Tells whether the functions do nothing to the handle but read it, and pass it on to the next iteration."""
+    for func in list_called_functions(node):
+        function = program.functions[func.name]
+        handles = [Ref(_argument(node, operand, function))]
+        for handle in handles:
+            for reader, place in function.consumers.get(handle, ()):
+                if place in _operands(reader):
+                    if not _is_only_read(program, reader, place):
+                        return False
+                    handles += [Ref(reader.name, place)] if reader.op in LOOPS else []
+                elif reader.op not in ("ReadVariableOp", "VariableShape"):
+                    return False
+        if any(ref in handles and not (node.op in LOOPS and i == operand) for i, ref in enumerate(function.outputs)):
+            return False
+    return True
+
+
+def _shape(node: Node, kind: TensorType) -> Node:
+    """Replaces a node that asks for a variable's shape by a constant."""
+    (t,) = node.outputs
+    value = Tensor.from_numpy(np.array(kind.shape, t.dtype))
+    return Node(node.name, "Const", (), node.controls, {"dtype": DType(t.dtype), "value": value}, (t,), node.scope)
+
+
+def _adapt(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
+    """Adapts a loop or branch, and its functions, to operands (the numbers in ``kinds``) that are now values instead of
+    handles.
+    """
+    attrs: dict[str, Any] = dict(node.attrs)
+    types = "T" if node.op in LOOPS else "Tin"
+    first = _operands(node).start
+    listed = list(attrs[types])
+    for i, kind in kinds.items():
+        listed[i - first] = DType(kind.dtype)
+    attrs[types] = tuple(listed)
+    outputs = node.outputs
+    if node.op in LOOPS:
+        outputs = tuple(kinds.get(i, t) for i, t in enumerate(outputs))
+        attrs["output_shapes"] = tuple(Shape(t.shape) for t in outputs)
+
+    def rename(func: Func) -> Func:
+        name = f"{func.name}/of/{node.name}"
+        if name not in functions:
+            function = functions[func.name]
+            arguments = {_argument(node, i, function): kind for i, kind in kinds.items()}
+            functions[name] = _with_values(function, arguments, functions)
+        return replace(func, name=name)
+
+    for key, value in node.attrs.items():
+        if isinstance(value, Func):
+            attrs[key] = rename(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Func):
+            attrs[key] = tuple(map(rename, value))
+    return replace(node, attrs=attrs, outputs=outputs)
+
+
+def _with_values(function: Program, arguments: dict[str, TensorType], functions: dict[str, Program]) -> Program:
+    """Rewrites ``function`` to take values for ``arguments`` where it took handles."""
+    values = {Ref(name): kind for name, kind in arguments.items()}
+    nodes = []
+    for node in function.nodes:
+        inner = {i: values[r] for i, r in enumerate(node.inputs) if r in values}
+        if node.name in arguments:
+            kind = arguments[node.name]
+            attrs = {**node.attrs, "dtype": DType(kind.dtype), "shape": Shape(kind.shape)}
+            node = replace(node, attrs=attrs, outputs=(kind,))
+        elif inner and node.op == "ReadVariableOp":
+            node = replace(node, op="Identity", attrs={"T": node.attrs["dtype"]}, stateful=False, marks=NO_MARKS)
+        elif inner and node.op == "VariableShape":
+            node = _shape(node, inner[0])
+        elif inner:
+            node = _adapt(node, inner, functions)
+            values.update((Ref(node.name, i), kind) for i, kind in inner.items() if node.op in LOOPS)
+        nodes.append(node)
+    effects = _drop_effects(function.effects, nodes)
+    return replace(function, nodes=tuple(nodes), effects=effects)
+
+
+def _drop_effects(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
+    """Drops effects of nodes that now only pass a value on or yield a constant, and need not be executed any more."""
+    plain = {n.name for n in nodes if n.op in ("Identity", "Const") and not n.stateful}
+    return tuple(name for name in effects if name not in plain)

@@ -30,8 +30,7 @@ from whale.ir.ops import (
 from whale.ir.program import Node, Program, Ref, Variable, find_called_functions, iterate_function_refs
 from whale.ir.values import UNMOVABLE, DType, Func
 from whale.passes.analysis.resharding_cost import count_matmul_flops
-from whale.passes.analysis.state import is_model, leading_to
-from whale.passes.memory.footprint import OPTIMIZER_STATE, variable_kinds
+from whale.passes.analysis.uses import OPTIMIZER_STATE, is_model, leading_to, variable_kinds
 from whale.sharding_rules.graph import Use, iterate_variable_uses, list_called_functions
 
 COPY = "WhaleOffload"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from cost_model.graph.alike import find_alike
 from cost_model.graph.peak_memory import simulate_held
+from cost_model.graph.predict import find_alike
 from cost_model.kernels.gpu_memory import nccl_bytes
 from cost_model.kernels.loop_counts import count_executions
 from whale.ir.program import Program, Ref
-from whale.passes.memory.footprint import CATEGORIES, tensor_kinds, variable_kinds
+from whale.passes.analysis.uses import CATEGORIES, tensor_kinds, variable_kinds
 from whale.passes.resharding.on_devices import partners
 from whale.passes.settings import PlanSettings
 

@@ -27,7 +27,7 @@ from whale.ir.layout import B, Partial, Placement, Replicate, Shard, Strategy, d
 from whale.ir.ops import HAS_BODIES, LOOKUPS, SCATTERS
 from whale.ir.program import Node, Program, Ref, Variable
 from whale.ir.values import UNMOVABLE, TensorType
-from whale.passes.analysis.state import is_model, leading_to, only_state
+from whale.passes.analysis.uses import is_model, leading_to, only_state
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import Use, can_take, iterate_variable_uses, make_op_view

@@ -5,6 +5,10 @@ the scope that reads their variable; any other node joins the scope of its first
 readers. A split scope takes in fewer nodes, since tensors inside have other layouts: those that read its variables, and
 those that are used for the updates of these only. The scope in which an optimizer's state was created counts for
 nothing: its updates belong to the weights that they are for.
+
+Random operations that have their own stream are marked with its name. In one process, a trace has one kernel for such
+an operation, whatever the shapes it is called with, and the stream continues from call to call; a program, however, is
+compiled for one set of shapes, and the name is one that programs for other shapes use as well.
 """
 
 from __future__ import annotations
@@ -13,12 +17,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from whale.ir.ops import UPDATES
+from whale.ir.ops import DRAWS, UPDATES
 from whale.ir.plan import TaskGraph
-from whale.ir.program import Node, Program
+from whale.ir.program import COMPILED, Node, Program
 from whale.passes.analysis.scopes import PASSED_ON, context_of, ranks_of_scope, split_scope
 from whale.passes.analysis.stages import assign_stages, stage_of
-from whale.passes.analysis.state import only_state
+from whale.passes.analysis.uses import only_state
 
 
 def annotate(program: Program) -> Program:
@@ -192,3 +196,26 @@ def mark_flattened(program: Program) -> Program:
         return node.with_marks(cut_in_runs=True)
 
     return program.replace_nodes(tuple(map(mark, program.nodes)))
+
+
+def mark_streams(program: Program) -> Program:
+    """Returns ``program`` with every seeded operation of ``DRAWS`` marked with the name of its stream, from its
+    position.
+
+    Operations that XLA compiles draw other numbers, and are not marked.
+    """
+
+    def mark_graph(graph: Program, path: str) -> Program:
+        if not any(node.op in DRAWS for node in graph.nodes):
+            return graph
+        return graph.replace_nodes(tuple(_mark_node(node, path) for node in graph.nodes), functions=graph.functions)
+
+    functions = {name: mark_graph(body, f"{name}/") for name, body in program.functions.items()}
+    return replace(mark_graph(program, ""), functions=functions)
+
+
+def _mark_node(node: Node, path: str) -> Node:
+    seeded = node.op in DRAWS and (node.attrs.get("seed") or node.attrs.get("seed2"))
+    if not seeded or node.attrs.get(COMPILED):
+        return node
+    return node.with_marks(stream=path + node.name)

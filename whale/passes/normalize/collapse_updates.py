@@ -16,8 +16,7 @@ from whale.ir.ops import ASSIGNS
 from whale.ir.program import Node, Program
 from whale.ir.values import SharedAttrs
 from whale.passes.analysis.stages import has_stages
-from whale.passes.elementwise.graph import replace_by_operations
-from whale.passes.elementwise.units import Unit, find_accesses, find_units
+from whale.passes.elementwise.units import Unit, find_accesses, find_units, replace_by_operations
 from whale.passes.elementwise.update_nodes import find_part, make_update
 
 MANY = 1024  # assignments from which on they are collapsed: plans of fewer name each operation

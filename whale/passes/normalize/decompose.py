@@ -1,7 +1,8 @@
 """Decomposes composite ops into simple ones that have a distributed form.
 
 Batch normalisation over a batch that is divided (``sync_batch_norm``), softmax and its losses over classes that are
-split (``vocab_parallel_softmax``), the search for an extremum over these (``arg_extremum``).
+split (``vocab_parallel_softmax``), and the search for an extremum over these. ArgMax is the smallest of the indices
+whose element equals the maximum, so both reductions are over parts; where no element equals it (NaN) the index is 0.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from whale.errors import ProgramError
 from whale.ir.ops import BATCH_NORM_GRADIENTS, BATCH_NORMS
 from whale.ir.program import Node, Program, Ref, remove_unread, sort_nodes
-from whale.passes.normalize.arg_extremum import arg_extremum, is_arg_extremum
+from whale.ir.values import DType, TensorType, require_static_shape
 from whale.passes.normalize.emitter import NodeEmitter
 from whale.passes.normalize.sync_batch_norm import sync_batch_norm
 from whale.passes.normalize.vocab_parallel_softmax import is_softmax, softmax
@@ -27,7 +30,7 @@ def is_composite(node: Node) -> bool:
 
 def has_split_form(program: Program, node: Node) -> bool:
     """Tells whether ``decompose`` can rewrite the node so that the dimension it searches or sums can be split."""
-    return is_softmax(node) or is_arg_extremum(program, node)
+    return is_softmax(node) or _is_arg_extremum(program, node)
 
 
 def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node: True) -> Program:
@@ -60,7 +63,7 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
             nodes[node.name] = node
             continue
         if not is_composite(node):
-            write = softmax if is_softmax(node) else arg_extremum
+            write = softmax if is_softmax(node) else _arg_extremum
             results = write(NodeEmitter(program, node, nodes, taken))
         else:
             results = sync_batch_norm(program, node, nodes, taken)
@@ -91,3 +94,30 @@ def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
             expected=f"{forward.name} and {gradient.name}",
             action="let the predicate answer the same for both",
         )
+
+
+def _is_arg_extremum(program: Program, node: Node) -> bool:
+    """Tells whether ``_arg_extremum`` can decompose the node: shape and dimension are known."""
+    if node.op not in ("ArgMax", "ArgMin"):
+        return False
+    kind = program.find_type(node.inputs[0])
+    floating = kind.dtype in ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+    return floating and kind.is_static and bool(kind.shape) and program.const(node.inputs[1]) is not None
+
+
+def _arg_extremum(emit: NodeEmitter) -> list[Ref]:
+    """Adds simple nodes that compute the output of the emitter's ArgMax or ArgMin node."""
+    node, x = emit.node, emit.node.inputs[0]
+    shape = require_static_shape(emit.type_of(x))
+    at = int(np.asarray(emit.program.const(node.inputs[1])).reshape(())) % len(shape)
+    index = node.outputs[0].dtype
+    largest = emit.reduce_over("whale_max", "Max" if node.op == "ArgMax" else "Min", x, (at,), keep=True)
+    attrs = {"T": DType(emit.dtype), "incompatible_shape_error": True}
+    hit = emit.node_of("hit", "Equal", (x, largest), TensorType("bool", shape), attrs)
+    wide = tuple(n if d == at else 1 for d, n in enumerate(shape))
+    numbers = emit.const("numbers", np.arange(shape[at], dtype=index).reshape(wide))
+    size = emit.const("size", np.array(shape[at], index))
+    emit.dtype = index
+    found = emit.add("candidates", "SelectV2", (hit, numbers, size), shape)
+    first = emit.reduce_over("first", "Min", found, (at,), keep=False)
+    return [emit.add("index", "FloorMod", (first, size), shape[:at] + shape[at + 1 :])]

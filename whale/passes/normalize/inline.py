@@ -1,14 +1,30 @@
-"""Replaces function calls by the bodies of the functions; loops and conditionals stay."""
+"""Replaces function calls by the bodies of the functions, and gives each loop and branch functions of its own.
+
+Loops and branches stay, with copies of the functions that they call, so that each can have its own layouts. Functions
+of other ops (datasets, iterators) are not divided and may be shared. They are named after the op that uses them, too:
+TensorFlow gives some of them random names in each process.
+
+Layouts change inside of a function that asks for XLA, and exchanges cannot be inside of what XLA compiles. So it is
+inlined as well, and its nodes are marked; in each rank's program they are compiled again, in clusters between exchanges
+(``whale.kernels.clusters``). Some nodes have no kernel on the CPU: gradients of grouped or dilated convolutions,
+convolutions and pooling with the channels first, XLA's own ops. Those are compiled in any case (``whale.kernels.xla``).
+
+Decisions: 0020, 0169.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from whale.errors import ProgramError
-from whale.ir.ops import CALLS
-from whale.ir.program import Node, Program, Ref, iterate_function_refs, sort_nodes
-from whale.ir.values import TensorType
-from whale.passes.normalize.compiled import asks_for_xla, list_called, mark_compiled
+from whale.ir.ops import CALLS, CONVOLUTIONS, FILTER_GRADIENTS, HAS_BODIES
+from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs, sort_nodes
+from whale.ir.values import Func, TensorType
+
+# Of these every kernel for the CPU has gradients' kernels beside it.
+_CONVOLVED = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def inline(program: Program) -> Program:
@@ -17,7 +33,7 @@ def inline(program: Program) -> Program:
     A body's nodes are called ``call/inner``. Nodes that waited for the call wait for all effects of the body; nodes
     that the call waited for precede the body's stateful nodes. Bodies of While, If and Case are inlined inside. A
     function that asks for XLA compilation is inlined as well; nodes that need XLA are marked (see
-    whale.passes.normalize.compiled).
+    whale.passes.normalize.inline).
 
     Raises:
       ProgramError: a call calls itself, or its function is not in the program.
@@ -45,7 +61,7 @@ class _Inliner:
                     if func.name in program.functions and func.name not in kept:
                         kept[func.name] = self._function(func.name, node)
                         pending.append(kept[func.name])
-        return replace(flat, functions={n: mark_compiled(f) if n in self.compiled else f for n, f in kept.items()})
+        return replace(flat, functions={n: _mark_compiled(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:
         """Returns the function ``name`` after inlining the calls in its body."""
@@ -76,9 +92,9 @@ class _Inliner:
         for node in program.nodes:
             if node.op in CALLS:
                 body = self._function(node.attrs["f"].name, node)
-                if asks_for_xla(node):
-                    self.compiled |= list_called(body, self.program.functions)
-                    body = mark_compiled(body)
+                if _asks_for_xla(node):
+                    self.compiled |= _list_called(body, self.program.functions)
+                    body = _mark_compiled(body)
                 splice.call(node, body)
             else:
                 splice.keep(node)
@@ -199,3 +215,112 @@ def _merge(own: TensorType, other: TensorType) -> TensorType:
     if other.shape is None or len(other.shape) != len(own.shape):
         return own
     return TensorType(own.dtype, tuple(b if a is None else a for a, b in zip(own.shape, other.shape)))
+
+
+def specialise(program: Program) -> Program:
+    """Copies functions so that none is called from two places; copies are named after node and attribute."""
+    if not program.functions:
+        return program
+    functions: dict[str, Program] = {}
+    source = dict(program.functions)
+    kept: dict[str, str] = {}
+
+    def copy_graph(graph: Program, prefix: str) -> Program:
+        source.update(graph.functions)
+        return replace(graph, nodes=tuple(copy_node(n, prefix) for n in graph.nodes), functions={})
+
+    def own(func: Func, name: str) -> Func:
+        if func.name not in source:
+            return func
+        functions[name] = replace(copy_graph(source[func.name], name + "/"), name=name)
+        return replace(func, name=name)
+
+    def copy_value(value: Any, name: str) -> Any:
+        """Renames the functions in ``value``, and copies each of them once, unchanged."""
+        if isinstance(value, tuple):
+            return tuple(copy_value(item, f"{name}{i}") for i, item in enumerate(value))
+        if not isinstance(value, Func) or value.name not in source:
+            return value
+        if value.name not in kept:
+            kept[value.name] = name
+            body = source[value.name]
+            functions[name] = replace(body, name=name, nodes=tuple(with_kept(n, name + "/") for n in body.nodes))
+        return replace(value, name=kept[value.name])
+
+    def with_kept(node: Node, prefix: str) -> Node:
+        changes = {
+            key: copy_value(node.attrs[key], f"{prefix}{node.name}/{key}") for key, _ in iterate_function_refs(node)
+        }
+        return replace(node, attrs={**node.attrs, **changes}) if changes else node
+
+    def copy_node(node: Node, prefix: str) -> Node:
+        changes: dict[str, object] = {}
+        if node.op not in HAS_BODIES:
+            return with_kept(node, prefix)
+        for key, value in _function_attrs(node):
+            name = f"{prefix}{node.name}/{key}"
+            if isinstance(value, tuple):
+                changes[key] = tuple(own(f, f"{name}{i}") for i, f in enumerate(value))
+            else:
+                changes[key] = own(value, name)
+        return replace(node, attrs={**node.attrs, **changes}) if changes else node
+
+    main = copy_graph(program, "")
+    return replace(main, functions=functions)
+
+
+def _function_attrs(node: Node) -> list[tuple[str, Func | tuple[Func, ...]]]:
+    keys = ("cond", "body", "then_branch", "else_branch", "branches")
+    return [(key, node.attrs[key]) for key in keys if key in node.attrs]
+
+
+def _asks_for_xla(call: Node) -> bool:
+    """Tells whether a call is of a function with ``jit_compile=True``."""
+    return bool(call.attrs.get(COMPILED))
+
+
+def _mark_compiled(program: Program) -> Program:
+    """Marks the nodes in the body of a compiled function; functions called from it are not changed."""
+
+    def mark(node: Node) -> Node:
+        attrs = {**node.attrs, COMPILED: True} if _needs_xla(program, node) else node.attrs
+        return replace(node, attrs=attrs, marks=node.marks.replace_marks(compiled=True))
+
+    return program.replace_nodes(tuple(map(mark, program.nodes)))
+
+
+def _list_called(program: Program, functions: Mapping[str, Program]) -> set[str]:
+    """Returns the names of the functions that loops and branches of ``program`` run, including nested ones."""
+    found: set[str] = set()
+    bodies = [program]
+    while bodies:
+        for node in bodies.pop().nodes:
+            for _, func in iterate_function_refs(node):
+                if func.name in functions and func.name not in found:
+                    found.add(func.name)
+                    bodies.append(functions[func.name])
+    return found
+
+
+def _needs_xla(program: Program, node: Node) -> bool:
+    """Tells whether a node has, or may have, no kernel on the CPU."""
+    channels_first = str(node.attrs.get("data_format", "")).startswith("NC")
+    if node.op not in CONVOLUTIONS:
+        return node.op.startswith("Xla") or ("Pool" in node.op and channels_first)
+    dilated = any(rate > 1 for rate in node.attrs.get("dilations", ()))
+    known = node.op.startswith("Depthwise") or _has_one_group(program, node)
+    return channels_first or dilated or not known or node.outputs[0].dtype not in _CONVOLVED
+
+
+def _has_one_group(program: Program, node: Node) -> bool:
+    """Tells whether all of a convolution's filters see all channels, with the channels last."""
+    if node.op == "Conv" or (node.op.startswith("Conv2D") and node.op.endswith("V2")):
+        return False  # TensorFlow's gradients make none of these
+    images, kernel = node.outputs[0], node.outputs[0]
+    if "BackpropInput" not in node.op:
+        images = program.find_type(node.inputs[0])
+    if node.op not in FILTER_GRADIENTS:
+        kernel = program.find_type(node.inputs[1])
+    if images.shape is None or kernel.shape is None:
+        return False
+    return images.shape[-1] is not None and images.shape[-1] == kernel.shape[-2]

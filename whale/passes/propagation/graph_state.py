@@ -1,18 +1,18 @@
-"""Holds the state of propagation while it walks through one graph."""
+"""Holds the state of propagation while it walks through one graph, and its errors about tensors that cannot be sent."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from whale.errors import PlanError
 from whale.ir.layout import FIRST, B, Partial, Placement, Replicate, Shard, Strategy, shard
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.rank_groups import RankGroups
 from whale.passes.analysis.resharding_cost import change_cost
 from whale.passes.propagation.graph_layout import GraphLayout
-from whale.passes.propagation.per_rank import PerRankRows, Semantics
-from whale.passes.propagation.unmovable import NeededWhole
+from whale.passes.propagation.local_statistics import PerRankRows, Semantics
 
 INFINITE = float("inf")
 _MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
@@ -138,3 +138,25 @@ class GraphState:
                     self.layout.preferred[ref] = shard(dims[0], s.sizes, s.blocks)
                 if dims:
                     break
+
+
+class NeededWhole(Exception):
+    """Raised when a tensor that cannot be sent (a list, a string) is divided, and a reader needs all of it.
+
+    ``refs`` are (graph, tensor); the region that is computed on every rank grows upward from them.
+    """
+
+    def __init__(self, refs: set[tuple[str, Ref]], reader: Node, given: str) -> None:
+        super().__init__(given)
+        self.refs, self.reader, self.given = refs, reader, given
+
+
+def cannot_be_sent(needed: NeededWhole) -> PlanError:
+    """Creates the error for tensors that cannot be sent, and could not be computed on every rank either."""
+    return PlanError(
+        "an operation reads a divided value that can neither be sent nor be replicated",
+        op=f"{needed.reader.name} ({needed.reader.op})",
+        given=needed.given,
+        expected="operands that every rank has",
+        action="move the operation out of the divided part",
+    )

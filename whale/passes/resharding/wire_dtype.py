@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from whale.ir.exchanged_bytes import count_wire_bytes
-from whale.ir.layout import P_SUM, Replicate, Shard, count_moved_bytes
+from whale.ir.layout import P_SUM, Replicate, Shard, count_moved_bytes, count_wire_bytes
 from whale.ir.ops import REF_UPDATES, UPDATES
 from whale.ir.plan import Reshard
 from whale.ir.program import Program

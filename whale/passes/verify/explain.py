@@ -1,24 +1,35 @@
-"""Explains the layout of an operation of a plan: where it comes from, what it moves, what else is legal.
+"""Explains a plan to its user: why an operation lies as it does, why nothing is divided, what makes most traffic.
 
-What a saved plan says without its program is in `whale.ir.plan_text`.
+``explain_matches`` answers for single operations: where the layout comes from, what it moves, what else is legal; what
+a saved plan says without its program is in `whale.ir.plan_text`. ``explain_undivided`` and ``explain_wide_weights``
+are advice without being asked: that every rank computes all of a program, and that weights are far larger than the rows
+they meet, so that a step sends little but their gradients.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from whale.errors import PlanError
 from whale.ir.layout import B, Partial, Placement, Shard, Strategy, count_moved_bytes, divide_evenly, shard
+from whale.ir.ops import ASKS_SHAPE, CONTRACTIONS, DATASET_LOOPS, MATMULS
 from whale.ir.plan import Plan
 from whale.ir.plan_text import MOST_OPS, explain_operation, find_ops, format_bytes, format_layout
 from whale.ir.program import Node, Program, Ref
+from whale.ir.values import Dims
 from whale.passes.analysis.resharding_cost import change_cost, fraction
 from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import make_op_view
 
 MOST_ALTERNATIVES = 6
 SHOWN_STEPS = 5  # steps of a chain that are shown, beside its end
+_READS = frozenset({"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional"})
+_LEAST_BYTES = 16 << 20  # of a gradient: less takes some milliseconds to send
+_LEAST_RATIO = 8  # of a gradient's bytes to those of rows and results, there and back
+_MOST_STEPS = 8  # of arithmetic between a gradient's product and where it is summed over ranks
 
 
 def explain_matches(program: Program, plan: Plan, pattern: str) -> list[str]:
@@ -151,3 +162,163 @@ def _count_moved(program: Program, plan: Plan, node: Node, made: Sequence[Placem
             return None
         moved += count_moved_bytes(source, wanted, tensor.bytes, plan.size)
     return moved
+
+
+def explain_undivided(program: Program, plan: Plan) -> str:
+    """Explains why every rank computes all of a program that could be divided, and what to do; "" if it is divided.
+
+    Args:
+      program: expanded, as of the plan.
+    """
+    if plan.size == 1 or plan.stage_groups or plan.inner is not None or plan.split_flops:
+        return ""
+    ops = {node.op for body in (program, *program.functions.values()) for node in body.nodes}
+    if ops.isdisjoint(CONTRACTIONS):  # the plan's FLOPs are without those of functions that datasets call
+        return ""
+    if "MakeIterator" in ops or ops & DATASET_LOOPS:
+        why = "it loops over a dataset itself"
+        next_step = "take the loop out of it: `for batch in wh.shard(dataset): step(batch)`"
+    elif ops & _READS:
+        why = "it reads its batches itself, from an iterator in a loop or a branch"
+        next_step = "pass it a batch (`for batch in wh.shard(dataset): step(batch)`), or call next(iterator) in no loop"
+    elif not plan.batch_inputs:
+        why = "none of its arguments has rows"
+        next_step = "pass it the batch as an argument, as a tensor whose dimension 0 has the rows"
+    else:
+        names, end = ", ".join(b.name for b in plan.batch_inputs), _find_end_of_rows(program, plan)
+        why = f"what it makes of its batch ({names}) cannot be divided along the rows"
+        next_step = "see where the rows end with `whale plan` and `whale explain`; name other inputs in batch.inputs"
+        if end is not None:
+            why = f"the rows of its batch ({names}) end at `{end.op}` ({end.name})"
+            next_step = (
+                "compute it in front of the step, or of each row by itself, with shapes that are known; or "
+                "name other inputs in batch.inputs"
+            )
+    return f"every rank computes the whole program `{plan.program}`, since {why}; {next_step}"
+
+
+def _find_end_of_rows(program: Program, plan: Plan) -> Node | None:
+    """Returns the first operation behind which nothing follows the rows of the batch any more, though there are
+    products to divide; None where there is no such one.
+    """
+    rows: dict[Ref, Placement] = {Ref(b.name, 0): b.placement for b in plan.batch_inputs}
+    for node in program.nodes:
+        taken = [rows.get(ref, B) for ref in node.inputs]
+        if node.op in ASKS_SHAPE or all(placement is B for placement in taken):
+            continue
+        going_on = next(iter(_list_strategies(program, plan, node, taken)), None)
+        if going_on is not None:
+            kept = zip(node.list_refs(), going_on.outputs)
+            rows.update({ref: placement for ref, placement in kept if isinstance(placement, Shard)})
+        elif _leads_to_products(program, node):
+            return node
+    return None
+
+
+def _list_strategies(program: Program, plan: Plan, node: Node, taken: list[Placement]) -> list[Strategy]:
+    """Lists the strategies of a node that take its divided operands as they are."""
+    rule = find_rule(node.op)
+    if rule is None:
+        return []
+    try:
+        options = rule.strategies(make_op_view(program, node, plan.size), taken)
+    except PlanError:
+        return []
+    return [one for one in options if all(have is B or have == want for have, want in zip(taken, one.inputs))]
+
+
+def _leads_to_products(program: Program, node: Node) -> bool:
+    """Tells whether a product or convolution is computed of what a node gives, or by the node itself."""
+    left, seen = [node], {node.name}
+    while left:
+        one = left.pop()
+        if one.op in CONTRACTIONS:
+            return True
+        for ref in one.list_refs():
+            readers = [reader for reader, _ in program.consumers.get(ref, ()) if reader.name not in seen]
+            seen.update(reader.name for reader in readers)
+            left += readers
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class WideWeights:
+    """The weights of one shape whose gradients are larger than what dividing their layers would send.
+
+    Attributes:
+      shape: of each.
+      gradient_bytes: of all of them together.
+      rows_bytes: of the rows and results of their products, forward and backward.
+    """
+
+    shape: Dims
+    gradient_bytes: int
+    rows_bytes: int
+
+
+def explain_wide_weights(program: Program, plan: Plan) -> str:
+    """Explains that most of what ranks sum are gradients which a split of their layers would not send; "" if not.
+
+    Args:
+      program: expanded, as of the plan.
+    """
+    found = find_wide_weights(program, plan)
+    sent, all_sent = sum(one.gradient_bytes for one in found), _count_summed_bytes(program, plan)
+    if not found or 2 * sent < all_sent:
+        return ""
+    named = []
+    for one in found:
+        names = [v.name.removesuffix(":0") for v in program.variables if v.type.shape == one.shape]
+        shape = "x".join(map(str, one.shape))
+        named.append(f"{names[0]} ({shape})" if len(names) == 1 else f"weights of {shape}")
+    instead = format_bytes(sum(one.rows_bytes for one in found))
+    return (
+        f"of {format_bytes(all_sent)} of gradients that each rank of `{plan.program}` sums in a step, "
+        f"{format_bytes(sent)} are of {', '.join(named)}, whose rows and results are {instead}; "
+        "put what uses it under `with wh.split():`, or set mesh.auto_parallel=True, and ranks send these instead, and "
+        "each updates its part of the weight only"
+    )
+
+
+def find_wide_weights(program: Program, plan: Plan) -> list[WideWeights]:
+    """Returns the weights, by shape, whose whole gradients are summed over the ranks though their rows are few."""
+    if plan.size == 1 or plan.stage_groups or plan.inner is not None:
+        return []
+    found: defaultdict[Dims, list[int]] = defaultdict(lambda: [0, 0])
+    for ref in _list_summed(program, plan):
+        product, gradient_bytes = _find_product(program, ref), program.find_type(ref).bytes
+        if product is None or gradient_bytes < _LEAST_BYTES:
+            continue
+        rows_bytes = 2 * sum(program.find_type(r).bytes for r in product.inputs)
+        if gradient_bytes >= _LEAST_RATIO * rows_bytes:
+            both = found[program.find_type(ref).shape or ()]
+            both[0] += gradient_bytes
+            both[1] += rows_bytes
+    return [WideWeights(shape, *both) for shape, both in found.items()]
+
+
+def _list_summed(program: Program, plan: Plan) -> list[Ref]:
+    """Lists the tensors of the program itself that are summed over all ranks, and wanted whole by each."""
+    return [
+        r.ref
+        for r in plan.reshards
+        if not r.graph and isinstance(r.source, Partial) and r.target == B and program.find_type(r.ref).is_static
+    ]
+
+
+def _count_summed_bytes(program: Program, plan: Plan) -> int:
+    return sum(program.find_type(ref).bytes for ref in _list_summed(program, plan))
+
+
+def _find_product(program: Program, ref: Ref) -> Node | None:
+    """Returns the product of matrices of which a gradient is, arithmetic on its elements aside; None: there is none."""
+    t = program.find_type(ref)
+    for _ in range(_MOST_STEPS):
+        node = program.by_name[ref.node]
+        if node.op in MATMULS:
+            return node if all(program.find_type(r).is_static for r in node.inputs) else None
+        alike = [r for r in node.inputs if program.find_type(r) == t]
+        if len(alike) != 1:
+            return None
+        (ref,) = alike
+    return None

@@ -2,7 +2,7 @@
 inlines.
 
 The copies of such a variable on the ranks would diverge, unless all are assigned the first rank's value behind the op
-(``whale.passes.normalize.share_hidden_updates``).
+(``whale.passes.normalize.side_effects``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from whale.errors import PlanError
 from whale.ir.ops import DATASET_LOOPS, HAS_BODIES, UPDATES
 from whale.ir.plan import Plan
 from whale.ir.program import Node, Program, iterate_function_refs
-from whale.passes.normalize.share_hidden_updates import find_hidden_updates
+from whale.passes.normalize.side_effects import find_hidden_updates
 from whale.sharding_rules import find_rule
 
 _LOOP = "take the loop over the dataset out of the step, and call the step once per batch"

@@ -34,7 +34,6 @@ from whale.passes.pass_manager import normalise
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
 from whale.planner.graph_search import lower_bounds
-from whale.planner.graph_search.balance import balance_rows
 from whale.planner.graph_search.environment import SearchEnvironment, unequal
 from whale.planner.graph_search.pipelines import pipelines, why_none, work_of_chain
 from whale.planner.graph_search.predict import AUTO, Candidate, Made, Plans
@@ -42,9 +41,11 @@ from whale.planner.graph_search.strategies import choices, divide_over_all
 from whale.planner.graph_search.team import Answer, Asked, Team, try_candidate
 
 BUDGET_S = 30.0
+
 # A way that is less than that faster is not taken: the prediction is no better.
 LEAST_GAIN = 0.03
 STATE_DIVIDED = ", optimizer's state divided"
+
 # Ops with effects that a script sees, or that wait for it: a step that has some is not tried for the sake of its time.
 _SEEN_BY_SCRIPTS = PYTHON_FUNCTIONS | frozenset("PyFuncStateless PrintV2 Print WriteFile SaveV2".split())
 
@@ -518,3 +519,25 @@ def _order_by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Pa
         if min(per_row) > 0:
             shares = balance_rows(rows, once, per_row)
     return [divide_over_all(f"data parallel, rows {'+'.join(map(str, shares))}", len(speeds), shares=shares)]
+
+
+def balance_rows(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
+    """Returns rows for each rank such that all take equally long, as far as whole rows allow.
+
+    A rank whose fixed work takes longer than all work of the others gets no rows.
+
+    Args:
+        rows: of the batch.
+        once_s: seconds of each rank that do not depend on its rows; row_s: additional seconds of each row.
+    """
+    working = list(range(len(once_s)))
+    while True:
+        end_s = (rows + sum(once_s[r] / row_s[r] for r in working)) / sum(1 / row_s[r] for r in working)
+        still = [r for r in working if once_s[r] < end_s]
+        if still == working:
+            break
+        working = still
+    weights = [0] * len(once_s)
+    for rank in working:
+        weights[rank] = round(1e6 * (end_s - once_s[rank]) / (row_s[rank] * rows))
+    return divide_proportionally(rows, tuple(weights))

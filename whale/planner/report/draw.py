@@ -14,9 +14,7 @@ from whale.ir.pipeline_schedule import make_schedule
 from whale.ir.plan_text import format_seconds
 from whale.ir.strategy import ParallelStrategy, Stage, format_count
 from whale.planner.report import show
-from whale.planner.report.lanes import short
-from whale.planner.report.limit import describe_likely, describe_limit
-from whale.planner.report.mesh_drawn import mesh_of_strategy
+from whale.planner.report.page_parts import describe_likely, describe_limit, mesh_of_strategy, short
 from whale.planner.report.planfile import PlanFile
 from whale.planner.report.sliders import sliders
 

@@ -20,10 +20,8 @@ from whale.ir.program import Program
 from whale.planner.graph_search.pipelines import levels
 from whale.planner.report.analysis import layer_of
 from whale.planner.report.draw import COMPUTE_COLOUR, LOST_COLOUR
-from whale.planner.report.lanes import short, side_by_side
 from whale.planner.report.layer_graph import describe_layer_graph
-from whale.planner.report.limit import describe_likely, describe_limit
-from whale.planner.report.mesh_drawn import mesh_of_plan
+from whale.planner.report.page_parts import describe_likely, describe_limit, mesh_of_plan, short, side_by_side
 from whale.planner.report.plan_graph import add_step
 
 KINDS = ("forward", "backward", "bytes move", "update and other", "an exchange waits for other ranks")

@@ -15,7 +15,7 @@ from typing import Any
 from cost_model.graph.predict import Span
 from whale.errors import PlanError
 from whale.ir.plan_text import format_seconds
-from whale.planner.report.lanes import short, side_by_side
+from whale.planner.report.page_parts import short, side_by_side
 
 KINDS = ("the script's step", "waits for other ranks", "bytes move")
 STEP, WAITS, MOVES = range(3)

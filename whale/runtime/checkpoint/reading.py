@@ -13,7 +13,7 @@ from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
 
 from whale.errors import CheckpointError
 from whale.log import log
-from whale.runtime.checkpoint.random_state import STATE_KEY, set_random_state
+from whale.runtime.checkpoint.shares import STATE_KEY, set_random_state
 from whale.runtime.context import Context
 from whale.runtime.variables.checkpoint_regions import (
     assign_regions,

@@ -1,21 +1,27 @@
-"""Decides which rank writes which part of a checkpoint: split variables by holder, other variables evenly by bytes."""
+"""Decides which rank writes which part of a checkpoint: split variables by holder, other variables evenly by bytes.
+
+Random states outside of variables (Python's, NumPy's, and TensorFlow's global generator) are written as text.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.checkpoint.save_util import serialize_graph_view
+from tensorflow.python.ops import stateful_random_ops
 from tensorflow.python.trackable.base import OBJECT_GRAPH_PROTO_KEY
 from tensorflow.python.training.saving.saveable_object import SaveSpec
 from tensorflow.python.training.saving.saveable_object_util import SaveableCompatibilityConverter
 
 from whale.errors import CheckpointError
-from whale.runtime.checkpoint.random_state import STATE_KEY, read_random_state
 from whale.runtime.context import Context
 from whale.runtime.variables.checkpoint_regions import (
     find_holders,
@@ -27,6 +33,8 @@ from whale.runtime.variables.checkpoint_regions import (
 )
 from whale.runtime.variables.deferred import find_deferred
 from whale.runtime.variables.partial_initializers import DeferredInitial
+
+STATE_KEY = "whale/random_state"  # belongs to no object: TensorFlow's restoring ignores it
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ def list_entries(checkpoint: tf.train.Checkpoint, context: Context) -> list[Chec
                 found.append(CheckpointEntry(key, "", (0,), 0, partial(_read, value)))
     text = graph.SerializeToString()
     found.append(CheckpointEntry(OBJECT_GRAPH_PROTO_KEY, "", (0,), 0, lambda rank: tf.constant(text)))
-    found.append(CheckpointEntry(STATE_KEY, "", (0,), 0, lambda rank: tf.constant(read_random_state())))
+    found.append(CheckpointEntry(STATE_KEY, "", (0,), 0, lambda rank: tf.constant(_read_random_state())))
     return found
 
 
@@ -147,3 +155,32 @@ def _read(value: Any, rank: int) -> tf.Tensor | None:
         elif callable(value):
             value = value()
         return None if value is None else tf.identity(value)
+
+
+def _read_random_state() -> str:
+    """Returns the states of this process as JSON."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+    }
+    generator = stateful_random_ops.global_generator
+    if generator is not None:
+        state["tensorflow"] = [int(generator.algorithm), generator.state.numpy().tolist()]
+    return json.dumps(state)
+
+
+def set_random_state(text: str) -> None:
+    """Restores states that ``_read_random_state`` returned, so that this process continues their streams."""
+    state = json.loads(text)
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, numbers, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(numbers, np.uint32), *rest))
+    if "tensorflow" in state:
+        algorithm, values = state["tensorflow"]
+        generator = tf.random.get_global_generator()
+        if int(generator.algorithm) != algorithm:
+            tf.random.set_global_generator(tf.random.Generator.from_state(values, algorithm))
+        else:
+            generator.reset(np.array(values, generator.state.dtype.as_numpy_dtype))

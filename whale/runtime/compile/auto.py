@@ -2,7 +2,7 @@
 
 This module measures, shares and logs; the search is `whale.planner.graph_search.search`, in which other ranks help.
 Later programs of the run use the same strategy, because they share its variables. Where its steps turn out to be far
-off their prediction, ``search_again`` finds another one, to which ``whale.runtime.replan`` goes over.
+off their prediction, ``search_again`` finds another one, to which ``whale.runtime.function`` goes over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import Program
 from whale.ir.strategy import ChosenStrategy
 from whale.ir.topology import Topology
-from whale.log import log
+from whale.log import log, log_while_running
 from whale.passes.pass_manager import normalise
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import PlanSettings
@@ -37,7 +37,6 @@ from whale.runtime.compile.memory_plan import Options, limits_bytes
 from whale.runtime.compile.microbenchmark import measure_rates
 from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.plan_cache import keep_strategy, know_machines, load_strategy
-from whale.runtime.compile.progress import log_while_running
 from whale.runtime.compile.search_team import RankTeam, find_together
 from whale.runtime.context import Context
 

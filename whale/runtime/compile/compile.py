@@ -6,7 +6,7 @@ Collective between processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -22,21 +22,21 @@ from whale.ir.plan import Plan, strategy_of
 from whale.ir.plan_text import format_plan
 from whale.ir.program import Program
 from whale.kernels.substitute import prepare_for_run, substitute_kernels
+from whale.kernels.xla import XlaKernels
 from whale.log import log
 from whale.partition.lower import add_memory, decompose, lower_ranks, lower_shown_ranks
 from whale.partition.pipeline.microbatch_loop import CALL
 from whale.partition.variable_use import VariableUse
 from whale.passes.analysis.axes import tiles_that_fit
 from whale.passes.analysis.scopes import list_paths
-from whale.passes.memory.footprint import variable_kinds
+from whale.passes.analysis.uses import variable_kinds
 from whale.passes.memory.offload import TABLES, crossing_bytes, not_by_rows
 from whale.passes.memory.step_bytes import step_bytes
 from whale.passes.pass_manager import normalise
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS, device_groups, host_exchanges
 from whale.passes.run_passes import PassObserver
 from whale.passes.settings import FuseSettings, PlanSettings
-from whale.passes.verify.undivided import explain_undivided
-from whale.passes.verify.wide_weights import explain_wide_weights
+from whale.passes.verify.explain import explain_undivided, explain_wide_weights
 from whale.planner.graph_search.predict import complete
 from whale.planner.graph_search.strategies import updates
 from whale.runtime.compile.auto import Applied, SearchedAgain, project_for_plan, spread_program
@@ -48,9 +48,11 @@ from whale.runtime.compile.offload import has_compute_device
 from whale.runtime.compile.settings import settings_of
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction, communicates
-from whale.runtime.compile.xla_kernels import find_xla
 from whale.runtime.context import Context
 from whale.runtime.scopes import find_micro_batches
+
+# Names under which XLA's kernels are registered beside those of devices.
+_COMPILES_FOR = {False: "XLA_CPU_JIT", True: "XLA_GPU_JIT"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def compile_program(
     settings = settings.but(fuse__declined=plan.declined)  # as the first rank measured, on all of them
     if context.planning.kernels is not None:
         context.planning.kernels.note_program(lowered[0], settings)
-    xla = find_xla(lowered, settings.fuse, context)
+    xla = _find_xla(lowered, settings.fuse, context)
     with suspend_garbage_collection():
         elastic = context.elastic is not None
         running = substitute_kernels(lowered, settings, elastic, xla)
@@ -338,7 +340,7 @@ def _show(
     spread = _spread(program, settings, context, number, captured, options)
     program, settings = spread.program, spread.settings
     plan = make_plan(program, context, settings, spread.plan)
-    ranks = lower_shown_ranks(program, plan, settings, lambda programs: find_xla(programs, settings.fuse, context))
+    ranks = lower_shown_ranks(program, plan, settings, lambda programs: _find_xla(programs, settings.fuse, context))
     plan = add_memory(plan, ranks, settings)
     found = context.planning.auto.strategy if context.planning.auto is not None else strategy_of(plan)
     plan = replace(plan, strategy=complete(found, settings), searched=context.planning.auto is not None)
@@ -410,3 +412,42 @@ def compile_alone(program: Program, context: Context) -> Program:
     """Compiles a program for one rank alone; not collective."""
     settings = settings_of(context).but(fuse=FuseSettings())
     return prepare_for_run([normalise(program, settings)], settings, on_gpu=has_gpu())[0]
+
+
+def _find_xla(programs: Iterable[Program], fuse: FuseSettings, context: Context) -> XlaKernels | None:
+    """Returns XLA's kernels if it is to compile parts of ranks' programs; else None.
+
+    Where TensorFlow has no XLA for the device, the first rank logs that once.
+    """
+    graphs = (graph for one in programs for graph in (one, *one.functions.values()))
+    if not fuse.xla or not any(node.marks.compiled for graph in graphs for node in graph.nodes):
+        return None
+    on_gpu = has_gpu()
+    if (found := read_xla_kernels(on_gpu)) is None and context.rank == 0 and not context.reports.without_xla:
+        context.reports.without_xla = True
+        device = "GPUs" if on_gpu else "processors"
+        log.info(f"TensorFlow has no XLA for {device} here: what has jit_compile=True runs without")
+    return found
+
+
+@cache
+def read_xla_kernels(on_gpu: bool) -> XlaKernels | None:
+    """Returns XLA's kernels for a kind of device as TensorFlow registers them; None: it is built without XLA for it."""
+    import tensorflow as tf
+    from tensorflow.python.framework.kernels import get_all_registered_kernels
+
+    with tf.init_scope():  # the passes over the first function have XLA register its kernels
+        tf.function(lambda: tf.constant(0.0), autograph=False)()
+    names: dict[int, str] = {}
+
+    def name_type(number: int) -> str:
+        if number not in names:
+            names[number] = tf.as_dtype(number).name
+        return names[number]
+
+    kernels: dict[str, list[dict[str, frozenset[str]]]] = {}
+    for kernel in get_all_registered_kernels().kernel:
+        if kernel.device_type == _COMPILES_FOR[on_gpu]:
+            allowed = {one.name: frozenset(map(name_type, one.allowed_values.list.type)) for one in kernel.constraint}
+            kernels.setdefault(kernel.op, []).append(allowed)
+    return XlaKernels(kernels, on_gpu) if kernels else None

@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import msgspec
 
-from whale.distributed.likely_cause import describe_likely_cause
+from whale.distributed.collective_call_check import describe_likely_cause
 from whale.distributed.ranks import PLAN_TIMEOUT_S
 from whale.errors import PlanError, ProgramError
 from whale.ir.fingerprint import compute_fingerprint, list_constants, list_node_digests
 from whale.ir.plan import Plan, plan_from_json
 from whale.ir.program import Program
+from whale.log import log_while_running
 from whale.partition.lower import make_any_plan
 from whale.partition.verify_saved_plan import verify_saved_plan
 from whale.passes.settings import PlanSettings
 from whale.replicas import Sketch, differ_by_rounding
 from whale.runtime.compile.plan_cache import keep_plan, load_plan
-from whale.runtime.compile.progress import log_while_running
 from whale.runtime.context import Context
 from whale.runtime.variables.compared import make_sketch
 

@@ -56,8 +56,8 @@ from whale.runtime.compile.step_call import callable_step
 from whale.runtime.compile.tensorflow_functions import load_ops, lower_to_function
 from whale.runtime.context import Context
 from whale.runtime.input.equal_inputs import as_rows_of, compare_arguments
+from whale.runtime.input.local_batches import gather_whole_batch, rows_of_run
 from whale.runtime.input.traces import SharedTrace
-from whale.runtime.input.whole_batch import gather_whole_batch, rows_of_run
 from whale.runtime.loss_scale import find_loss_scale
 from whale.runtime.replica_writes import wrap_with_replica_check
 from whale.runtime.variables.deferred import capturing, make_trace_creator
@@ -227,7 +227,7 @@ def _compile(
 
 
 def _check_first(trace: Trace, again: Callable[[], Trace], context: Context) -> Trace:
-    """The trace to run where the first call gives variables their values; a dry run is about the calls behind it."""
+    """Returns the trace to run where the first call gives variables their values; dry runs are about later calls."""
     if context.elastic is not None:
         raise ProgramError(
             "a step creates variables whose first values depend on the step, and the run is elastic",

@@ -13,7 +13,7 @@ from tensorflow.python.eager import context as tf_context
 from whale.capture.captured import Traced
 from whale.ir.plan import Plan
 from whale.ir.program import Program
-from whale.kernels.updates.last import list_early_writes
+from whale.kernels.updates import list_early_writes
 from whale.runtime.compile.offload import compute_device
 from whale.runtime.compile.step_cache import Ready
 from whale.runtime.compile.tensorflow_functions import LoweredFunction

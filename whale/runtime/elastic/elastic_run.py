@@ -1,6 +1,6 @@
 """Lets a run continue after a loss of ranks: the others repeat the failed step, each in its process.
 
-A step's updates wait for all of its exchanges (whale/kernels/updates/last.py), so each remaining rank has taken the
+A step's updates wait for all of its exchanges (whale/kernels/updates.py), so each remaining rank has taken the
 step completely or not at all; and no rank can be further ahead, since the next step needs the others. They
 meet on a new communicator. If all variables are replicated, a rank that has taken the step sends the others
 its results and the variables. If ranks hold parts, lost parts come from the ranks that keep copies of them

@@ -13,11 +13,10 @@ import msgspec
 
 import whale_ops
 from whale.config import Config
-from whale.distributed.connect import configure_communicator
+from whale.distributed.connect import SocketBootstrap, configure_communicator
 from whale.distributed.joining import CommonState, Members, Welcome, extend_shares
 from whale.distributed.listener import RankListener
 from whale.distributed.ranks import TURN_TIMEOUT_S
-from whale.distributed.socket_bootstrap import SocketBootstrap
 from whale.distributed.trace import Trace
 from whale.distributed.watch import LauncherWatch
 from whale.ir.topology import Topology, make_topology
@@ -156,7 +155,7 @@ class RankGroup:
             dataset.divide_again()
 
     def update_places(self, hosts: Sequence[str], me: int, draws_on: bool = False) -> None:
-        """The run has so many ranks now, on these hosts; variables are whole, and nothing is compiled for it.
+        """Notes how many ranks the run has now, on which hosts; variables are whole, and nothing is compiled for it.
 
         Random streams of operations begin anew: joining ranks know nothing of them, and a failed step went on in some.
 
@@ -215,7 +214,7 @@ class RankGroup:
     def grow(
         self, comm: whale_ops.Communicator, members: tuple[int, ...], hosts: Sequence[str], known: Welcome
     ) -> None:
-        """The ranks are those that are connected by this, joining ranks among them."""
+        """Makes the ranks of the run those that ``comm`` connects, joining ranks among them."""
         context = self._of()
         self.update_places(hosts, members.index(self.me))
         common = known.common

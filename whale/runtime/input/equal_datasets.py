@@ -18,8 +18,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from whale.ir.ops import DRAWS
-from whale.runtime.input.equal_inputs import FIRST_STEPS
-from whale.runtime.input.tables import number_tables
+from whale.runtime.input.equal_inputs import FIRST_STEPS, number_tables
 
 # Datasets that change no element, or name files of this host only.
 _LEFT_OUT = (

@@ -1,4 +1,8 @@
-"""Forms the global batch of what the ranks bring: they tell each other the shapes, from which it follows."""
+"""Forms the global batch of what the ranks bring: they tell each other the shapes, from which it follows.
+
+Of a batch of which every rank has read a part, a step gets its rows, or the whole, where a plan divides it otherwise
+(``gather_whole_batch``).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ from typing import Any
 import msgspec
 import tensorflow as tf
 
+import whale_ops
 from whale.capture.sharded import ShardedTensor
 from whale.capture.signature import Arguments
+from whale.distributed.faults import raise_comm_error
 from whale.errors import ProgramError
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.axes import data_coordinates
@@ -130,3 +136,48 @@ def _mismatch(what: str, rank: int, given: object, other: int, other_given: obje
         expected="equal dtypes, and equal shapes but for the rows of a batch",
         action="give every rank examples of one shape; name the inputs that carry the batch in batch.inputs",
     )
+
+
+def gather_whole_batch(part: ShardedTensor, name: str, context: Context) -> tf.Tensor:
+    """Gathers all rows, [sum(part.sizes), ...], on every rank. Collective.
+
+    Args:
+      name: of the argument; equal on all ranks.
+
+    Raises:
+      CommError: a rank does not take part.
+    """
+    ops = whale_ops.load_ops()
+    comm = ops.whale_communicator(communicator=context.comm_name, rank=context.rank)
+    order = list(context.rank_order or range(context.size))
+    try:
+        return ops.whale_all_gather(
+            comm=comm,
+            inputs=[part.local],
+            key=f"whale/batch/{name}",
+            axis=0,
+            sizes=[part.sizes[rank] for rank in order],
+            ranks=order,
+        )[0]
+    except tf.errors.OpError as error:
+        raise_comm_error(error, context)
+        raise
+
+
+def rows_of_run(value: Any, context: Context) -> Any:
+    """Returns what a lowered step takes of an argument: of a part of a batch, this rank's rows.
+
+    Raises:
+      ProgramError: the part belongs to another run.
+    """
+    if type(value) is not ShardedTensor:
+        return value
+    if not context.has_other_processes or value.rank != context.rank or len(value.sizes) != context.size:
+        here = f"a part for rank {context.rank} of {context.size}" if context.has_other_processes else "whole batches"
+        raise ProgramError(
+            "a part of a batch belongs to another run",
+            given=f"{value!r}, made for rank {value.rank} of {len(value.sizes)}",
+            expected=here,
+            action="take it from a wh.shard dataset made after this run's wh.init()",
+        )
+    return value.local

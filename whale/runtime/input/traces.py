@@ -1,15 +1,22 @@
-"""Which calls of a step one process serves with one trace: their random streams go on from one to the other.
+"""Tells which calls of a step one process serves with one trace, and for which sizes a step is compiled.
 
 Whale plans a step for each set of shapes. TensorFlow has a trace for each one only where it knows the shapes; where it
-does not, one trace serves many, and each of its random operations has one stream.
+does not, one trace serves many, and each of its random operations has one stream, which goes on from one call to the
+other.
 
-Decision: 0137.
+A plan is made for given sizes. Programs whose batches have many (graphs, sentences, the samples of a generator) would
+compile more than they train. So the first few sizes have plans of their own, and the others share a program that does
+not know its sizes, as one process has: every rank computes the whole batch, and nothing is compiled for a size that may
+not come again. One that keeps coming gets a plan.
+
+Decisions: 0137, 0166.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -22,26 +29,32 @@ from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import random_seed
 
 from whale.capture.signature import Arguments
-from whale.runtime.context import make_unique_name
-from whale.runtime.input.many_sizes import SizesOfTrace
+from whale.errors import CommError
+from whale.ir.values import Dims
+from whale.log import log
+from whale.runtime.context import Context, make_unique_name
 from whale.runtime.input.python_values import PythonValues
 
 _DIGITS = 8
 _FIRST = 200  # of variable creators: asked before a script's own
 _SEEDS_OF_GRAPHS = random_seed._graph_to_seed_dict
+
 # What the trace that goes on has drawn, and what is left of it where it is traced again.
 _drawing: ContextVar[tuple[list[Any], Iterator[Any] | None] | None] = ContextVar("_drawing", default=None)
+
 # Streams of the trace without sizes that goes on; "": it has sizes.
 _without_sizes: ContextVar[str] = ContextVar("_without_sizes", default="")
+OWN_PLANS = 2  # sizes that are compiled for when they first come: usual batches, and the last one of an epoch
+OWN_AFTER = 8  # times that another size comes before it has a plan of its own
 
 
 def new_streams() -> str:
-    """What the names of a trace's streams begin with; those of others are as long."""
+    """Makes the text with which the names of a trace's streams begin; those of other traces are as long."""
     return make_unique_name("whale_streams", _DIGITS)
 
 
 class Relaxed:
-    """Which trace a tf.function with ``reduce_retracing`` would take, asked of one that computes nothing."""
+    """Tells which trace a tf.function with ``reduce_retracing`` would take, by asking one that computes nothing."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
@@ -49,7 +62,7 @@ class Relaxed:
         self.without_sizes: set[Hashable] = set()  # traces that do not know all of them
 
     def trace(self, kind: Hashable, specs: Sequence[Any]) -> Hashable:
-        """The trace for tensors, arrays or iterators of these types; ``kind``: all else that a trace is made for."""
+        """Returns the trace for tensors, arrays or iterators of these types; ``kind``: all else that a trace is for."""
         types = [s if isinstance(s, tf.TypeSpec) else tf.TensorSpec(s.shape, s.dtype) for s in specs]
         key = kind, repr(types)
         if key not in self._known:
@@ -97,14 +110,16 @@ class SharedTrace:
         self._is_known = False
 
     def note_traced(self) -> None:
-        """The first program is traced: those that are traced later draw what it drew (see ``once_in_a_trace``)."""
+        """Notes that the first program is traced: those traced later draw what it drew (see ``once_in_a_trace``)."""
         self._is_known = True
 
     @contextmanager
     def trace_with_seed(self) -> Iterator[None]:
-        """Around a trace, and each run of the step's Python: the global seed, what Python and NumPy draw, and values of
-        Python that the step can reach, are what they were for the first program. What comes behind a later one does
-        not know of it. Functions that a trace without sizes calls are traced for it, and not found as traced with some.
+        """Restores, around a trace and each run of the step's Python, what was there for the first program: the global
+        seed, what Python and NumPy draw, and values of Python that the step can reach.
+
+        Afterwards all of these are as they were before a later trace. Functions that a trace without sizes calls are
+        traced for it; their traces with some sizes are not found.
         """
         _keep_nested_apart()
         tf_ctx = tf_context.context()
@@ -139,7 +154,7 @@ class SharedTrace:
 
 @functools.cache
 def _keep_nested_apart() -> None:
-    """From now on, TensorFlow looks for traces of functions that a step without sizes calls among this step's only."""
+    """Makes TensorFlow look for traces of functions that a step without sizes calls among this step's only."""
     original = function_context.make_function_context
 
     @functools.wraps(original)
@@ -152,7 +167,7 @@ def _keep_nested_apart() -> None:
 
 
 def once_in_a_trace(draw: Callable[[], Any]) -> Any:
-    """What ``draw`` gives, of which Python keeps count: a program that is traced again finds what the first one got."""
+    """Returns what ``draw`` gives, of which Python keeps count; of a program traced again, what the first one got."""
     tracing = _drawing.get()
     if tracing is None:
         return draw()
@@ -165,7 +180,7 @@ def once_in_a_trace(draw: Callable[[], Any]) -> Any:
 
 @contextmanager
 def number_operations_anew() -> Iterator[None]:
-    """Inside, random operations without a seed get the seeds of the first ones in a graph: TensorFlow numbers them."""
+    """Gives random operations without a seed, inside, the seeds of a graph's first ones: TensorFlow numbers them."""
     graph = tf.compat.v1.get_default_graph()
     before = _SEEDS_OF_GRAPHS.get(graph, 0)
     _SEEDS_OF_GRAPHS[graph] = 0
@@ -191,7 +206,7 @@ class Traces:
         self._step, self._one_has_sizes = step, has_sizes
 
     def find(self, arguments: Arguments) -> SharedTrace:
-        """The trace that one process would take for a call."""
+        """Returns the trace that one process would take for a call."""
         trace = self._key(arguments)
         if trace not in self._known:
             self._known[trace] = SharedTrace(self._step, self._has_sizes(trace))
@@ -219,7 +234,7 @@ class Traces:
         return trace
 
     def _kind(self, entry: Any) -> Hashable:
-        """A part of the arguments' key, without what no trace depends on: how ranks hold rows, how many there are."""
+        """Returns a part of the arguments' key without what no trace depends on: how ranks hold rows, and how many."""
         if isinstance(entry, tuple) and entry and isinstance(entry[0], tf.TypeSpec):
             parts = tf.nest.flatten(entry[0], expand_composites=True)  # a sparse tensor's type has its shape
             return (type(entry[0]), *[part.dtype for part in parts]) if self._any_shape else entry[0]
@@ -231,3 +246,87 @@ class Traces:
 
 def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 3 and entry[0] in ("tensor", "part")
+
+
+def may_share_sizes(context: Context) -> bool:
+    """Tells whether steps of this run may be computed whole by every rank, where sizes have no plan of their own.
+
+    Not so where a rank has rows of its own, where a plan is given or searched for, and where a step may be taken again
+    by fewer ranks.
+    """
+    planning = context.planning
+    others = (planning.dry, planning.saved, planning.described, planning.own_programs, context.elastic)
+    asked = context.config["mesh.auto_parallel"] or context.config["pipeline.micro_batches"] > 1
+    return (
+        context.size > 1
+        and not any(one is not None for one in others)
+        and not asked
+        and not context.has_local_batch
+        and not context.scoping.stages_seen
+        and not context.solo
+    )
+
+
+def are_processors(has_device: bool, context: Context) -> bool:
+    """Tells whether all ranks compute on processors; collective between processes.
+
+    Kernels of GPUs may add up in another order on each rank, so that what every rank computes whole would drift apart.
+
+    Args:
+      has_device: whether this rank computes on a GPU.
+
+    Raises:
+      CommError: a rank does not take part.
+    """
+    if not context.has_other_processes:
+        return not has_device
+    mine, timeout_s = str(int(has_device)).encode(), context.config["debug.check_timeout_s"]
+    said = context.comms[0].allgather_bytes(f"whale/sizes/{context.programs}", mine, timeout_s, "a step of many sizes")
+    return all(one == b"0" for one in said)
+
+
+class SizesOfTrace:
+    """The sizes with which the steps of one trace were called, and the step that serves those without their own.
+
+    What it answers depends on the calls alone, so it is equal on all ranks.
+
+    Attributes:
+      shapes: of the arguments' tensors, with None for sizes that have differed so far.
+      step: serves all of these shapes; None: there is none yet.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[Hashable] = Counter()
+        self.shapes: tuple[Dims | None, ...] = ()
+        self.step: Any = None
+        self._refused = False
+
+    def wants_own(self, key: Hashable, shapes: Sequence[Dims | None]) -> bool:
+        """Notes a call with these sizes; tells whether a step is compiled for them.
+
+        Args:
+          key: of all that a step is compiled for.
+          shapes: of the arguments' tensors.
+        """
+        self._calls[key] += 1
+        widened = tuple(shapes) if not self.shapes else tuple(map(_widen, self.shapes, shapes))
+        if widened != self.shapes:
+            self.shapes, self.step = widened, None
+        return self._refused or len(self._calls) <= OWN_PLANS or self._calls[key] >= OWN_AFTER
+
+    def refuse(self, name: str, why: Exception | str) -> None:
+        """Notes that no step may be computed without its sizes: each gets a step of its own.
+
+        Raises:
+          CommError: that is why: the ranks have lost each other.
+        """
+        if isinstance(why, CommError):
+            raise why
+        self._refused = True
+        log.debug(f"`{name}` is compiled for each size of its arguments: {type(why).__name__}: {why}")
+
+
+def _widen(known: Dims | None, new: Dims | None) -> Dims | None:
+    if known is None or new is None or len(known) != len(new):
+        return None
+    return tuple(a if a == b else None for a, b in zip(known, new))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
-from whale.distributed.likely_cause import describe_likely_cause
+from whale.distributed.collective_call_check import describe_likely_cause
 from whale.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from whale.errors import CommError
 from whale.replicas import Held, Said, Sketch, find_differing, in_words

@@ -21,8 +21,8 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
-from whale.runtime.variables.eager_operands import make_handle_property
 from whale.runtime.variables.initializer_recording import record
+from whale.runtime.variables.native_reads import make_handle_property
 from whale.runtime.variables.partial_initializers import LITTLE_BYTES, DeferredInitial, Reader, record_uniform_value
 from whale.runtime.variables.split_variable import NEED_WHOLE
 

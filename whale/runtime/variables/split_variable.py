@@ -27,10 +27,9 @@ from whale.distributed.ranks import Ranks
 from whale.ir.layout import Shard
 from whale.ir.mesh import Tiles, find_coordinates
 from whale.runtime.variables.checkpoint_regions import is_restoring_by_regions
-from whale.runtime.variables.eager_operands import make_handle_property
 from whale.runtime.variables.in_files import copy_part, find_folder, make_mapped_variable, write_block
+from whale.runtime.variables.native_reads import forget_noted, make_handle_property, note_parts
 from whale.runtime.variables.partial_initializers import DeferredInitial, copy_to_own_memory
-from whale.runtime.variables.plain_functions import forget_noted, note_parts
 
 # Methods that need the whole value in the variable itself.
 NEED_WHOLE = (

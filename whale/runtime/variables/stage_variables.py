@@ -20,7 +20,7 @@ from whale.distributed.collective_call_check import read_surviving, read_togethe
 from whale.distributed.faults import raise_comm_error
 from whale.distributed.ranks import Ranks
 from whale.partition.variable_use import VariableUse
-from whale.runtime.variables.eager_operands import make_handle_property
+from whale.runtime.variables.native_reads import make_handle_property
 from whale.runtime.variables.partial_initializers import DeferredInitial
 from whale.runtime.variables.split_variable import NEED_WHOLE, hold_nothing
 

@@ -26,9 +26,9 @@ from whale.replicas import Said
 from whale.runtime.variables.compared import describe_variables, refuse_differences
 from whale.runtime.variables.deferred import find_deferred, forget, make_whole
 from whale.runtime.variables.external_updates import ExternalUpdates
+from whale.runtime.variables.native_reads import watch_plain_functions
 from whale.runtime.variables.ownership import Holding, HoldingsCache
 from whale.runtime.variables.partial_initializers import DeferredInitial, RecordedOp
-from whale.runtime.variables.plain_functions import watch_plain_functions
 from whale.runtime.variables.split_variable import VariableParts, forget_parts, hold_nothing
 from whale.runtime.variables.stage_variables import VariableHome, list_present_copies, make_home, refresh, refresh_for
 

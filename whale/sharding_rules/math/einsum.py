@@ -5,8 +5,7 @@ from __future__ import annotations
 from whale.ir.ops import MATMULS
 from whale.ir.program import Node
 from whale.ir.values import TensorType
-from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import write_term
+from whale.sharding_rules.base import OpView, write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 

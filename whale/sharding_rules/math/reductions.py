@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from whale.ir.layout import Partial, Shard
 from whale.ir.values import FLOATING
-from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
-from whale.sharding_rules.dims import freeze, make_labels, read_axis, read_constant, write_term
+from whale.sharding_rules.base import (
+    UNCHANGED,
+    Local,
+    OpView,
+    Strategy,
+    freeze,
+    make_labels,
+    read_axis,
+    read_constant,
+    write_term,
+)
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 

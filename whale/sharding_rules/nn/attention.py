@@ -10,8 +10,7 @@ from __future__ import annotations
 from whale.ir.layout import Shard, Strategy
 from whale.ir.program import Node, Program
 from whale.ir.values import Dims, TensorType
-from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import make_labels, write_term
+from whale.sharding_rules.base import OpView, make_labels, write_term
 from whale.sharding_rules.registry import rule
 
 ATTENTION, ATTENTION_GRADIENT = "WhaleAttention", "WhaleAttentionGrad"

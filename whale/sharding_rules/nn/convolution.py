@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from whale.ir.layout import Shard, shard
 from whale.ir.values import Dims, TensorType
-from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
-from whale.sharding_rules.dims import make_labels, write_windows
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, make_labels, write_windows
 from whale.sharding_rules.registry import rule
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from whale.ir.values import Dims
-from whale.sharding_rules.base import OpView
-from whale.sharding_rules.dims import make_labels, read_constant, write_term, write_windows
+from whale.sharding_rules.base import OpView, make_labels, read_constant, write_term, write_windows
 from whale.sharding_rules.registry import rule
 
 _RESIZE = "b h^ w^ c, . -> b y^ x^ c"

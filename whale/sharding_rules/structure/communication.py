@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from whale.ir.values import Shape
-from whale.sharding_rules.base import Local, OpView, Strategy, local_output_shape
-from whale.sharding_rules.dims import make_labels, write_term
+from whale.sharding_rules.base import Local, OpView, Strategy, local_output_shape, make_labels, write_term
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 

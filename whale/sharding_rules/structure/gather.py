@@ -10,8 +10,18 @@ import numpy as np
 
 from whale.ir.layout import Shard
 from whale.ir.values import find_numpy_dtype, require_static_shape
-from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
-from whale.sharding_rules.dims import make_labels, read_axis, write_runs, write_term, write_terms
+from whale.sharding_rules.base import (
+    UNCHANGED,
+    Local,
+    OpView,
+    Strategy,
+    Window,
+    make_labels,
+    read_axis,
+    write_runs,
+    write_term,
+    write_terms,
+)
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule

@@ -9,8 +9,7 @@ import numpy as np
 
 from whale.ir.layout import Shard
 from whale.ir.values import find_numpy_dtype
-from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
-from whale.sharding_rules.dims import write_runs
+from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window, write_runs
 from whale.sharding_rules.embedding import SUMS_BY_ID, Rows
 from whale.sharding_rules.registry import rule
 

@@ -8,10 +8,15 @@ import numpy as np
 
 from whale.ir.layout import Shard
 from whale.ir.values import Dims, TensorType, find_numpy_dtype
-from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, local_input_shape, local_output_shape
-from whale.sharding_rules.dims import (
+from whale.sharding_rules.base import (
+    UNCHANGED,
+    Local,
+    OpView,
+    Strategy,
     freeze,
     is_same_size,
+    local_input_shape,
+    local_output_shape,
     make_labels,
     read_axis,
     read_constant,

@@ -9,8 +9,18 @@ import numpy as np
 
 from whale.ir.layout import Shard
 from whale.ir.values import Dims, find_numpy_dtype
-from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy
-from whale.sharding_rules.dims import freeze, is_same_size, make_labels, read_constant, write_runs, write_term
+from whale.sharding_rules.base import (
+    UNCHANGED,
+    Local,
+    OpView,
+    Strategy,
+    freeze,
+    is_same_size,
+    make_labels,
+    read_constant,
+    write_runs,
+    write_term,
+)
 from whale.sharding_rules.notation import REPLICATED
 from whale.sharding_rules.registry import rule
 

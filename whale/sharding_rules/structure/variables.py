@@ -1,5 +1,7 @@
-"""Rules of variables: reads and updates element by element, wherever the value is cut; a handle is placed like its
-value.
+"""Rules of variables, and of other ops that yield values without operands.
+
+Variables are read and updated element by element, wherever the value is cut; a handle is placed like its value.
+Constants and inputs are global values on every rank; iterators and stacks are on one.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from whale.ir.ops import FUSED_UPDATE
 from whale.ir.values import Shape
 from whale.sharding_rules.base import UNCHANGED, Local, OpView, Strategy, Window
 from whale.sharding_rules.embedding import Rows
-from whale.sharding_rules.notation import REPLICATED
+from whale.sharding_rules.notation import FIRST_RANK, REPLICATED
 from whale.sharding_rules.registry import rule
 
 _OPTIMIZERS = ("AdaMax Adadelta Adagrad AdagradDA AdagradV2 Adam AddSign CenteredRMSProp Ftrl FtrlV2 GradientDescent "
@@ -17,6 +19,25 @@ _OPTIMIZERS = ("AdaMax Adadelta Adagrad AdagradDA AdagradV2 Adam AddSign Centere
 _SPARSE = ("Adadelta Adagrad AdagradDA AdagradV2 CenteredRMSProp Ftrl FtrlV2 Momentum ProximalAdagrad "
            "ProximalGradientDescent RMSProp").split()  # fmt: skip
 _SCATTERS = "Add Sub Mul Div Max Min Update NdAdd NdSub NdMax NdMin NdUpdate".split()
+_SOURCES = (
+    rule("Const HostConst Placeholder PlaceholderV2 NoOp Restore RestoreSlice RestoreV2 Assert", REPLICATED),
+    rule(
+        "OneShotIterator IteratorGetNext IteratorGetNextSync IteratorGetNextAsOptional IteratorToStringHandle "
+        "MakeIterator ReduceDataset DatasetToSingleElement TensorDataset RepeatDataset",
+        FIRST_RANK,
+    ),
+    rule("StackV2 StackPushV2 StackPopV2", FIRST_RANK),
+    rule(
+        "TensorArrayV3 TensorArrayGradV3 TensorArrayReadV3 TensorArrayWriteV3 TensorArrayGatherV3 TensorArrayScatterV3",
+        FIRST_RANK,
+    ),
+    rule(
+        "ScalarSummary HistogramSummary ImageSummary AudioSummary AudioSummaryV2 TensorSummary TensorSummaryV2 "
+        "MergeSummary StringFormat",
+        FIRST_RANK,
+    ),
+    rule("SaveV2 PrintV2", FIRST_RANK),
+)
 
 
 def update(op: OpView) -> str:
@@ -65,7 +86,7 @@ def _name_ops(prefix: str, stems: list[str]) -> str:
     return " ".join(prefix + s for s in stems)
 
 
-RULES = (
+_VARIABLES = (
     rule("ReadVariableOp", "p* -> p*"),
     rule("VarIsInitializedOp", "? -> ."),
     rule("AssignVariableOp AssignAddVariableOp AssignSubVariableOp", "p*, p* ->"),
@@ -91,3 +112,6 @@ RULES = (
     rule(_name_ops("ResourceScatter", _SCATTERS[7:]), REPLICATED),
     rule(_name_ops("Scatter", _SCATTERS), REPLICATED),
 )
+
+
+RULES = (*_VARIABLES, *_SOURCES)

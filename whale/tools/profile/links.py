@@ -32,10 +32,10 @@ import whale_ops
 from cost_model.graph.machine_profile import Curve, HostLink
 from whale.config import Config
 from whale.distributed import device_exchange
+from whale.distributed.connect import connect_with_mpi
 from whale.distributed.device_exchange import ExchangeOps
 from whale.distributed.gpus import await_gpus
 from whale.distributed.links import find_topology, measure_links
-from whale.distributed.socket_bootstrap import connect_with_mpi
 from whale.ir.plan_text import format_bytes
 from whale.passes.resharding.on_devices import DEVICE_BACKENDS
 from whale.started import process_place

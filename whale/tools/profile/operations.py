@@ -4,20 +4,25 @@ Each operation becomes a function with several copies of it, one after the other
 operands; the seconds of calling an empty function are subtracted. Operands that are constants in the program stay
 constants. On a GPU operations on images have the layout that they have in steps (`layout`), and scratch memory is the
 GPU's.
+
+TensorFlow's layout optimizer lets GPUs compute on images with the channels first where that is faster for them: it
+turns operations and puts transposes around each run of them. Measured alone, an operation would keep the layout that
+the program has, or be measured with transposes that steps do not have. So it is turned here where the optimizer says
+that steps on this machine's GPU would be (``_find_channels_first``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from cost_model.graph.buffers import find_copied_reads
-from cost_model.graph.executor_graph import make_copy_work
+from cost_model.graph.executor_graph import find_copied_reads, make_copy_work
 from cost_model.graph.machine_profile import Operation
 from cost_model.graph.signature import dtype_of, signature
 from cost_model.graph.unroll_loops import unroll
@@ -27,11 +32,10 @@ from whale.errors import CommError
 from whale.ir.ops import CONVOLUTIONS, EXCHANGES, FUSED_LOOP, LISTS, ROW_LOOKUPS
 from whale.ir.program import Node, Program, Ref, Variable, make_const
 from whale.ir.values import DType, TensorType, find_numpy_dtype, require_static_shape
-from whale.kernels.matmuls.einsums import EINSUM
+from whale.kernels.einsums import EINSUM
 from whale.kernels.nn import CROSS_ENTROPY, DEPTHWISE
-from whale.kernels.updates.fuse import UPDATE
+from whale.kernels.updates import UPDATE
 from whale.runtime.compile.measured_call import OF_CLASSES, compile_program_alone, draw_value, measure_call_s
-from whale.tools.profile.layout import find_channels_first, turn
 from whale_ops.memory import COUNTED_FROM_BYTES, read_memory, reset_peak
 
 COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps find most of theirs in a cache, too
@@ -41,6 +45,28 @@ _OURS = frozenset(
     (UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM, FUSED_LOOP)
 )  # that have the same work whatever else there is
 _NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
+
+# By op: the operands that are images, those that are the sizes of one, and the results that are images.
+TURNED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = MappingProxyType(
+    {
+        "Conv2D": ((0,), (), (0,)),
+        "Conv2DBackpropInput": ((2,), (0,), (0,)),
+        "Conv2DBackpropFilter": ((0, 2), (), ()),
+        "DepthwiseConv2dNative": ((0,), (), (0,)),
+        "DepthwiseConv2dNativeBackpropInput": ((2,), (0,), (0,)),
+        "DepthwiseConv2dNativeBackpropFilter": ((0, 2), (), ()),
+        "MaxPool": ((0,), (), (0,)),
+        "MaxPoolGrad": ((0, 1, 2), (), (0,)),
+        "AvgPool": ((0,), (), (0,)),
+        "AvgPoolGrad": ((1,), (0,), (0,)),
+        "BiasAdd": ((0,), (), (0,)),
+        "BiasAddGrad": ((0,), (), ()),
+        "FusedBatchNormV3": ((0,), (), (0,)),
+        "FusedBatchNormGradV3": ((0, 1), (), (0,)),
+    }
+)
+_FIRST = (0, 3, 1, 2)  # the places of what stands in NHWC, in NCHW
+_BY_DIMENSION = ("strides", "ksize", "dilations")
 
 
 def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
@@ -114,7 +140,7 @@ class _Place:
             read_memory(gpu)
         except (CommError, ValueError):  # an allocator without statistics
             return cls(gpu, False, frozenset())
-        return cls(gpu, True, frozenset(one for one in dtypes if gpu and find_channels_first(one)))
+        return cls(gpu, True, frozenset(one for one in dtypes if gpu and _find_channels_first(one)))
 
     def measure_scratch_bytes(self, call: Callable[[], Any], node: Node) -> int:
         """Returns the most bytes that a call holds beside the results of an operation."""
@@ -234,3 +260,70 @@ def measure_overheads() -> tuple[float, float]:
         nodes.append(Node(f"n{i}", "Identity", (Ref(nodes[-1].name),), (), {"T": DType("float32")}, (t,)))
     chain = Program("chain", tuple(nodes), ("x",), (), (), (nodes[-1].name,))
     return empty_s, max(1e-8, (measure_call_s(compile_program_alone(chain, [tf.constant(0.0)])) - empty_s) / count)
+
+
+def _find_channels_first(dtype: str) -> bool:
+    """Tells whether steps on this process's first GPU compute convolutions of a type with the channels first."""
+    import tensorflow as tf
+    from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+    from tensorflow.python.grappler import tf_optimizer
+
+    if not tf.config.list_logical_devices("GPU") or tf.config.optimizer.get_experimental_options().get(
+        "layout_optimizer", True
+    ) in (False, "off"):
+        return False
+    with tf.Graph().as_default() as graph, tf.device("/GPU:0"):
+        x = tf.compat.v1.placeholder(dtype, (8, 32, 32, 16))
+        found = tf.identity(tf.nn.conv2d(x, tf.zeros((3, 3, 16, 16), dtype), 1, "SAME"), "found")
+    graph.add_to_collection(tf.compat.v1.GraphKeys.TRAIN_OP, found)
+    meta = tf.compat.v1.train.export_meta_graph(graph=graph)
+    config = config_pb2.ConfigProto()
+    options = config.graph_options.rewrite_options
+    options.optimizers.append("layout")
+    options.layout_optimizer = rewriter_config_pb2.RewriterConfig.ON
+    options.min_graph_nodes = -1
+    made = tf_optimizer.OptimizeGraph(config, meta, verbose=False)
+    return any(node.op == "Conv2D" and node.attr["data_format"].s == b"NCHW" for node in made.node)
+
+
+def turn(program: Program, node: Node) -> tuple[Program, Node]:
+    """Returns an operation with the channels first, and a program that has its operands; as they are where it has none.
+
+    Args:
+      program: that ``node`` stands in.
+    """
+    places = TURNED.get(node.op)
+    types = [program.find_type(ref) for ref in node.inputs]
+    if places is None or node.attrs.get("data_format", "NHWC") != "NHWC":
+        return program, node
+    images, sizes, results = places
+    if any(len(types[i].shape or ()) != 4 for i in images) or any(t.dtype == "resource" for t in types):
+        return program, node
+    operands: list[Node] = []
+    for i, (ref, t) in enumerate(zip(node.inputs, types)):
+        name, value = f"operand_{i}", program.const(ref)
+        if value is not None and i in sizes:
+            operands.append(make_const(name, np.asarray(value)[list(_FIRST)], t.dtype))
+        elif value is not None and i not in images:
+            operands.append(replace(program.by_name[ref.node], name=name, controls=(), outputs=(t,)))
+        else:
+            operands.append(Node(name, "Placeholder", outputs=(_turn_type(t) if i in images else t,)))
+    outputs = tuple(_turn_type(t) if i in results else t for i, t in enumerate(node.outputs))
+    inputs = tuple(Ref(one.name) for one in operands)
+    turned = replace(node, inputs=inputs, controls=(), attrs=_turn_attrs(node.attrs), outputs=outputs)
+    return Program(program.name, (*operands, turned)), turned
+
+
+def _turn_type(t: TensorType) -> TensorType:
+    shape = t.shape
+    return t if shape is None or len(shape) != 4 else TensorType(t.dtype, tuple(shape[i] for i in _FIRST))
+
+
+def _turn_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    turned = {**attrs, "data_format": "NCHW"}
+    for name in _BY_DIMENSION:
+        if name in attrs:
+            turned[name] = tuple(attrs[name][i] for i in _FIRST)
+    if pads := attrs.get("explicit_paddings"):
+        turned["explicit_paddings"] = tuple(pads[2 * i + side] for i in _FIRST for side in (0, 1))
+    return turned

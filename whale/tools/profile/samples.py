@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from whale.capture.function import capture_function
 from whale.ir.program import Program
-from whale.kernels.matmuls.einsums import replace_einsums
+from whale.kernels.einsums import replace_einsums
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 

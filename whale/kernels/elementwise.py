@@ -1,0 +1,310 @@
+"""Fuses elementwise arithmetic into one operation, WhaleElementwise, which passes over memory once instead of many
+times.
+
+A group's nodes have results of one shape, or are sums of such results, and each reads another one's. No path leads out
+of a group and back into it: nodes have levels, which rise where a path leaves a group, and a group's nodes have one
+level. All of them come after the same exchanges with other ranks, so that no exchange waits for another one that it did
+not wait for before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from whale.ir.marks import Marks
+from whale.ir.ops import EXCHANGES, FOLDS, RANDOM, READS, UPDATES
+from whale.ir.program import Node, Program, Ref, iterate_function_refs, remove_unread
+from whale.ir.values import DType, Shape, TensorType, require_static_shape
+from whale.kernels.choices import ALL, Choices
+from whale.kernels.xla import change_other_graphs
+from whale.passes.elementwise.code import (
+    MOST_OF_A_KIND,
+    REPEATS,
+    SUMS,
+    Instructions,
+    Value,
+    emit_instructions,
+    find_broadcast_kind,
+    find_elementwise_type,
+    find_sum_type,
+    place_instructions,
+)
+from whale.passes.elementwise.units import join_places, list_predecessors, replace_by_operations
+
+ELEMENTWISE = "WhaleElementwise"
+_COPYING = FOLDS | {"Mean"}  # over no dimension
+_KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's operands
+
+# Stateful operations that end whatever others do.
+_QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder"}
+
+
+def fuse_elementwise(program: Program, choices: Choices = ALL) -> Program:
+    """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as possible."""
+    return change_other_graphs(program, lambda graph: _fuse_graph(graph, choices))
+
+
+def list_operations(program: Program) -> tuple[Program, list[tuple[Node, list[str]]]]:
+    """Returns the graph before it is fused, and the operations that ``fuse_elementwise`` makes of it, each with the
+    names of the nodes that it replaces.
+    """
+    program = move_repeats_last(_simplify(program))
+    made = [(group, _make_operation(program, group)) for group in _find_groups(program)]
+    return program, [(found[0], [node.name for node in group.nodes]) for group, found in made if found is not None]
+
+
+def _simplify(program: Program) -> Program:
+    """Simplifies patterns in gradients built by TensorFlow.
+
+    Reductions over no dimension become copies, and constants no longer wait for arithmetic.
+    """
+
+    def simplify_node(node: Node) -> Node:
+        if node.op in _COPYING and (axes := program.const(node.inputs[1])) is not None and not axes.size:
+            kind = node.outputs[0]
+            return replace(node, op="Identity", inputs=node.inputs[:1], attrs={"T": DType(kind.dtype)})
+        if node.op != "Const" or not node.controls or node.marks.recomputed:
+            return node
+        controls = tuple(c for c in node.controls if find_elementwise_type(program, program.by_name[c]) is None)
+        return node if controls == node.controls else replace(node, controls=controls)
+
+    return program.replace_nodes(tuple(map(simplify_node, program.nodes)))
+
+
+def _fuse_graph(program: Program, choices: Choices) -> Program:
+    program = move_repeats_last(_simplify(program))
+    moved: dict[Ref, Ref] = {}
+    made: dict[str, Node] = {}  # node that is replaced -> what stands for it
+    for group in _find_groups(program):
+        found = _make_operation(program, group)
+        if found is None or not choices.takes("elementwise", program, found[0]):
+            continue
+        node, results = found
+        made.update({one.name: node for one in group.nodes})
+        moved.update({ref: Ref(node.name, k) for k, ref in enumerate(results)})
+    return replace_by_operations(program, made, moved)
+
+
+def _make_operation(program: Program, group: Group) -> tuple[Node, list[Ref]] | None:
+    """Returns the operation that replaces a group, and the tensors that its results replace.
+
+    Returns None if a group has more operands, results or temporary values than the operation's text can name.
+    """
+    whole, nodes = group
+    name = f"{nodes[-1].name}/{ELEMENTWISE}"
+    names = {node.name for node in nodes}
+    fetched = {ref.node for ref in program.outputs}
+    code = Instructions()
+    values: dict[Ref, Value] = {}
+    operands: dict[str, list[Ref]] = {kind: [] for kind in _KINDS}
+
+    def find_operand(ref: Ref) -> Value:
+        if ref not in values:
+            kind = find_broadcast_kind(program.find_type(ref), whole)
+            values[ref] = Value(kind, len(operands[kind]))
+            operands[kind].append(ref)
+        return values[ref]
+
+    sums: list[Ref] = []
+    for node in nodes:
+        value = values[Ref(node.name)] = emit_instructions(node, code, find_operand)
+        if value.kind == "=" and code.steps[value.number][0] in SUMS:
+            sums.append(Ref(node.name))
+    # The kernel sums what has the group's shape: not a tensor that is repeated in it, as that of one row.
+    if any(op in SUMS and one.kind not in ("v", "=") for op, read in code.steps for one in read):
+        return None
+    results = [
+        ref
+        for ref in (Ref(node.name) for node in nodes if Ref(node.name) not in sums)
+        if ref.node in fetched or any(reader.name not in names for reader, _ in program.consumers.get(ref, ()))
+    ]
+    lines = place_instructions(tuple(code.steps), (), tuple([values[ref] for ref in results]))
+    named = (*operands.values(), results, sums)
+    if not (results or sums) or lines is None or any(len(refs) > MOST_OF_A_KIND for refs in named):
+        return None
+    sum_types = [program.find_type(ref) for ref in sums]
+    inputs = tuple(ref for kind in _KINDS for ref in operands[kind])
+    controls = tuple(dict.fromkeys(c for node in nodes for c in node.controls if c not in names))
+    attrs = {
+        "T": DType(whole.dtype),
+        "program": lines,
+        "shape": Shape(require_static_shape(whole)),
+        "N": len(inputs),
+        "R": len(results),
+        "sum_shapes": tuple([Shape(require_static_shape(one)) for one in sum_types]),
+        "S": len(sums),
+    }
+    marks = Marks(recomputed=nodes[0].marks.recomputed)
+    outputs = (*[whole] * len(results), *sum_types)
+    return Node(name, ELEMENTWISE, inputs, controls, attrs, outputs, nodes[-1].scope, False, marks), results + sums
+
+
+class _Repeat(NamedTuple):
+    """A node that repeats a tensor, and the type of the tensor that it repeats."""
+
+    node: Node
+    given: TensorType
+
+
+def move_repeats_last(program: Program) -> Program:
+    """Moves arithmetic on repeated rows, columns or scalars before the repetition.
+
+    The gradient of a mean divides a whole tensor by a number after each of its rows was made the same.
+    """
+    repeats: dict[Ref, _Repeat] = {}  # by what they make
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if node.op in REPEATS:
+            # Where it waits, what is done to the tensor has to wait, too.
+            if not node.controls and _is_movable(program, node):
+                repeats[Ref(node.name)] = _Repeat(node, program.find_type(node.inputs[0]))
+        elif not repeats.keys().isdisjoint(node.inputs) and _is_movable(program, node):
+            if (repeat := _find_common_repeat(program, node, repeats)) is not None:
+                given = tuple([repeats[ref].node.inputs[0] if ref in repeats else ref for ref in node.inputs])
+                once = replace(node, name=f"{node.name}/whale_once", inputs=given, outputs=(repeat.given,))
+                again = (Ref(once.name), *repeat.node.inputs[1:])
+                nodes.append(once)
+                node = replace(repeat.node, name=node.name, inputs=again, controls=())
+                repeats[Ref(node.name)] = _Repeat(node, repeat.given)
+        nodes.append(node)
+    if len(nodes) == len(program.nodes):
+        return program
+    return remove_unread(program.replace_nodes(tuple(nodes)), {ref.node for ref in repeats})
+
+
+def _is_movable(program: Program, node: Node) -> bool:
+    return not node.marks.recomputed and find_elementwise_type(program, node) is not None
+
+
+def _find_common_repeat(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:
+    """Returns how all operands but scalars are repeated to the size of the result, if they are in the same way; else
+    None.
+    """
+    found = [repeats[ref] for ref in node.inputs if ref in repeats]
+    if not found or any((one.given, one.node.outputs) != (found[0].given, node.outputs) for one in found):
+        return None
+    rank = len(found[0].given.shape or ())
+    if node.op == "BiasAdd" and rank < 2:
+        return None  # TensorFlow adds biases to the last dimension of several
+    others = [program.find_type(ref) for ref in node.inputs if ref not in repeats]
+    return found[0] if all(t.elements == 1 and len(t.shape or ()) <= rank for t in others) else None
+
+
+class _Place(NamedTuple):
+    """A key that is equal for nodes that may be fused.
+
+    Attributes:
+      type: of its result, or of the tensor it sums.
+      recomputed: whether the node recomputes an activation to save memory.
+      level: of the group; met: bit set of the exchanges and other synchronising nodes it waits for.
+    """
+
+    type: TensorType
+    recomputed: bool
+    level: int
+    met: int
+
+
+class Group(NamedTuple):
+    """Nodes in the program's order; ``type`` is that of what they compute, or sum, element by element."""
+
+    type: TensorType
+    nodes: list[Node]
+
+
+def _find_groups(program: Program) -> list[Group]:
+    """Returns the groups that have two nodes or more, or a sum."""
+    types: dict[str, TensorType] = {}
+    sums: set[str] = set()
+    for node in program.nodes:
+        kind = find_elementwise_type(program, node)
+        if kind is None and (kind := find_sum_type(program, node)) is not None:
+            sums.add(node.name)
+        if kind is not None:
+            types[node.name] = kind
+    places = _find_places(program, types, sums)
+    _move_to_readers(program, places, sums)
+    together = _join_groups(program, places)
+    return [Group(places[g[0].name].type, g) for g in together if len(g) > 1 or g[0].name in sums]
+
+
+def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collection[str]) -> dict[str, _Place]:
+    """Returns the earliest place of each node that may be fused."""
+    levels: dict[str, int] = {}
+    met: dict[str, int] = {}
+    places: dict[str, _Place] = {}
+    bits = 0
+    for node in program.nodes:
+        kind, recomputed = types.get(node.name), node.marks.recomputed
+        level = after = 0
+        known = [name for name in dict.fromkeys(list_predecessors(node)) if name in levels]
+        for name in known:
+            after |= met[name]
+        for name in known:
+            place = places.get(name)
+            # On from a group, either within it or out of it: a sum is known when all elements are.
+            left = place is not None and (
+                place.type != kind or place.recomputed != recomputed or place.met != after or name in sums
+            )
+            level = max(level, levels[name] + left)
+        if kind is not None:
+            places[node.name] = _Place(kind, recomputed, level, after)
+        if may_synchronize(node):
+            after |= 1 << bits
+            bits += 1
+        levels[node.name], met[node.name] = level, after
+    return places
+
+
+def may_synchronize(node: Node) -> bool:
+    """Tells whether other ranks or threads may have to act before the node ends."""
+    return (
+        node.op in EXCHANGES
+        or (node.stateful and node.op not in _QUIET)
+        or any(True for _ in iterate_function_refs(node))
+    )
+
+
+def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collection[str]) -> None:
+    """Moves a node to the place of its readers, if they have a common one, so that its result is not stored any more.
+
+    A node stays if several operands as large as its result would have to be stored instead.
+    """
+    needed = {ref.node for ref in program.outputs}.union(program.effects)
+    waited_for = {name for node in program.nodes for name in node.controls}
+    for node in reversed(program.nodes):
+        place = places.get(node.name)
+        if place is None or node.name in needed or node.name in waited_for or node.name in sums:
+            continue
+        readers = {places.get(reader.name) for reader, _ in program.consumers.get(Ref(node.name), ())}
+        (to, *others) = readers or {None}
+        if others or to is None or to == place or (to.type, to.recomputed) != (place.type, place.recomputed):
+            continue
+        whole = {ref for ref in node.inputs if program.find_type(ref).shape == place.type.shape}
+        if len(whole) <= 1:
+            places[node.name] = to
+
+
+def _join_groups(program: Program, places: Mapping[str, _Place]) -> list[list[Node]]:
+    """Joins nodes to groups; a group that is too large for an operation's text is split in the program's order."""
+    top = join_places(program, places, _Place.__eq__)
+    whole: dict[str, list[Node]] = {}
+    for node in program.nodes:
+        if node.name in places:
+            whole.setdefault(top(node.name), []).append(node)
+    groups: list[list[Node]] = []
+    for nodes in whole.values():
+        groups.append([])
+        names: set[str] = set()
+        read: set[Ref] = set()
+        for node in nodes:
+            more = [ref for ref in node.inputs if ref.node not in names]
+            if groups[-1] and (len(read.union(more)) > MOST_OF_A_KIND or len(names) == MOST_OF_A_KIND):
+                groups.append([])
+                names, read, more = set(), set(), list(node.inputs)
+            groups[-1].append(node)
+            names.add(node.name)
+            read.update(more)
+    return groups

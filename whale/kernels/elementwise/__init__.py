@@ -1,1 +1,0 @@
-"""Fuses elementwise arithmetic of a rank's program into fewer operations."""

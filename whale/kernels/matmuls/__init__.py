@@ -1,1 +1,0 @@
-"""Replaces operations of a rank's program by matrix products that are faster on CPUs."""

@@ -1,1 +1,0 @@
-"""Adds and removes ranks while a run of the launcher goes on."""

@@ -1,0 +1,133 @@
+"""Merges operations that compute the same: scalars of an optimizer, and reads of a variable.
+
+Keras' optimizers read the learning rate and the step's number, and compute the bias corrections, for every variable:
+nearly half of a step's operations. All later passes have fewer nodes to process. TensorFlow 1 reads a variable again
+for every use; where the variable is split between steps and gathered where it is read, each of these reads would be an
+all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from whale.ir.marks import NO_MARKS
+from whale.ir.ops import RANDOM, UPDATES
+from whale.ir.program import Node, Program, Ref, Variable, rewire
+from whale.ir.values import UNMOVABLE
+
+
+def share_scalars(program: Program) -> Program:
+    """Merges equal scalars of updates in ``program``: those computed from constants and from reads of scalar variables.
+
+    Results of equal operations on equal operands are equal, and so are reads of a variable without control inputs:
+    these return the value from the beginning of the step. Nodes of different scopes are not merged, since each has its
+    stage.
+    """
+    behind = _find_behind_updates(program)
+    handles = program.variable_of
+    known: dict[Hashable, Ref] = {}
+    scalars: set[Ref] = set()
+    moved: dict[Ref, Ref] = {}
+    attrs: dict[Hashable, int] = {}
+    for node in program.nodes:
+        if node.name not in behind or not _may_be_shared(node, handles):
+            continue
+        inputs = tuple([moved.get(ref, ref) for ref in node.inputs])
+        if node.op != "ReadVariableOp" and not scalars.issuperset(inputs):
+            continue
+        what = _values(node.attrs, attrs)
+        if what < 0:
+            continue
+        own = Ref(node.name)
+        marks = None if node.marks is NO_MARKS else node.marks  # whose hash is one of many fields
+        first = known.setdefault((node.op, node.scope, inputs, node.outputs, marks, what), own)
+        scalars.add(first)
+        if first is not own:
+            moved[own] = first
+    if not moved:
+        return program
+    gone = {ref.node for ref in moved}
+    return rewire(program, {n.name: n for n in program.nodes if n.name not in gone}, moved)
+
+
+def _find_behind_updates(program: Program) -> set[str]:
+    """Returns the names of the nodes from which updates are computed element by element, and of the scalars they
+    use.
+    """
+    found: set[str] = set()
+    nodes = program.by_name
+    for node in reversed(program.nodes):
+        if node.op in UPDATES:
+            found.update([ref.node for ref in node.inputs])
+        elif node.name in found and not node.stateful and len(node.outputs) == 1:
+            shape = node.outputs[0].shape
+            for name, index in node.inputs:
+                operand = nodes[name].outputs[index]
+                if operand.is_static and (operand.shape == shape or operand.elements == 1):
+                    found.add(name)
+    return found
+
+
+def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
+    """Tells whether a node has one result that depends on its operands and attributes only."""
+    if node.controls or len(node.outputs) != 1:
+        return False
+    kind = node.outputs[0]
+    if not kind.is_static or kind.elements != 1 or kind.dtype in UNMOVABLE:
+        return False
+    if node.op == "ReadVariableOp":
+        return node.inputs[0].node in handles
+    return not (node.stateful or node.op in RANDOM) and bool(node.inputs or node.op == "Const")
+
+
+def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
+    """Returns a number that identifies attributes up to equal behaviour of their nodes; -1 if equality cannot be
+    decided.
+
+    Args:
+      known: the numbers assigned so far to values, and to attributes that nodes share.
+    """
+    shared = getattr(attrs, "shared", None)
+    number = known.get(shared) if shared is not None else None
+    if number is None:
+        # Attributes that are equal do the same, but for the sign of a zero.
+        unsure = any(isinstance(value, float) for value in attrs.values())
+        number = -1 if unsure else known.setdefault(tuple(sorted(attrs.items())), len(known))
+        if shared is not None:
+            known[shared] = number
+    return number
+
+
+def merge_reads(program: Program) -> Program:
+    """Replaces reads of a variable's value from the beginning of the step by one ``ReadVariableOp``.
+
+    Reads without control inputs return that value: a read behind a write waits for it. Reads in different scopes are
+    not merged, since each belongs to a stage.
+    """
+    first: dict[tuple[Ref, str], str] = {}
+    served: dict[str, str] = {}  # a reading -> the one that serves it
+    for node in program.nodes:
+        if node.op != "ReadVariableOp" or node.controls or node.inputs[0].node not in program.variable_of:
+            continue
+        one = first.setdefault((node.inputs[0], node.scope), node.name)
+        if one != node.name:
+            served[node.name] = one
+    if not served:
+        return program
+
+    def rewrite_ref(ref: Ref) -> Ref:
+        return Ref(served[ref.node], ref.index) if ref.node in served else ref
+
+    nodes = tuple(
+        replace(
+            node,
+            inputs=tuple(map(rewrite_ref, node.inputs)),
+            controls=tuple(dict.fromkeys(served.get(c, c) for c in node.controls)),
+        )
+        for node in program.nodes
+        if node.name not in served
+    )
+    effects = tuple(dict.fromkeys(served.get(name, name) for name in program.effects))
+    return program.replace_nodes(nodes, outputs=tuple(map(rewrite_ref, program.outputs)), effects=effects)

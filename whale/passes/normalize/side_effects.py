@@ -1,0 +1,205 @@
+"""Makes side effects of one rank's Python functions and datasets those of every rank, where ranks are processes.
+
+A Python function (``tf.numpy_function``, ``tf.py_function``) may change the script's objects: an environment, a list of
+what was seen, a counter. Each rank runs the script and has such objects of its own, so each runs the function, on the
+same whole operands; what one device would compute is what the first rank's gave, whatever others draw. Tables of words
+and queues are such objects too: what a step inserts, the script finds on every rank. So are the iterators and datasets
+of a step's loops, whose places and orders go on from call to call.
+
+A dataset that a step reads is read by one rank, whose copies of the variables that its functions change then differ
+from the other ranks': a layer that numbers the elements of a dataset of candidates in a variable, a reduction that
+counts in one. Behind the reader of such a dataset these variables are read, and every rank is assigned what the first
+one has.
+
+Decisions: 0179, 0180.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from whale.ir.ops import (
+    DATASET_LOOPS,
+    ELEMENTS_READ,
+    HAS_BODIES,
+    ITERATOR_READS,
+    OBJECT_UPDATES,
+    PYTHON_FUNCTIONS,
+    UPDATES,
+)
+from whale.ir.program import Node, Program, Ref, iterate_function_refs
+from whale.ir.values import UNMOVABLE, DType, TensorType
+from whale.sharding_rules.graph import list_called_functions
+
+# They read a dataset to its end, before what waits for them begins.
+_READERS = frozenset({"ReduceDataset", "DatasetToSingleElement"})
+
+# What AutoGraph makes of a Python loop over a dataset: a training loop, more often than not, which one rank would run.
+_LOOP = "ScanDataset"
+
+
+def run_python_everywhere(program: Program) -> Program:
+    """Marks the Python functions of the program, and of its loops and branches, and takes the first rank's results."""
+    graphs = [program, *program.functions.values()]
+    # Elsewhere iterators begin where they are read: on the first rank, as a session's does.
+    loops = any(node.op == "IteratorGetNextAsOptional" for graph in graphs for node in graph.nodes)
+    bodies = {name: _take_first_results(program.functions[name], loops) for name in _list_bodies(program)}
+    changed = _take_first_results(program, loops)
+    if changed is program and all(bodies[name] is program.functions[name] for name in bodies):
+        return program
+    return replace(changed, functions={**program.functions, **bodies})
+
+
+def _list_bodies(program: Program) -> Iterator[str]:
+    """Yields the functions of loops and branches, each once; datasets' functions are theirs."""
+    seen: set[str] = set()
+    waiting = [program]
+    while waiting:
+        for node in waiting.pop().nodes:
+            if node.op in HAS_BODIES:
+                for func in list_called_functions(node):
+                    if func.name in program.functions and func.name not in seen:
+                        seen.add(func.name)
+                        waiting.append(program.functions[func.name])
+                        yield func.name
+
+
+def _take_first_results(graph: Program, loops: bool) -> Program:
+    """Returns the graph, or a function's, with the first rank's results.
+
+    Args:
+      loops: whether the program has loops over datasets or iterators.
+    """
+    begins = loops and any(node.op == "MakeIterator" for node in graph.nodes)
+    called = {node.name for node in graph.nodes if _is_called(node) or (loops and node.op in ITERATOR_READS)}
+    if not called and not any(node.op in ELEMENTS_READ for node in graph.nodes):
+        return graph
+    taken = {
+        ref: Ref(f"{ref.node}/whale_of_first_{ref.index}")
+        for node in graph.nodes
+        if node.name in called or node.op in ELEMENTS_READ
+        for ref, kind in zip(node.list_refs(), node.outputs)
+        if kind.dtype not in UNMOVABLE
+    }
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple([taken.get(ref, ref) for ref in node.inputs]))
+        everywhere = node.name in called or (begins and _makes_dataset(node))
+        nodes.append(node.with_marks(on_every_rank=True) if everywhere else node)
+        for ref, kind in zip(node.list_refs(), node.outputs):
+            if ref in taken:
+                first = Node(taken[ref].node, "Identity", (ref,), (), {"T": DType(kind.dtype)}, (kind,), node.scope)
+                nodes.append(first.with_marks(of_first_rank=True))
+    return graph.replace_nodes(tuple(nodes), outputs=tuple(taken.get(ref, ref) for ref in graph.outputs))
+
+
+def _is_called(node: Node) -> bool:
+    """Tells whether an op changes objects of the script, and its results can be sent."""
+    changes = node.op in OBJECT_UPDATES or (node.op in PYTHON_FUNCTIONS and node.stateful)
+    return changes and not any(t.dtype in UNMOVABLE for t in node.outputs)
+
+
+def _makes_dataset(node: Node) -> bool:
+    return node.op.rstrip("V23456").endswith("Dataset") and node.op not in DATASET_LOOPS
+
+
+def share_hidden_updates(program: Program) -> Program:
+    """Assigns all ranks' copies of variables, behind each reader of a dataset whose functions change them."""
+    readers = [node for node in program.nodes if node.op in _READERS]
+    added: dict[str, list[Node]] = {}
+    for reader in readers:
+        changed = dict.fromkeys(
+            handle for node in _list_datasets(program, reader) for handle in find_hidden_updates(program, node)
+        )
+        if changed:
+            added[reader.name] = [
+                node for handle in changed for node in _share(program, reader, program.variable_of[handle].type, handle)
+            ]
+    if not added:
+        return program
+    # What waits for the reader may touch the variables: it waits for their values too.
+    behind = {name: tuple(node.name for node in new if node.op == "AssignVariableOp") for name, new in added.items()}
+    nodes: list[Node] = []
+    for node in program.nodes:
+        waits = [name for before in node.controls for name in (before, *behind.get(before, ()))]
+        if len(waits) > len(node.controls):
+            node = replace(node, controls=tuple(dict.fromkeys(waits)))
+        nodes.append(node)
+        nodes += added.get(node.name, ())
+    effects = (*program.effects, *(name for names in behind.values() for name in names))
+    return program.replace_nodes(tuple(nodes), effects=effects)
+
+
+def find_hidden_updates(program: Program, node: Node) -> dict[str, Node]:
+    """Returns the handle nodes of the program's variables that functions of a dataset's node change, with an op that
+    does.
+    """
+    found: dict[str, Node] = {}
+    mine = [r for r in node.inputs if program.find_type(r).dtype == "resource"]
+    for _, func in iterate_function_refs(node):
+        body = program.functions.get(func.name)
+        if body is None:
+            continue
+        theirs = [name for name in body.inputs if body.by_name[name].outputs[0].dtype == "resource"]
+        updates = _find_updated_arguments(program, body, set())
+        if not updates:
+            continue
+        # Functions get what they capture in order, behind the dataset's elements, which are no resources.
+        passed = dict(zip(theirs, mine)) if len(theirs) == len(mine) else {}
+        for argument, update in updates.items():
+            refs = [passed[argument]] if argument in passed else mine
+            found.update((ref.node, update) for ref in refs if ref.node in program.variable_of)
+    return found
+
+
+def _find_updated_arguments(program: Program, body: Program, seen: set[str]) -> dict[str, Node]:
+    """Returns the arguments of a function that it changes, itself or in functions that it calls, with an op that
+    does.
+    """
+    found: dict[str, Node] = {}
+    if body.name in seen:
+        return found
+    for node in body.nodes:
+        if node.op in UPDATES and node.inputs:
+            found[node.inputs[0].node] = node
+        for _, func in iterate_function_refs(node):
+            inner = program.functions.get(func.name)
+            if inner is not None and (updates := _find_updated_arguments(program, inner, {*seen, body.name})):
+                update = next(iter(updates.values()))
+                found.update((ref.node, update) for ref in node.inputs if body.find_type(ref).dtype == "resource")
+    return found
+
+
+def _list_datasets(program: Program, reader: Node) -> list[Node]:
+    """Lists the reader and the nodes that make its dataset, as far as they are in the program; none with a loop."""
+    found: dict[str, Node] = {}
+    waiting = [reader]
+    while waiting:
+        node = waiting.pop()
+        if node.op == _LOOP:
+            return []
+        if node.name not in found:
+            found[node.name] = node
+            waiting += [program.by_name[r.node] for r in node.inputs if program.find_type(r).dtype == "variant"]
+    return list(found.values())
+
+
+def _share(program: Program, reader: Node, held: TensorType, handle: str) -> tuple[Node, Node, Node]:
+    """Returns the nodes that read a variable behind the reader, take the first rank's value, and assign it."""
+    name = f"{reader.name}/whale_shared/{handle}"
+    dtype: Mapping[str, DType] = {"dtype": DType(held.dtype)}
+    # Where the reader does not run, the assignment waits for what it would have waited for.
+    read = Node(f"{name}/read", "ReadVariableOp", (Ref(handle),), (reader.name,), dtype, (held,), "", True)
+    one = Node(f"{name}/of_first", "Identity", (Ref(read.name),), (), {"T": DType(held.dtype)}, (held,))
+    assign = Node(
+        f"{name}/assign",
+        "AssignVariableOp",
+        (Ref(handle), Ref(one.name)),
+        tuple(dict.fromkeys((*reader.controls, reader.name, read.name))),
+        {**dtype, "validate_shape": False},
+        (),
+        "",
+        True,
+    )
+    return read, one.with_marks(of_first_rank=True), assign

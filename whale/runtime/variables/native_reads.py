@@ -1,0 +1,112 @@
+"""Brings values of split variables home where TensorFlow reads them by their handles, in C++.
+
+Functions that are no steps read the handles that they captured. Of datasets' functions, which read them at any time on
+threads of their own, it says what to do instead.
+
+Given a variable as an operand, an operation that runs eagerly (``tf.reduce_sum(w)``, ``tf.nn.relu(w)``) does not call
+the variable's methods: TensorFlow's fast path takes its ``_handle`` and reads what lies behind it. Of a variable whose
+parts lie elsewhere, or whose present value another rank holds, that is not the value.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.eager.polymorphic_function import concrete_function
+
+from whale.errors import PlanError
+
+_PARTS = "_whale_parts_behind"  # attribute of a handle: what holds its variable's parts
+
+
+def note_parts(handle: Any, parts: Any) -> None:
+    """Notes that a variable lies split: ``parts`` has ``bring_home`` and ``name``."""
+    setattr(handle, _PARTS, weakref.ref(parts))
+
+
+def forget_noted(handle: Any) -> None:
+    """Forgets what ``note_parts`` has noted: the variable is whole again."""
+    if hasattr(handle, _PARTS):
+        delattr(handle, _PARTS)
+
+
+def _iterate_parts(handles: Any) -> Iterator[Any]:
+    for handle in handles:
+        noted = getattr(handle, _PARTS, None)
+        if noted is not None and (parts := noted()) is not None:
+            yield parts
+
+
+def watch_plain_functions() -> Callable[[], None]:
+    """Has functions of TensorFlow find whole values behind the handles that they captured, from now on.
+
+    Every rank calls them, as it reads variables. Returns what ends that.
+    """
+    call, begin = concrete_function.ConcreteFunction._call_flat, iterator_ops.OwnedIterator.__init__
+
+    @functools.wraps(call)
+    def call_flat(self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
+        if tf.executing_eagerly():
+            for parts in _iterate_parts(captured_inputs):
+                parts.bring_home()
+        return call(self, tensor_inputs, captured_inputs)
+
+    @functools.wraps(begin)
+    def init(self: Any, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(dataset, tf.data.Dataset):
+            _refuse_split(dataset)
+        begin(self, dataset, *args, **kwargs)
+
+    def put_back() -> None:
+        concrete_function.ConcreteFunction._call_flat = call
+        iterator_ops.OwnedIterator.__init__ = begin
+
+    concrete_function.ConcreteFunction._call_flat = call_flat
+    iterator_ops.OwnedIterator.__init__ = init
+    return put_back
+
+
+def _refuse_split(dataset: tf.data.Dataset) -> None:
+    waiting, seen = [dataset], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += one._inputs()
+        for wrapped in one._functions():
+            for parts in _iterate_parts(wrapped.function.captured_inputs):
+                raise PlanError(
+                    "a dataset's function reads a variable of which every rank has a part",
+                    op=type(one).__name__.strip("_"),
+                    given=f"{parts.name} {list(parts.shape)}, which a training step has sharded",
+                    expected="whole variables: the function runs on a thread of the dataset's own, ahead of steps",
+                    action="call the model in the step, or on batches in the script's loop; or keep its weights whole: "
+                    "memory.zero=2, or a larger memory.zero_min_bytes",
+                )
+
+
+def make_handle_property(bring_home: Callable[[Any], None]) -> property:
+    """Returns a ``_handle`` for a class of variables, which puts their value behind it where the fast path asks.
+
+    Args:
+      bring_home: puts the present value of a variable behind its handle, and keeps it there until the next step.
+    """
+
+    def get(self: Any) -> Any:
+        # C++ has no frame of its own: the caller is the Python function of the operation, in a generated module.
+        module = sys._getframe(1).f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+        if module.startswith("gen_") and module.endswith("_ops.py") and tf.executing_eagerly():
+            bring_home(self)
+        return self.__dict__["_handle"]
+
+    def put(self: Any, handle: Any) -> None:
+        self.__dict__["_handle"] = handle
+
+    return property(get, put)
