@@ -93,7 +93,7 @@ def speed_of(
         return price(program, node, Work(share * every.flops, moved_bytes, 0.0, every.kernels))[0]
 
     def moving_s(size_bytes: float) -> float:
-        node = Node("sum", "AddN", (), (), ())
+        node = Node("sum", "AddN")
         return price(programs[0], node, Work(0.0, size_bytes, 0.0, 1))[0] - start_s
 
     return Speed(lambda node: seconds(node.name, node.op), part_of, of_rows, moving_s, start_s)

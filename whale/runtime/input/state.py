@@ -56,9 +56,9 @@ class State:
             taken_up = unpack(said)
             if not isinstance(taken_up, tuple):
                 raise make_other_place_error("Keras' fit", "a loop with wh.State")
-            values, self._place, self._build, *asked = taken_up
+            values, self._place, self._build, now, before_commit = taken_up
             vars(self).update(values)
-            now, before_commit = map(Counter, asked)
+            now, before_commit = Counter(now), Counter(before_commit)
             self._asked_by_others, self._asked_before_commit = now, before_commit
             # What stands between here and the commit asks once more, as for an epoch that the others have begun.
             self._go_to_seeds(now - before_commit)
