@@ -282,6 +282,10 @@ def test_published_jobs_are_divided_as_by_their_authors() -> None:
         names = {name for name, _, _ in list_choices(job.degrees, other, t.experts)}
         assert {"zero", "context", "data"} <= names
         assert 1 < job.measured_s < 120, job.name
+        # What was run has room.
+        software = stack(job.stack)
+        strategy = even_strategy(t.layers, job.degrees, machines, software.dtype, t.experts > 0)
+        assert evaluate(TransformerModel(t, software, machines), machines, strategy).fits, job.name
 
 
 def test_layers_cost_the_same_wherever_they_lie() -> None:
