@@ -67,36 +67,41 @@ class PublishedJob:
         )
 
 
+# Of each chunk: the first and the last stage have a layer less than the others (section 3.3.2).
+LAYERS_405B = (1, *[2] * 62, 1)
+
 JOBS = (
     PublishedJob(
         "Llama 3 405B, 8k tokens", "Grattafiori et al., 2024, table 4, second row", LLAMA_405B,
-        Degrees(tensor=8, stages=16, data=128, chunks=7, micro_batch=1, batch=2048, sequence_parallel=True, zero=1),
-        ("h100-sxm-80gb", 8, "roce-400", 8), "megatron-core-bf16", tflops=400,
-        assumed="stages of 7 chunks (theirs is not published)",
+        Degrees(
+            tensor=8, stages=16, data=128, chunks=4, micro_batch=1, batch=2048, sequence_parallel=True, zero=2,
+            stage_layers=LAYERS_405B,
+        ),
+        ("h100-sxm-80gb", 8, "roce-400", 8), "llama-3", tflops=400,
+        assumed="stages of 4 chunks (theirs is not published), the first and the last with a layer less (as theirs)",
     ),
     PublishedJob(
         "Llama 3 405B, 128k tokens", "Grattafiori et al., 2024, table 4, third row",
         msgspec.structs.replace(LLAMA_405B, sequence=131072),
         Degrees(
-            tensor=8, stages=16, data=8, context=16, chunks=7, micro_batch=1, batch=128, sequence_parallel=True, zero=1
+            tensor=8, stages=16, data=8, context=16, chunks=4, micro_batch=1, batch=128, sequence_parallel=True, zero=2,
+            stage_layers=LAYERS_405B,
         ),
-        ("h100-sxm-80gb", 8, "roce-400", 8), "megatron-core-bf16", tflops=380,
-        assumed="stages of 7 chunks; 128 rows (16 million tokens)",
+        ("h100-sxm-80gb", 8, "roce-400", 8), "llama-3", tflops=380,
+        assumed="stages as in the first job; 128 rows (16 million tokens)",
     ),
     PublishedJob(
         "DeepSeek-V3 671B", "DeepSeek-AI, 2024, sections 3.1 and 3.2: 180,000 H800 hours for 10^12 tokens",
         Transformer(
-            layers=61, hidden=7168, heads=128, sequence=4096, vocabulary=129280, feed_forward=2048, experts=256, top=8,
+            layers=62, hidden=7168, heads=128, sequence=4096, vocabulary=129280, feed_forward=2048, experts=256, top=8,
             shared_experts=1, head_width=128, latent=512, query_latent=1536, rope_width=64, gated=1, untied=1,
-            dense_layers=3, dense_feed_forward=18432, rotary=1,
+            dense_layers=3, dense_feed_forward=18432, rotary=1, expert_groups=8, top_groups=4, state_bytes=8,
         ),
-        Degrees(
-            stages=16, data=128, chunks=2, micro_batch=1, batch=15360, experts=64, zero=1, recompute="selective",
-            selective=("norms", "activation", "queries"),
-        ),
-        ("h800-sxm-80gb", 8, "infiniband-ndr-400", 8), "megatron-core-fp8",
+        Degrees(stages=16, data=128, chunks=2, micro_batch=1, batch=15360, experts=64, zero=1, recompute="selective"),
+        ("h800-sxm-80gb", 8, "infiniband-ndr-400", 8), "deepseek-v3",
         step_s=15360 * 4096 * 180e3 * 3600 / 1e12 / 2048,
-        assumed="2 chunks stand for DualPipe, which has two copies of the weights and passes beside exchanges",
+        assumed="2 chunks stand for DualPipe, which has two copies of the weights; a 62nd layer for the module that "
+        "predicts one more token, without its logits",
     ),
     PublishedJob(
         "Mixtral 8x7B", "NVIDIA, Megatron-Core v0.8, moe/README.md",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.analytic.stacks import Stack
+from cost_model.analytic.stacks import EXPERT_STREAMS, Stack
 from cost_model.analytic.transformer_kernels import Attention, Collective, Matmul, Op, Streaming
 from cost_model.hardware import Device
 from cost_model.kernels.collectives import COLLECTIVES, Group
@@ -73,6 +73,10 @@ def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
         launch_us += host_us
         if isinstance(op, Matmul):
             seconds = matmul_s(on.weight_rates if op.weights else rates, op.m, op.n, op.k, op.batch)
+            if op.weights and stack.launches_each_expert:  # and casts of operands before them
+                seconds += (op.batch - 1) * rates.kernel_s / EXPERT_STREAMS
+                cast = bool(stack.quantise_bytes) and not op.cast_before
+                launch_us += (op.batch - 1) * host_us * (2 if cast else 1)
             beside[op.name] = seconds
             device_s += seconds
             if op.weights and stack.quantise_bytes and not op.cast_before:

@@ -13,10 +13,11 @@ from itertools import accumulate
 from typing import Protocol
 
 from cost_model.analytic.kernel_costs import Cost
-from cost_model.analytic.stacks import Stack
+from cost_model.analytic.stacks import Stack, When
 from cost_model.analytic.transformer import OPTIMIZER_BYTES
 from cost_model.cluster.pools import Machines
 from cost_model.hardware import CONTEXT_GB
+from cost_model.kernels.collectives import RoutedTokens
 from cost_model.kernels.compute import round_ranks
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute
 
@@ -59,8 +60,9 @@ class LayerCosts:
         tensors: parameter tensors per layer, of which each costs the host a launch at the end of a step.
         experts: parameters of experts of one rank; 0 entries: none.
         expert_copies: replicas that have the same experts.
-        routed_bytes: of the tokens that a layer sends to experts, once there and once back.
-        state_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
+        routed: the tokens that a layer sends to experts and gets back; None: it has none.
+        state_bytes: of the optimizer per parameter; element_bytes: of a parameter; gradient_bytes: of its gradient.
+        shards_stages: as the stack says.
         edges: what the arrays have in the first and in the last layer besides: embedding and head.
         base_bytes: of the framework's own, on every rank.
     """
@@ -82,9 +84,11 @@ class LayerCosts:
     tensors: int = TENSORS_PER_LAYER
     experts: array[float] = field(default_factory=lambda: array("d"))
     expert_copies: int = 1
-    routed_bytes: float = 0.0
+    routed: RoutedTokens | None = None
     state_bytes: float = OPTIMIZER_BYTES
     element_bytes: int = 2
+    gradient_bytes: float = 2.0
+    shards_stages: When = "pass"
     edges: tuple[Edge, Edge] = (Edge(), Edge())
     base_bytes: float = 1e9 * CONTEXT_GB
 

@@ -22,6 +22,7 @@ WORKSPACE_BYTES = 32e6  # of matrix products (cuBLAS documentation, recommended 
 # Layers whose whole parameters lie there at a time where they are gathered or fetched for their passes: the one in
 # progress and the next (Zhao et al., "PyTorch FSDP", 2023, section 3.4, rate limiter).
 LAYERS_AHEAD = 2
+CHUNKS_SUMMED = 2  # whose gradients lie there whole where those of a chunk are summed as the next one's come
 COMMUNICATOR_BYTES = 4e6 * CHANNELS  # NCCL's buffers: NCCL_BUFFSIZE (4 MiB) for each channel of a communicator
 
 
@@ -51,7 +52,8 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
     Together s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) in half precision with dropout: 4 f/h for two tensors of a
     feed-forward network's inner width f (16 where f = 4 h; three tensors with a gate); all of it over t with sequence
     parallelism; no term in s with fused attention. With experts, f is what a rank's experts get. Operands of products
-    with weights that are kept in a smaller dtype count as that (`Stack.kept_operand_bytes`).
+    with weights that are kept in a smaller dtype count as that (`Stack.kept_operand_bytes`), what goes into the
+    activation likewise (`Stack.kept_inner_bytes`).
     """
     e, w, tokens = stack.element_bytes, p.tensor, float(p.tokens(t))
     operand = e if stack.kept_operand_bytes is None else stack.kept_operand_bytes
@@ -59,7 +61,7 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
     rows, own = expert_rows(t, p)
     routed = float(rows * own + count_shared_rows(t, p))
     into = t.products_per_network - 1 - (1 if t.relu else 0)  # tensors that go into the activation and are kept
-    inner = e * into * routed * t.inner / w
+    inner = (e if stack.kept_inner_bytes is None else stack.kept_inner_bytes) * into * routed * t.inner / w
     heads = tokens * t.output_width / w
     masks = (2 / along if stack.dropout else 0.0) * tokens * t.hidden  # of one byte
     # Tokens as they came to the experts, operands of the first product, and went back, which the router's weights need.
@@ -134,19 +136,19 @@ def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
 
 
 def state_bytes(
-    parameters: float, zero: int, copies: int, optimizer_bytes: float, element_bytes: int
+    parameters: float, zero: int, copies: int, optimizer_bytes: float, element_bytes: int, gradient_bytes: float
 ) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
 
     Args:
         parameters: number of parameters of the rank's layers, before ZeRO divides them.
         copies: number of ranks with the same parameters, over which ZeRO divides them.
-        optimizer_bytes: of the optimizer per parameter; element_bytes: of a parameter, or of its gradient.
+        optimizer_bytes: of the optimizer per parameter; element_bytes: of a parameter; gradient_bytes: of its gradient.
     """
     split = float(copies)
     return (
         element_bytes * parameters / (split if zero >= 3 else 1),
-        element_bytes * parameters / (split if zero >= 2 else 1),
+        gradient_bytes * parameters / (split if zero >= 2 else 1),
         optimizer_bytes * parameters / (split if zero >= 1 else 1),
     )
 
@@ -155,11 +157,12 @@ def states(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int
 ) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer state of one rank, on the device or offloaded."""
-    dense = state_bytes(layers.parameters_of(ranges), zero, replicas, layers.state_bytes, layers.element_bytes)
+    each = layers.state_bytes, layers.element_bytes, layers.gradient_bytes
+    dense = state_bytes(layers.parameters_of(ranges), zero, replicas, *each)
     if not layers.experts:
         return dense
     own, copies = layers.experts_of(ranges), layers.expert_copies
-    experts = state_bytes(own, zero, copies, layers.state_bytes, layers.element_bytes)
+    experts = state_bytes(own, zero, copies, *each)
     return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
 
 
@@ -182,6 +185,7 @@ def part_memory(
     zero: int,
     stages: int,
     offload: Offload = "none",
+    forward_first: bool = False,
 ) -> Footprint:
     """Returns the footprint of one rank of a part.
 
@@ -191,14 +195,20 @@ def part_memory(
         replicas: of the stage, all parts.
         live: chunks of micro-batches that are held at the schedule's peak.
         stages: of the strategy.
+        forward_first: all its forward passes come before the first backward pass.
     """
+    once = zero >= 2 and stages > 1 and layers.shards_stages != "pass"
+    if once:  # what lies there is what ZeRO 1 leaves: nothing is divided between passes
+        zero = 1
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
+    if once and forward_first and layers.shards_stages == "chunk":  # of the chunk in progress, and of the one before
+        gradients *= min(1.0, CHUNKS_SUMMED / len(ranges))
     whole = 0.0  # bytes of layers that lie there whole for as long as they are used
     if zero >= 3 and replicas > 1:  # parameters and gradients of the layer in progress and of those gathered ahead
         own = layers.layer_parameters_of(ranges)
         if layers.experts and layers.expert_copies > 1:
             own += layers.experts_of(ranges) / max(1, sum(high - low for low, high in ranges))
-        whole = LAYERS_AHEAD * 2 * layers.element_bytes * own
+        whole = LAYERS_AHEAD * (layers.element_bytes + layers.gradient_bytes) * own
     if offload != "none":
         optimizer = 0.0
     if offload == "parameters":  # of two layers, what was fetched and what goes back

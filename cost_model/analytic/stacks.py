@@ -25,6 +25,9 @@ from whale.errors import ClusterError, PlanError
 NotNegative = Annotated[float, Meta(ge=0)]
 Part = Annotated[float, Meta(ge=0, le=1)]
 Module = Literal["core", "norms", "activation", "queries", "network"]
+EXPERT_STREAMS = 4  # TransformerEngine, common/include/transformer_engine/gemm.h, num_streams
+# When a pipeline's stages gather and sum what ZeRO 2 and 3 divide (see `Stack.shards_stages`).
+When = Literal["pass", "step", "chunk"]
 
 
 class Compared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +87,18 @@ class Stack(catalogue.Entry, frozen=True):
         step_ms: once per step: data, loss to the host, logging.
         kept_operand_bytes: of an element of a product's operand that is kept for the backward pass, where it is not
             kept in `dtype`.
+        kept_inner_bytes: the same of what goes into a network's activation, which is cast back before its gradient.
+        held_gradient_bytes: of an element of the gradients that micro-batches are added to, where it is not `dtype`.
+        shards_stages: when the stages of a pipeline gather parameters and sum gradients under ZeRO 2 and 3: in each
+            `pass`; once a `step`, both lying whole in between, as under ZeRO 1 (FSDP2 that does not reshard after the
+            forward pass); the same, but a `chunk`'s gradients are summed when its last micro-batch has passed, where
+            all forward passes come first.
+        launches_each_expert: the products of a rank's experts are launched one by one, on `EXPERT_STREAMS` streams
+            (else as one kernel).
+        dispatches_once: a token goes once to each host that has some of its experts, and from there to these over the
+            links inside (else once to each expert).
+        dispatch_bytes: of an element of what is sent to experts, where it is not sent in `dtype` (what comes back is).
+        hides_experts: part of what experts exchange that runs beside kernels of another micro-batch.
         kernel_time: of what the devices' curves say that kernels take (as fitted: clocks, kernels that are others).
         base_gb: memory of the framework's own on every rank, context, loaded kernels and libraries' buffers included;
             at least the device's `context_gb`.
@@ -132,6 +147,13 @@ class Stack(catalogue.Entry, frozen=True):
     base_gb: NotNegative = 0.0
     receives_block: bool = False
     weighs_experts_inside: bool = False
+    kept_inner_bytes: NotNegative | None = None
+    held_gradient_bytes: NotNegative | None = None
+    shards_stages: When = "pass"
+    launches_each_expert: bool = False
+    dispatches_once: bool = False
+    dispatch_bytes: NotNegative | None = None
+    hides_experts: Part = 0.0
     kernel_time: Annotated[float, Meta(gt=0)] = 1.0
 
     @property
@@ -143,6 +165,11 @@ class Stack(catalogue.Entry, frozen=True):
     def operand_bytes(self) -> float:
         """Returns the bytes of an element of the operands of products with layers' weights, as they are gathered."""
         return SIZE_BYTES[self.weights_dtype] if self.weights_dtype else self.element_bytes
+
+    @property
+    def gradient_element_bytes(self) -> float:
+        """Returns the bytes of an element of the gradients that lie there between micro-batches."""
+        return self.element_bytes if self.held_gradient_bytes is None else self.held_gradient_bytes
 
     @property
     def repeats_selectively(self) -> bool:

@@ -55,12 +55,13 @@ class StageCosts:
             strategy.expert_ranks,
         )
         # Of the other stages what matters is whether there are any on both sides, on which devices, and how many passes
-        # of a chunk follow each other.
+        # of a chunk follow each other, or whether all do (see `stage_memory`).
         key = (
             own,
             index == 0,
             index == count - 1,
             min(count, strategy.micro_batches),
+            strategy.micro_batches < 2 * count,
             tuple([part.pool for part in before]),
             tuple([part.pool for part in after]),
             live,

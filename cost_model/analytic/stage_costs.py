@@ -3,7 +3,7 @@
 Stages may be unequal, their parts of unequal devices and rows; a layer's experts are on several replicas. A search
 computes many stages, so a stage costs microseconds.
 
-Decision: 0056.
+Decisions: 0056, 0207.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cost_model.analytic.layer_costs import (
 from cost_model.analytic.memory import Footprint, count_offloaded_bytes, part_memory, states
 from cost_model.analytic.stacks import Stack
 from cost_model.cluster.pools import Machines, Pool
-from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from cost_model.kernels.collectives import Group, all_gather_s, all_reduce_s, exchange_tokens_s, reduce_scatter_s
 from cost_model.kernels.compute import CHANNELS, Rates, streaming_s
 from cost_model.simulator import not_hidden_s
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute, Stage
@@ -37,6 +37,9 @@ VIEWS_S = 2e-6
 
 # What a channel of a ring carries: NCCL, src/graph/tuning.cc, perChMaxRingLL128Bws of Volta and Ampere.
 CHANNEL_BYTES_PER_S = 20e9
+
+COUNT_BYTES = 8  # of the number of tokens that one rank sends to an expert
+PASSES = 2  # of a micro-batch; what the forward pass told, the backward pass knows
 
 Passes = tuple[list[float], list[float], int]  # see `passes_of`
 
@@ -76,6 +79,29 @@ def fully_sharded(model: Model, strategy: ParallelStrategy) -> bool:
     return strategy.zero >= 2 and one and strategy.offload == "none" and not model.experts
 
 
+def find_level(model: Model, strategy: ParallelStrategy) -> int:
+    """Returns the level of ZeRO by which a step gathers and sums: 1 also where a pipeline does so once a step."""
+    once = model.stack.shards_stages != "pass" and len(strategy.stages) > 1
+    return min(strategy.zero, 1) if once else strategy.zero
+
+
+def experts_s(group: Group, one: LayerCosts) -> float:
+    """Returns the seconds in which one pass of a layer exchanges tokens with a group's experts.
+
+    Before, each rank tells all how many tokens it sends to each expert.
+    """
+    if one.routed is None:
+        return 0.0
+    counted_s = all_gather_s(group, float(COUNT_BYTES * one.routed.experts * group.size))
+    return exchange_tokens_s(group, one.routed) + counted_s / PASSES
+
+
+def _beside_s(kernels_s: float, exchange_s: float, part: float, lost: float) -> float:
+    """Returns the seconds of kernels and of an exchange, a part of which runs beside other kernels as long."""
+    hidden_s = min(part * exchange_s, kernels_s)
+    return kernels_s + lost * hidden_s + exchange_s - hidden_s
+
+
 def stage_cost(
     model: Model,
     machines: Machines,
@@ -111,7 +137,8 @@ def stage_cost(
         sent_back_s = [s + (to_next_s if i < last else 0.0) for i, s in zip(at, sent_back_s)]
     # The gradients of experts are summed only where several replicas have these.
     summed = [own + e * (one.expert_copies > 1) for own, e, one in zip(dense, experts, costs)]
-    reduce_s = reduction_s(model, machines, stage.parts, summed, strategy.zero, strategy.count_sharding(stage))
+    level = find_level(model, strategy)
+    reduce_s = reduction_s(model, machines, stage.parts, summed, level, strategy.count_sharding(stage))
     if model.stack.hides_data_parallel:
         counts = [high - low for low, high in stage.layers]
         lost = 0.0
@@ -162,7 +189,7 @@ def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stag
         (forward, backward, number of the limiting part).
     """
     costs = _costs_of(model, strategy, stage, ranks)
-    plain = strategy.zero < 2 and strategy.offload == "none" and not model.experts
+    plain = find_level(model, strategy) < 2 and strategy.offload == "none" and not model.experts
     moves = None if plain else _Moves.price(model, machines, strategy, stage, costs)
     forwards, backwards, limiting, longest = [], [], 0, -1.0
     for low, high in stage.layers:
@@ -213,7 +240,7 @@ class _Moves:
         experts = None
         if ways > 1:  # all layers' exchanges wait for the slowest of the groups that each have all experts
             groups = [machines.data_group(one) for one in _neighbours(stage.parts, ways)]
-            experts = max(groups, key=lambda group: all_to_all_s(group, costs[0].routed_bytes))
+            experts = max(groups, key=lambda group: experts_s(group, costs[0]))
         return _Moves(model, machines, strategy, stage, data, experts, copies)
 
     def passes_s(self, part: DeviceGroup, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
@@ -223,12 +250,15 @@ class _Moves:
         kernels, gradients overlap the next one's: the longer of the two counts, and one layer of the other.
         """
         count, ranges, strategy = high - low, ((low, high),), self.strategy
-        exchange_s = 0.0 if self.experts is None else 2 * all_to_all_s(self.experts, one.routed_bytes)
-        again = 2 if strategy.find_recompute(self.stage) == "full" else 1
-        forward_s = one.forward(low, high) / count + exchange_s
-        backward_s = one.backward(low, high) / count + exchange_s * again
+        forward_s, backward_s = one.forward(low, high) / count, one.backward(low, high) / count
+        if self.experts is not None:
+            exchange_s, again = experts_s(self.experts, one), 2 if strategy.find_recompute(self.stage) == "full" else 1
+            part_hidden = self.model.stack.hides_experts
+            lost = rates_of_part(self.model, self.machines, part).lost_units
+            forward_s = _beside_s(forward_s, exchange_s, part_hidden, lost)
+            backward_s = _beside_s(backward_s, exchange_s * again, part_hidden, lost)
         ahead_s = back_s = 0.0
-        if self.data is not None and strategy.zero >= 2:
+        if self.data is not None and find_level(self.model, strategy) >= 2:
             rates = rates_of_part(self.model, self.machines, part)
             how, own = strategy.find_recompute(self.stage), one.parameters_of(ranges) / count
             if one.expert_copies > 1:  # experts that several replicas have are divided like all else
@@ -477,8 +507,9 @@ def stage_memory(
         stages: of the strategy.
     """
     zero, offload, replicas = settings.zero, settings.offload, settings.count_sharding(stage)
+    forward_first = len(stage.layers) > 1 and settings.micro_batches < 2 * stages  # see `schedule_interleaved`
     return tuple([
-        part_memory(one, stage.layers, part, replicas, live, zero, stages, offload)
+        part_memory(one, stage.layers, part, replicas, live, zero, stages, offload, forward_first)
         for part, one in zip(stage.parts, costs)
     ])  # fmt: skip
 

@@ -34,6 +34,8 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `gated`: 1 where a feed-forward network has a second first product that gates the first (SwiGLU, GeGLU).
     `relu`: 1 where its activation is max(0, x), whose gradient needs no more than its result.
     `experts`: feed-forward networks of each layer, of which a token goes through `top` (0: one that is no expert).
+    `expert_groups`: in which experts lie side by side; a token's are in `top_groups` of them (0: in any; DeepSeek-AI,
+    "DeepSeek-V3", 2024, section 2.1.2, node-limited routing).
     `shared_experts`: experts that every token goes through besides `top` of `experts`.
     `dense_layers`: first layers that have one network of width `dense_feed_forward` instead of experts.
     `rotary`: 1 where positions are rotations of queries and keys (RoPE), and not a table of parameters.
@@ -68,6 +70,8 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relu: Switch = 0
     rotary: Switch = 0
     dropout: Switch = 0
+    expert_groups: Amount = 0
+    top_groups: Amount = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
@@ -91,7 +95,13 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PlanError("latent attention has keys and values for every head", given=f"kv_heads={self.kv_heads}")
         if (self.query_latent or self.rope_width) and not self.latent:
             raise PlanError("query_latent and rope_width are for latent attention", expected="latent, or none of them")
-        for name in ("shared_experts", "dense_layers"):
+        if bool(self.expert_groups) != bool(self.top_groups) or self.top_groups > self.expert_groups:
+            raise PlanError(
+                "a token's experts are in some of the groups",
+                given=f"expert_groups={self.expert_groups}, top_groups={self.top_groups}",
+                expected="top_groups of 1 to expert_groups, or neither",
+            )
+        for name in ("shared_experts", "dense_layers", "expert_groups"):
             if getattr(self, name) and not self.experts:
                 raise PlanError(f"{name} are for models with experts", given=getattr(self, name))
         if self.dense_layers and not (self.dense_feed_forward and self.dense_layers < self.layers):
@@ -194,6 +204,8 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shared_experts=0,
             dense_layers=0,
             dense_feed_forward=0,
+            expert_groups=0,
+            top_groups=0,
         )
 
     @property

@@ -79,6 +79,10 @@ ATTENTION_DROPOUT = 1.7
 # Bytes of keys and values, and of their gradients, that go round in context parallelism's backward pass, for those of
 # the forward pass.
 ROUND_BACKWARD = 2.0
+# Kernels by which a layer chooses experts, counts tokens, and copies them there and back: those of Megatron-Core's
+# core/transformer/moe (router.py, token_dispatcher.py) with fused permutation. TopK and scores 4, balance 6, counts 8,
+# row maps and permutations 4 x 2. Gradients go the same ways by known maps, and through scores and balance.
+ROUTING_KERNELS, ROUTING_KERNELS_BACK = 26, 10
 # Memory traffic of a normalisation's backward pass for that of its forward pass, which reads and writes x once: x and
 # dy are read twice, dx is written.
 NORM_BACKWARD = 2.5
@@ -197,7 +201,8 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *_pointwise("dropout 1", drop, stack),
         Streaming("norm 2", stack.norm_bytes * own),
         *_enter(p, whole, stack, "feed forward 1"),
-        *_list_routing(t, p, stack),
+        *_list_router(t, p),
+        *_list_routing(t, p, stack, ROUTING_KERNELS),
         *_list_shared_forward(t, p, stack),
         Matmul("feed forward 1", rows, first * f // w, h, own_experts, weights=True),
         *_pointwise("activation", (1 + first) * e * rows * own_experts * float(f) / w, stack),
@@ -243,8 +248,9 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
         *_back(p, whole, stack, "feed forward 1: weight"),
         *_accumulate(gradients, float(first * f) * h / w * own_experts),
         *_list_shared_backward(t, p, stack),
-        *_list_routing(t, p, stack),
-        *_list_routing(t, p, stack),
+        *_list_routing(t, p, stack, ROUTING_KERNELS_BACK),
+        *_list_router(t, p),
+        *_list_router(t, p),
         Streaming("norm 2 gradient", norm, 3),
         *drop_1,
         *_regather(p, whole, stack, "projection: input"),
@@ -344,16 +350,23 @@ def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
     return -(-tokens * t.top * p.experts // t.experts), max(1, t.experts // p.experts)
 
 
-def _list_routing(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels of the router, and those that copy (read, write) tokens to and from the buffers of the
-    all-to-all.
-    """
-    e = stack.element_bytes
+def _list_routing(t: Transformer, p: LayerShare, stack: Stack, kernels: int) -> list[Op]:
+    """Lists the kernels that choose experts and copy tokens to and from the buffers of the all-to-all."""
     if not t.experts:
         return []
     tokens = p.tokens(t)
-    copied = 2.0 * 2 * e * tokens * t.top * t.hidden
-    return [Matmul("router", tokens, t.experts, t.hidden), Streaming("dispatch, combine", copied, 2)]
+    # Each token is read once and written for each of its experts, and the other way round when they come back.
+    passes = 2.0 * (1 + 1 / t.top)
+    # Tokens of several experts come from each rank, and go back to it, in an order of their own.
+    if p.experts > 1 and t.experts > p.experts and not stack.dispatches_once:
+        passes += 2.0 * 2
+    copied = passes * stack.element_bytes * tokens * t.top * t.hidden
+    return [Streaming("dispatch, combine", copied, kernels)]
+
+
+def _list_router(t: Transformer, p: LayerShare) -> list[Op]:
+    """Lists the product that chooses each token's experts; none without them."""
+    return [Matmul("router", p.tokens(t), t.experts, t.hidden)] if t.experts else []
 
 
 def _enter(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:

@@ -17,7 +17,7 @@ from cost_model.analytic.stacks import Stack
 from cost_model.analytic.transformer import LayerShare, Transformer
 from cost_model.cluster.cluster_file import DeviceEntry
 from cost_model.cluster.pools import Machines
-from cost_model.kernels.collectives import all_gather_s, point_to_point_s
+from cost_model.kernels.collectives import RoutedTokens, all_gather_s, point_to_point_s
 from whale.ir.strategy import Recompute, count_expert_ranks
 
 TENSOR_DEGREES = (1, 2, 4, 8, 16)  # that are looked at
@@ -102,7 +102,17 @@ class TransformerModel:
         back = [(one.backward, count) for one, count in each]
         # Ranks that divide the sequence each send their tokens.
         sent = p.tokens(t) / (tensor if sequence_parallel else 1)
-        routed = float(stack.element_bytes) * sent * t.hidden * t.top * (1 - t.dense_layers / L)
+        copies = sent * t.hidden * t.top * (1 - t.dense_layers / L)
+        there_bytes = stack.element_bytes if stack.dispatch_bytes is None else stack.dispatch_bytes
+        routed = RoutedTokens(
+            there_bytes=there_bytes * copies,
+            back_bytes=stack.element_bytes * copies,
+            top=t.top,
+            experts=t.experts,
+            groups=t.expert_groups,
+            top_groups=t.top_groups,
+            once=stack.dispatches_once,
+        )
         return LayerCosts(
             forward_s=_along(
                 [(c.device_s + c.exposed_s, n) for c, n in ahead], _whole(first.forward), _whole(last.forward)
@@ -129,9 +139,11 @@ class TransformerModel:
             last_bytes=head_bytes(t, p, stack),
             experts=_along([(one.experts, n) for one, n in each]) if t.experts else array("d"),
             expert_copies=replicas // ways,
-            routed_bytes=routed if t.experts else 0.0,
+            routed=routed if t.experts else None,
             state_bytes=t.state_bytes_of(stack.element_bytes),
             element_bytes=stack.element_bytes,
+            gradient_bytes=stack.gradient_element_bytes,
+            shards_stages=stack.shards_stages,
             edges=(first, last),
             base_bytes=1e9 * max(entry.device.context_gb, stack.base_gb),
         )

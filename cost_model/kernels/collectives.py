@@ -221,6 +221,53 @@ def all_to_all_s(group: Group, tensor_bytes: float) -> float:
     return START_S + _compute_steps_s(group, "simple", 1) + max(inside_s, between_s)
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The tokens that one rank sends to a layer's experts, and gets back from these.
+
+    Attributes:
+        there_bytes, back_bytes: of them, each counted as often as it has experts.
+        top: experts of a token; experts: of the layer.
+        groups, top_groups: in which experts lie side by side, and in how many of them a token's are (0: in any).
+        once: each token crosses to a host once, and goes to its experts there over the links inside.
+    """
+
+    there_bytes: float
+    back_bytes: float
+    top: int
+    experts: int
+    groups: int = 0
+    top_groups: int = 0
+    once: bool = False
+
+    def count_hosts(self, hosts: int) -> float:
+        """Returns on how many of so many hosts, in the mean, a token's experts are.
+
+        Of h hosts that are as likely, one has none of n experts with a probability of (1 - 1/h)^n.
+        """
+        able = min(hosts, self.top_groups * -(-hosts // self.groups)) if self.top_groups else hosts
+        return able * (1.0 - (1.0 - 1.0 / able) ** self.top)
+
+
+def exchange_tokens_s(group: Group, routed: RoutedTokens) -> float:
+    """Returns the seconds in which tokens go to their experts on other ranks, and come back: two all-to-alls.
+
+    Where a token crosses once to each host, so many bytes go between hosts, and all copies over the links inside
+    (DeepSeek-AI, "DeepSeek-V3", 2024, section 3.2.2).
+    """
+    if group.size == 1:
+        return 0.0
+    if not routed.once or group.hosts == 1:
+        return all_to_all_s(group, routed.there_bytes) + all_to_all_s(group, routed.back_bytes)
+    away = routed.count_hosts(group.hosts) * (group.hosts - 1) / group.hosts / routed.top
+    found = 0.0
+    for copies in (routed.there_bytes, routed.back_bytes):
+        between_s = copies * away * group.per_host / group.host_bytes_per_s
+        inside_s = copies * (group.per_host - 1) / group.per_host / group.link_bytes_per_s
+        found += START_S + _compute_steps_s(group, "simple", 1) + max(inside_s, between_s)
+    return found
+
+
 def point_to_point_s(sent_bytes: float, bytes_per_s: float, step_us: float) -> float:
     """Returns the seconds of one message: its latency and its bytes."""
     return START_S + step_us * 1e-6 + sent_bytes / bytes_per_s

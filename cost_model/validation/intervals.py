@@ -3,8 +3,9 @@
 A group is the rows of one stack on devices of one efficiency curve. Its centre is the mean of log(measured /
 predicted), drawn towards 0; its scale their spread, drawn towards that of all groups (`PRIOR_ROWS` rows of prior weight
 each). A row's score is its distance from the centre by the scale, both found without that row, and the interval reaches
-so far that nine of ten scores lie inside (Vovk, "Cross-conformal predictors", 2015; Papadopoulos et al., "Normalized
-nonconformity measures", 2008). A group of `OWN_ROWS` rows and more has a quantile of its own.
+so far that nine of ten scores of all groups of its size lie inside (Vovk, "Cross-conformal predictors", 2015;
+Papadopoulos et al., "Normalized nonconformity measures", 2008): of fewer than `FEW_ROWS` rows, of fewer than
+`OWN_ROWS`, or, from these on, of its own alone.
 
 Rows on which a constant was fitted count as they would be predicted without them (`FITTED`): by how much the constant
 would then be another, to first order.
@@ -35,6 +36,7 @@ from cost_model.validation.report import Result
 
 PRIOR_ROWS = 3.0  # the data choose no other: with 2 to 5 as many rows lie inside
 OWN_ROWS = 19  # of which the nine tenths are not the outermost row
+FEW_ROWS = 10  # of which a scale is so little known that rows are off by more scales, as in Student's distribution
 STEP = 0.02  # by which a fitted constant is changed to see what that changes
 
 Group = tuple[str, str]  # a stack, and an efficiency curve
@@ -142,23 +144,36 @@ def _quantile(scores: Sequence[float]) -> float:
 
 
 # What `calibrate` finds for the package's rows, for groups of others: the scale of one of which nothing is known, and
-# how many scales nine of ten rows are off at most.
-COMMON_SCALE, COMMON_REACH = 0.06, 1.769
+# how many scales nine of ten rows are off at most, in groups of fewer than `FEW_ROWS` rows and in others.
+COMMON_SCALE, COMMON_REACH = 0.06, (2.393, 1.741)
+
+Reach = tuple[float, float]
 
 
-def compare(residuals: Sequence[float], prior: float = COMMON_SCALE, common: float = COMMON_REACH) -> Compared:
+def compare(residuals: Sequence[float], prior: float = COMMON_SCALE, common: Reach = COMMON_REACH) -> Compared:
     """Returns the interval of one group, given log(measured / predicted) of rows it was not fitted on."""
     spread = _spread(residuals, prior)
     own = len(residuals) >= OWN_ROWS
-    reach = (_quantile(_scores(residuals, prior)) if own else common) * spread.scale
+    shared = common[len(residuals) >= FEW_ROWS]
+    reach = (_quantile(_scores(residuals, prior)) if own else shared) * spread.scale
     low, high = (math.exp(spread.centre + sign * reach) for sign in (-1, 1))
     return Compared(len(residuals), min(1.0, round(low, 3)), max(1.0, round(high, 3)))
 
 
-def find_common(residuals: Mapping[Group, Sequence[float]]) -> tuple[float, float]:
-    """Returns the scale of a group of which nothing is known, and how many scales nine of ten rows are off at most."""
+def find_common(residuals: Mapping[Group, Sequence[float]]) -> tuple[float, Reach]:
+    """Returns the scale of a group of which nothing is known, and how many scales nine of ten rows are off at most.
+
+    The latter of groups of fewer than `FEW_ROWS` rows, and of others that have no quantile of their own. Where such
+    have fewer than `OWN_ROWS` rows in all, it is that of all groups, or what is found if that is more.
+    """
     prior = _prior(residuals)
-    return prior, _quantile([score for own in residuals.values() for score in _scores(own, prior)])
+    scores = [(len(own), score) for own in residuals.values() for score in _scores(own, prior)]
+    every = _quantile([score for _, score in scores])
+    found = []
+    for least, most in ((1, FEW_ROWS), (FEW_ROWS, OWN_ROWS)):
+        alike = [score for count, score in scores if least <= count < most]
+        found.append(_quantile(alike) if len(alike) >= OWN_ROWS else max([every, *alike]))
+    return prior, (found[0], found[1])
 
 
 def calibrate(residuals: Mapping[Group, Sequence[float]]) -> dict[Group, Compared]:
@@ -195,7 +210,7 @@ def left_out(residuals: Mapping[Group, Sequence[float]]) -> dict[Group, list[boo
 
 def _quantile_of_none(residuals: Mapping[Group, Sequence[float]]) -> float:
     prior, common = find_common(residuals)
-    return common * _spread([], prior).scale
+    return common[0] * _spread([], prior).scale
 
 
 def grouped(found: Sequence[Result]) -> dict[Group, list[float]]:

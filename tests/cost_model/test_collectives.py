@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -31,8 +32,8 @@ def test_one_rank_does_not_communicate(name: str) -> None:
 @given(BYTES, st.sampled_from([(2, 2), (8, 8), (16, 8), (64, 8), (64, 1), (6, 4)]), st.floats(1, 4))
 def test_more_bandwidth_or_fewer_bytes_are_never_slower(size: float, shape: tuple[int, int], factor: float) -> None:
     here = over(*shape)
-    wider = dataclasses.replace(here, link_bytes_per_s=here.link_bytes_per_s * factor)
-    faster = dataclasses.replace(wider, host_bytes_per_s=here.host_bytes_per_s * factor)
+    wider = replace(here, link_bytes_per_s=here.link_bytes_per_s * factor)
+    faster = replace(wider, host_bytes_per_s=here.host_bytes_per_s * factor)
     for formula in {**COLLECTIVES, **ALL_REDUCE}.values():
         assert formula(faster, size) <= formula(wider, size) <= formula(here, size)
         assert formula(here, size / factor) <= formula(here, size)
@@ -88,6 +89,36 @@ def test_all_to_all_is_bound_by_adapters_between_hosts() -> None:
     here = over(16, 8)
     # 8 of 16 parts leave each host, of each of its eight ranks.
     assert collectives.all_to_all_s(here, 1e9) == pytest.approx(1e9 * 8 / 16 * 8 / here.host_bytes_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("hosts, top, groups, top_groups", [(2, 2, 0, 0), (4, 3, 0, 0), (4, 3, 4, 2), (2, 3, 4, 1)])
+def test_a_token_has_experts_on_as_many_hosts_as_draws_of_them_say(
+    hosts: int, top: int, groups: int, top_groups: int
+) -> None:
+    """Hosts are drawn alike for each of a token's experts: among all, or among those of the groups drawn first."""
+    able = min(hosts, top_groups * -(-hosts // groups)) if groups else hosts
+    draws = list(itertools.product(range(able), repeat=top))
+    mean = sum(len(set(one)) for one in draws) / len(draws)
+    routed = collectives.RoutedTokens(1.0, 1.0, top, 8 * hosts, groups, top_groups)
+    assert routed.count_hosts(hosts) == pytest.approx(mean)
+
+
+def test_tokens_that_cross_once_to_each_host_take_less_of_the_adapters() -> None:
+    here, size = over(64, 8), 8e10
+    each = collectives.RoutedTokens(size, size, 8, 256)
+    assert collectives.exchange_tokens_s(here, each) == 2 * collectives.all_to_all_s(here, size)
+    once = replace(each, once=True)
+    # 7 of 8 copies leave a host, or 7 of 8 of the hosts that a token goes to.
+    part = collectives.exchange_tokens_s(here, once) / collectives.exchange_tokens_s(here, each)
+    assert part == pytest.approx(once.count_hosts(8) / 8, rel=1e-3)
+    limited = replace(once, groups=8, top_groups=4)
+    assert limited.count_hosts(8) < 4 < once.count_hosts(8)
+    assert collectives.exchange_tokens_s(here, limited) < collectives.exchange_tokens_s(here, once)
+    half = replace(limited, there_bytes=size / 2)  # in a dtype half as large
+    both = [collectives.exchange_tokens_s(here, one) for one in (limited, half)]
+    assert both[1] / both[0] == pytest.approx(0.75, rel=1e-3)
+    # Inside a host there is nothing to cross.
+    assert collectives.exchange_tokens_s(over(8, 8), once) == collectives.exchange_tokens_s(over(8, 8), each)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -282,6 +282,35 @@ def test_published_jobs_are_divided_as_by_their_authors() -> None:
         names = {name for name, _, _ in list_choices(job.degrees, other, t.experts)}
         assert {"zero", "context", "data"} <= names
         assert 1 < job.measured_s < 120, job.name
+        # What was run has room.
+        software = stack(job.stack)
+        strategy = even_strategy(t.layers, job.degrees, machines, software.dtype, t.experts > 0)
+        assert evaluate(TransformerModel(t, software, machines), machines, strategy).fits, job.name
+
+
+def test_few_long_rows_are_divided_before_anything_is_improved() -> None:
+    """128 rows of 131,072 tokens on 16,384 devices: most of a short search once went into plans of whole rows."""
+    job = next(one for one in JOBS if one.transformer.sequence == 131072)
+    machines = Machines(job.make_cluster())
+    model = TransformerModel(job.transformer, stack(job.stack), machines)
+    theirs = even_strategy(job.transformer.layers, job.degrees, machines, model.stack.dtype)
+    known_s = evaluate(model, machines, theirs).step_s
+    found = search(model, machines, job.degrees.batch, Constraints(stages=16, budget_s=0.5))
+    assert found.strategy.context >= 16 and found.fastest_s <= known_s
+
+
+def test_a_layer_may_move_from_the_head_past_the_embedding() -> None:
+    job = next(one for one in JOBS if one.name.startswith("Nemotron"))
+    machines, layers = Machines(job.make_cluster()), job.transformer.layers
+    model = TransformerModel(job.transformer, stack(job.stack), machines)
+    hand = msgspec.structs.replace(
+        job.degrees, tensor=4, stages=6, data=128, context=2, chunks=8, stage_layers=(2, 3, *[2] * 45, 1)
+    )
+    by_hand = even_strategy(layers, hand, machines, model.stack.dtype)
+    even = even_strategy(layers, msgspec.structs.replace(hand, stage_layers=()), machines, model.stack.dtype)
+    assert by_hand in list(layer_moves(even, [1.0] * 6))
+    found = search(model, machines, job.degrees.batch, Constraints(chunks=8, budget_s=1.0))
+    assert found.fastest_s <= evaluate(model, machines, by_hand).step_s < evaluate(model, machines, even).step_s
 
 
 def test_layers_cost_the_same_wherever_they_lie() -> None:

@@ -50,7 +50,7 @@ UNEQUAL = cluster_file.parse(
 )
 LAYERS = [
     f.Dlrm(tables=3, rows=60000, factors=8, batch=64),
-    f.Classifier(classes=200000, features=16, inputs=8, batch=64),
+    f.Classifier(classes=200000, features=32, inputs=8, batch=64),
 ]
 
 

@@ -25,6 +25,8 @@ KEYS = {
     "top": ("num_experts_per_tok", "num_experts_per_token"),
     "shared_experts": ("n_shared_experts",),
     "dense_layers": ("first_k_dense_replace",),
+    "expert_groups": ("n_group",),
+    "top_groups": ("topk_group",),
     "head_width": ("head_dim", "qk_nope_head_dim"),
     "value_width": ("v_head_dim",),
     "latent": ("kv_lora_rank",),
@@ -106,6 +108,9 @@ def _settle(found: dict[str, int], given: Mapping[str, object], family: str) -> 
             found.pop("dense_layers", None)
     else:
         for name in ("experts", "top", "shared_experts", "dense_layers"):
+            found.pop(name, None)
+    if "experts" not in found or not 1 < found.get("expert_groups", 1) > found.get("top_groups", 0) > 0:
+        for name in ("expert_groups", "top_groups"):  # a token's experts are in any
             found.pop(name, None)
     act = str(given.get("hidden_act") or given.get("hidden_activation") or given.get("activation_function") or "")
     gated = act in GATES and not (act == "gelu_pytorch_tanh" and not family.startswith("gemma"))

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from cost_model.analytic.evaluate import tied_between_s
 from cost_model.analytic.layer_costs import LayerCosts, Model
 from cost_model.analytic.memory import states
-from cost_model.analytic.stage_costs import reduction_s
+from cost_model.analytic.stage_costs import experts_s, reduction_s
 from cost_model.cluster.pools import Machines
-from cost_model.kernels.collectives import all_to_all_s
 from cost_model.kernels.compute import round_ranks
 from cost_model.simulator import not_hidden_s
 from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute, count_expert_ranks
@@ -88,8 +87,8 @@ class Estimates:
             count = self.model.count
             total = one.forward(0, count) + one.backward(0, count)
             if ways > 1:  # tokens go to the experts and come back, in each pass (see `stage_costs`)
-                group, times = self.machines.data_group(((pool, tensor, ways),)), 6 if how[0] == "full" else 4
-                total += times * count * all_to_all_s(group, one.routed_bytes)
+                group, times = self.machines.data_group(((pool, tensor, ways),)), 3 if how[0] == "full" else 2
+                total += times * count * experts_s(group, one) * (1.0 - self.model.stack.hides_experts)
             self.each[key] = one, total, total / count
         return self.each[key]
 

@@ -338,8 +338,8 @@ class Moves:
 def layer_moves(strategy: ParallelStrategy, seconds: Sequence[float]) -> Iterator[ParallelStrategy]:
     """Yields the strategy with one layer less in one range of layers and one more in another, wherever these lie.
 
-    Of equal stages in a row only the first and the last one give and take; those that take the longest give first, to
-    those that take the shortest.
+    Of equal stages in a row only the first two and the last two give and take, as embedding and head lie at the ends;
+    those that take the longest give first, to those that take the shortest.
 
     Args:
         seconds: of a micro-batch on each stage.
@@ -349,7 +349,7 @@ def layer_moves(strategy: ParallelStrategy, seconds: Sequence[float]) -> Iterato
     ends: list[int] = []
     for _, run in itertools.groupby(range(len(counts)), key=lambda i: (parts[i], counts[i])):
         own = list(run)
-        ends += dict.fromkeys((own[0], own[-1]))
+        ends += dict.fromkeys((*own[:2], *own[-2:]))
     ends = list(dict.fromkeys([0, *ends, len(counts) - 1]))
     pairs = [(a, b) for a, b in itertools.permutations(ends, 2) if counts[a] > 1]
     stages = len(strategy.stages)

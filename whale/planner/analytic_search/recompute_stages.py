@@ -38,8 +38,10 @@ class RecomputeChoice:
         )
 
     def _choose(self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]) -> Recompute:
+        count = len(strategy.stages)
         settings = strategy.zero, strategy.offload, strategy.sequence_parallel, strategy.expert_ranks
-        key = (self.find_alike(stage), stage.parts, live, len(strategy.stages), settings)
+        forward_first = strategy.micro_batches < 2 * count  # see `stage_memory`
+        key = (self.find_alike(stage), stage.parts, live, count, forward_first, settings)
         if (known := self.known.get(key)) is None:
             known = self.known[key] = self._find_fastest(strategy, Stage(key[0], stage.parts), live, kinds)
         return known

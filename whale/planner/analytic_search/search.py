@@ -486,15 +486,20 @@ class Search(Families):
         assert self.fastest is not None
         self.listed_s = self.fastest[1].step_s
         if self.listed_s <= min(below_s, BEHIND * self.limits.faster_than_s):
-            self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
-            self._improve_best(IMPROVED_FEW if self.few else improved)
+            self.improve_listed(improved)
+
+    def improve_listed(self, improved: int) -> None:
+        """Makes random changes of the best candidate, and improves so many of those that were simulated."""
+        assert self.fastest is not None
+        self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
+        self._improve_best(IMPROVED_FEW if self.few else improved)
 
     def go_on(self, improved: int) -> None:
         """Makes random changes of the best strategies, and improves so many of these."""
         self._wander_from_best()
         for seconds, strategy in self._beginnings()[:WANDERED_FROM]:
             self._wander(strategy, seconds, WANDERED_SOME)
-        self._polish()
+        self.polish()
         if not self.few:
             self._improve_best(improved, closely=True)
 
@@ -552,7 +557,7 @@ class Search(Families):
             assert self.fastest is not None
             self.improve(self.fastest[0], self.fastest[1].step_s, gain)
         if closely:
-            self._polish()
+            self.polish()
 
     def _shake(self) -> None:
         """Improves what random changes of ranks make of the best strategy, until many in a row have not helped."""
@@ -574,9 +579,9 @@ class Search(Families):
             failed = failed + 1 if self.fastest[1].step_s >= seconds * (1 - SHORTER) else 0
         assert self.fastest is not None
         self.improve(self.fastest[0], self.fastest[1].step_s)
-        self._polish()
+        self.polish()
 
-    def _polish(self) -> None:
+    def polish(self) -> None:
         """Moves several layers of the best strategy at once, at random, until many such moves in a row have not helped.
 
         Where stages are unequal or interleaved, single moves end where no other one helps. Half of the moves are

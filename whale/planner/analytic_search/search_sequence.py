@@ -24,9 +24,9 @@ from cost_model.cluster.pools import Machines, Pool
 from whale.errors import PlanError
 from whale.ir.strategy import Offload, ParallelStrategy, Recompute
 from whale.planner.analytic_search.candidates import Constraints, SearchResult
-from whale.planner.analytic_search.estimate import least_s
+from whale.planner.analytic_search.estimate import divisors, least_s
 from whale.planner.analytic_search.infeasible import nothing_fits
-from whale.planner.analytic_search.search import NothingFits, Search
+from whale.planner.analytic_search.search import BEHIND, NothingFits, Search
 from whale.planner.analytic_search.simplicity import TIE, Complexity, find_front, is_simpler, measure_complexity
 from whale.planner.analytic_search.work import OutOfWork, Work
 
@@ -38,8 +38,8 @@ MODES: tuple[tuple[int, Offload], ...] = (
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
 ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO, or with divided rows, may be
 ABOUT = 1.1  # times the best candidate, up to which one with more divided rows or states may become the best
-SOON_S = 2.0  # of work, after which only those that are faster at once are improved
 LEAST_TOKENS = 256  # of a row that a rank has at least, where rows are divided
+CLOSE = 1.03  # times the best step, up to which other layers may make one with another choice the best
 TAKEN_ALONG = 60  # strategies, where a search goes on without some hosts
 GONE_ON = 3  # searches that are gone on with, of those with the best strategies
 FEWER = (2, 4, 8)  # of so many devices of a host one is used, where a host's adapters or links are too slow for more
@@ -134,12 +134,14 @@ class _Sequence:
         if best.fastest[0] == self.fixed:  # type: ignore[index]
             return
         strategy, free = best.fastest[0], replace(best.limits, faster_than_s=math.inf)  # type: ignore[index]
-        for name, value in _list_other_choices(strategy, best.model, best.machines):
+        for name, value in _list_other_choices(strategy, best.model, best.machines, self.batch):
             if getattr(free, name) is not None:
                 continue
             known_s = best.fastest[1].step_s  # type: ignore[index]
             limits = replace(free, **{name: value}, faster_than_s=ROUGHLY * known_s)  # type: ignore[arg-type]
             one = self._begin(best.model, best.machines, limits, IMPROVED_PART, ROUGHLY * best.listed_s)
+            if one.fastest is not None and one.fastest[1].step_s < CLOSE * known_s:
+                one.polish()  # as the fastest was: what is compared are both at their best
             if one.fastest is not None and one.fastest[1].step_s < known_s:
                 took_s, fitted = best.consider(one.fastest[0])
                 if took_s < known_s:
@@ -246,11 +248,13 @@ class _Sequence:
         ZeRO 1 (and 0) without offload is tried first. If memory is a bottleneck there (recompute, tensors or layers
         divided), ZeRO 3 is tried as well, and ranks that divide the tokens of a row, of which more are tried as long
         as that helps; if no strategy fits, all levels are, with state and weights offloaded as far as the hosts' memory
-        is known.
+        is known. With fewer rows than devices, candidates of all numbers of such ranks are listed before any are
+        improved: without them no plan may be worth it.
         """
-        self._begin(self.model, self.machines, self.limits, IMPROVED)
-        if self._is_bound():
-            self._divide_rows()
+        few_rows = self.batch < self.machines.devices
+        first = self._begin(self.model, self.machines, self.limits, IMPROVED, 0.0 if few_rows else math.inf)
+        divided = self._divide_rows() if self._is_bound() else []
+        self._improve_listed([first, *divided] if few_rows else divided)
         for zero, offload in self._modes():
             known_s = ROUGHLY * self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
             context = self.found[0].limits.context if self.found else self.limits.context
@@ -266,20 +270,29 @@ class _Sequence:
         parts = [part for stage in s.stages for part in stage.parts]
         return set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
 
-    def _divide_rows(self) -> None:
-        """Searches with 2, 4, ... ranks that divide the tokens of a row, as long as the best candidates get faster."""
-        tokens = self.model.sequence
+    def _improve_listed(self, listed: Sequence[Search]) -> None:
+        """Improves the best candidates of searches, of the best search first, and not those far behind."""
+        able = sorted((one for one in listed if one.fastest is not None), key=lambda one: one.listed_s)
+        best_s = min([one.listed_s for one in self.searches])
+        for number, one in enumerate(able):
+            if one.listed_s <= (BEHIND if one.context == 1 else ABOUT) * best_s:
+                one.improve_listed(IMPROVED_PART if number else IMPROVED)
+
+    def _divide_rows(self) -> list[Search]:
+        """Lists candidates with 2, 4, ... ranks that divide the tokens of a row, as long as the best get faster."""
+        tokens, found = self.model.sequence, list[Search]()
         if self.limits.context is not None:
-            return
+            return found
         context, listed_s = 2, min(one.listed_s for one in self.searches)
         while tokens % context == 0 and tokens // context >= LEAST_TOKENS and context <= self.machines.devices:
             known_s = self.found[0].fastest[1].step_s if self.found else math.inf  # type: ignore[index]
             limits = replace(self.limits, context=context, faster_than_s=ROUGHLY * known_s)
-            below_s = listed_s * (ABOUT if self.work.used_s < SOON_S else 1.0)
-            one = self._begin(self.model, self.machines, limits, IMPROVED_PART, below_s)
+            one = self._begin(self.model, self.machines, limits, 0, below_s=0.0)
+            found.append(one)
             if one.listed_s > listed_s:
-                return
+                break
             context, listed_s = 2 * context, one.listed_s
+        return found
 
     def _convert_rows(self) -> None:
         """Looks at the fastest strategies with half or twice as many ranks that divide tokens, and rows alike, and goes
@@ -334,7 +347,7 @@ def _list_simpler(search: Search, than: ParallelStrategy) -> list[tuple[float, C
 
 
 def _list_other_choices(
-    strategy: ParallelStrategy, model: Model, machines: Machines
+    strategy: ParallelStrategy, model: Model, machines: Machines, batch: int
 ) -> Iterator[tuple[str, int | Recompute]]:
     """Yields choices that a strategy did not make, by their names among constraints: those of stages, replicas, tensors
     and rows in turn, near its own first; then those that single changes reach as well.
@@ -344,17 +357,25 @@ def _list_other_choices(
     tensors = {tensor for part in parts for tensor in model.tensor_degrees(part.pool)} - {part.tensor for part in parts}
     data, most = strategy.stages[0].replicas // strategy.context, min(model.count, machines.devices)
     near = dict.fromkeys((stages // 2, 2 * stages, stages - 1, stages + 1, 1))
+    replicas = (data // 2, 2 * data, *_next_to(data, divisors(batch)), 4 * data, data // 4)
     in_turn: list[list[tuple[str, int | Recompute]]] = [
         [("stages", n) for n in near if 0 < n <= most and n != stages],
-        [("data", n) for n in (data // 2, 2 * data, 4 * data, data // 4) if n],
+        [("data", n) for n in dict.fromkeys(replicas) if n],
         [("tensor", n) for n in sorted(tensors, key=lambda one: abs(one - strategy.tensor))],
         [("micro_batch", n) for n in (rows // 2, 2 * rows) if n],
     ]
     yield from (one for row in itertools.zip_longest(*in_turn) for one in row if one is not None)
     yield from (("recompute", how) for how, _ in model.recomputes() if {how} != set(strategy.recomputes))
     if stages > 1:
-        yield from (("chunks", n) for n in dict.fromkeys((1, 2, chunks + 1, chunks - 1)) if n > 0 and n != chunks)
+        other = dict.fromkeys((chunks // 2, 1, 2, chunks + 1, chunks - 1, 2 * chunks))
+        yield from (("chunks", n) for n in other if n > 0 and n != chunks)
     yield from (("zero", level) for level in range(4) if level != strategy.zero)
+
+
+def _next_to(one: int, numbers: Sequence[int]) -> list[int]:
+    """Returns the numbers next to one, above and below."""
+    above, below = [n for n in numbers if n > one][:1], [n for n in numbers if n < one][-1:]
+    return [*above, *below]
 
 
 def _divide_tokens(strategy: ParallelStrategy, context: int) -> ParallelStrategy | None:
