@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from tests.launcher.helpers import Launcher
 
 # What trains is gone when the script ends.
@@ -99,6 +101,35 @@ def test_functions_are_named_that_run_elsewhere_or_make_variables(launcher: Laun
     assert "the tf.function `in_strategy`, under MirroredStrategy (w)" in done.stderr, done.stderr
     assert "the tf.function `train_dense`, called at script.py" in done.stderr, done.stderr
     assert "initialize_variables" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        "wh.function(lambda x, y: slopes(lambda: loss(forward(x), y)))(x, y)",
+        "slopes(lambda: loss(wh.function(forward)(x), y))",
+        "wh.function(lambda ids: slopes(lambda: tf.reduce_sum(tf.gather(w, ids))))(tf.constant([1] * 8))",
+    ],
+)
+def test_steps_whose_gradients_the_script_applies_are_distributed(launcher: Launcher, gradients: str) -> None:
+    done = run(
+        launcher,
+        f"""
+wh.init()
+forward = lambda x: tf.matmul(x, w)
+loss = lambda z, y: tf.reduce_mean(tf.square(z - y))
+
+def slopes(compute):
+    with tf.GradientTape() as tape:
+        found = compute()
+    return tape.gradient(found, w)
+
+for _ in range(4):
+    w.assign_sub(0.1 * tf.convert_to_tensor({gradients}))
+""",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "alone" not in done.stderr
 
 
 def test_who_wants_to_train_alone_may(launcher: Launcher) -> None:

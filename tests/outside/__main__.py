@@ -1,8 +1,8 @@
 """``python -m tests.outside FOLDER [NAMES] [--plans replica ...] [--seconds 280] [--out docs/outside.md]``.
 
 Results are kept in the folder's ``results``, with what each program computes alone; ``--out`` writes the table of all
-that are there. Programs that have results for every plan are not run again, unless with ``--again``; ``--seconds 0``
-runs none, and writes the table.
+that are there, and keeps the other rows of an earlier table. Programs that have results for every plan are not run
+again, unless with ``--again``; ``--seconds 0`` runs none, and writes the table.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests import forkserver
 from tests.outside.run import PLANS
 from tests.outside.table import (
     ALONE,
+    COLUMNS,
     LIMIT,
     ROUNDED_LIMIT,
     Result,
@@ -25,6 +26,7 @@ from tests.outside.table import (
     format_reasons,
     format_row,
     list_programs,
+    merge_lines,
     read_results,
     save_results,
 )
@@ -43,11 +45,11 @@ A number is the largest difference over all of these, relative to the largest el
 float64 and {ROUNDED_LIMIT:g} in float32, or ten times as much as the program is off alone when its first weights
 are moved by a unit in the last place. `replica` is two processes of `whale run`, `auto` and `zero` (ZeRO 2) two ranks
 that are threads of a process, `three` three, which no batch divides evenly. What is empty was not run, what is bold
-differs.
+differs. Rows of programs that the folder does not have are those of an earlier one.
 The last columns are seconds of a processor until every step has been called once: of the program alone, of one of the
 two processes, and their ratio.
 
-| program | of | what is unusual | bits | {_COLUMNS} | alone s | rank s | ratio |
+{COLUMNS}{_COLUMNS} | alone s | rank s | ratio |
 |---|---|---|---|{"---|" * len(PLANS)}---|---|---|
 """
 
@@ -92,8 +94,10 @@ def main() -> int:
     results = {program: read_results(program, kept) for program in programs}
     if asked.out:
         shown = {program: found for program, found in results.items() if any(one.plan != ALONE for one in found)}
-        rows = "".join(format_row(program, found) for program, found in shown.items())
-        reasons = "".join(format_reasons(program, found) for program, found in shown.items())
+        before = asked.out.read_text() if asked.out.exists() else ""
+        here = {program.name for program in shown}
+        rows = merge_lines(before, "| ", "".join(format_row(*one) for one in shown.items()), here)
+        reasons = merge_lines(before, "* ", "".join(format_reasons(*one) for one in shown.items()), here)
         asked.out.write_text(
             _HEAD + rows + (f"\n## What was refused, and what cannot be compared\n\n{reasons}" if reasons else "")
         )

@@ -34,9 +34,11 @@ class Recording:
     def __init__(self, units: float = 0.0) -> None:
         """
         Args:
-          units: in the last place by which weights are moved before the first step: what that changes is rounding.
+          units: in the last place by which each weight is moved before the first step that finds it: what that changes
+            is rounding.
         """
         self._units = units
+        self._moved: set[int] = set()  # the variables that have been moved by them
         self.values: dict[str, np.ndarray[Any, Any]] = {}
         self.first_s, self.first_wall_s = 0.0, 0.0
         self._calls: Counter[str] = Counter()
@@ -125,14 +127,14 @@ class Recording:
             self._inside -= 1
 
     def _perturb(self) -> None:
-        """Moves all weights that there are by some units in the last place, once."""
-        draw = np.random.default_rng(0)
+        """Moves the weights that there are by some units in the last place, each once."""
+        draw = np.random.default_rng(len(self._moved))
         for variable in [one for owner in self._owners for one in self._list_variables(owner)]:
             value = np.asarray(variable)
-            if value.dtype.kind == "f":
+            if value.dtype.kind == "f" and id(variable) not in self._moved:
+                self._moved.add(id(variable))
                 unit = self._units * np.finfo(value.dtype).eps
                 variable.assign((value * (1 + unit * draw.choice([-1, 1], value.shape))).astype(value.dtype))
-        self._units = 0.0
 
     def _note_call(self, name: str, result: Any) -> None:
         self._calls[name] += 1

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,6 +20,7 @@ from tests.saved_values import difference
 ROOT = Path(__file__).resolve().parents[2]
 UNSTABLE = "alone it is another program when its first weights are rounded otherwise"
 ALONE = "alone"  # in place of a plan's name: the program does not run without Whale
+COLUMNS = "| program | of | what is unusual | bits | "  # of the table, before those of the plans
 LIMIT, ROUNDED_LIMIT = 1e-10, 1e-5  # in float64, and in float32
 _NOISES = 10.0  # times as far from the reference as that is from itself with weights that are a little off
 _MOST_NOISE = 1e-3  # of a program that can be compared
@@ -210,6 +211,18 @@ def format_reasons(program: Program, results: Sequence[Result]) -> str:
             start = max((found.start() for found in re.finditer(r"\w+Error: ", said)), default=-300)
             lines += f"* {program.name}, {one.plan}: {said[start:][:500]}\n"
     return lines
+
+
+def merge_lines(before: str, start: str, lines: str, here: Container[str]) -> str:
+    """Returns the lines, and among them those of an earlier table that begin so and are of other programs."""
+    earlier = [line for line in before.splitlines(keepends=True) if line.startswith(start)]
+    kept = [line for line in earlier if _find_name(line) not in here and not line.startswith(COLUMNS)]
+    return "".join(sorted([*kept, *lines.splitlines(keepends=True)], key=_find_name))
+
+
+def _find_name(line: str) -> str:
+    """Returns the name of the program of a row, or of a reason."""
+    return re.split(r"[ ,]", line[2:], maxsplit=1)[0]
 
 
 def _format_cell(result: Result | None) -> str:

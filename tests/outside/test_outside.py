@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.outside.run import with_steps_of_whale
-from tests.outside.table import UNSTABLE, Result, compare, find_alone, format_row, read_program
+from tests.outside.table import COLUMNS, UNSTABLE, Result, compare, find_alone, format_row, merge_lines, read_program
 
 PROGRAM = '''"""A step of its own; its weights differ by {difference} under Whale"""
 # source: nowhere
@@ -58,6 +58,14 @@ def test_a_row_says_what_differs_and_what_failed(tmp_path: Path) -> None:
     row = format_row(read_program(path), found)
     assert row.count("1e-15") == row.count("**5e-01**") == row.count("refused") == row.count("**failed**") == 1
     assert row.endswith("| 1.0 | 2.0 | 2.0 |\n")
+
+
+def test_rows_of_programs_that_are_not_in_the_folder_stay() -> None:
+    before = f"# Programs\n\n{COLUMNS}\n|---|\n| a | old |\n| c | old |\n\n* a, zero: old\n* b, zero: old\n"
+    rows = merge_lines(before, "| ", "| c | new |\n| b | new |\n", {"b", "c"})
+    assert rows.splitlines() == ["| a | old |", "| b | new |", "| c | new |"]
+    assert merge_lines(before, "* ", "", {"b", "c"}) == "* a, zero: old\n"
+    assert merge_lines("", "| ", "| b | new |\n", {"b"}) == "| b | new |\n"
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-6])

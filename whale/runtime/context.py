@@ -374,7 +374,7 @@ class Context(Ranks):
       saves_apart: whether ranks may save checkpoints to paths of their own, as scripts for tf.distribute do.
       own_files: in which this process keeps what its datasets yield; None: it has kept nothing.
       outside: what changes variables beside the run's programs; None when no other process takes part.
-      distributed: whether a program of this run updates variables.
+      distributed: whether a program of this run updates variables, or gives their gradients.
       solo: whether the ranks may each train alone.
       notice: hears that the run is to end, where it may save then.
       elastic: has this rank go on when others are gone; None: the run ends then.

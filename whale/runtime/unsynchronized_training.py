@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
+import tensorflow as tf
+
+from whale.capture.captured import Traced
 from whale.errors import ProgramError
 from whale.log import log
 from whale.runtime.context import Context
@@ -29,6 +33,27 @@ def find_unsynchronized_training(context: Context) -> ProgramError | None:
         action="make what is named a wh.function (in the place of tf.function), or a wh.Session; wh.init(solo=True) if "
         "every rank is to train alone",
     )
+
+
+def gives_gradients(traced: Traced) -> bool:
+    """Tells whether a step returns the gradients of most of the variables that it reads: the script applies them.
+
+    Known by their types and shapes, which a loss or predictions have in common with few variables, and as rows of
+    tables.
+    """
+    outputs = traced.structured_outputs
+    if any(isinstance(one, tf.IndexedSlices) for one in tf.nest.flatten(outputs)):
+        return True
+    variables = [captured.variable for captured in traced.variables]
+    wanted = _count_types(one for one in variables if one.trainable)
+    given = _count_types(one for one in tf.nest.flatten(outputs, expand_composites=True) if isinstance(one, tf.Tensor))
+    return 2 * (wanted & given).total() > wanted.total()
+
+
+def _count_types(tensors: Iterable[tf.Tensor | tf.Variable]) -> Counter[tuple[tf.DType, tuple[int | None, ...]]]:
+    """Counts the dtypes and shapes of what has gradients, where the rank is known."""
+    kinds = ((one.dtype.base_dtype, one.shape) for one in tensors)
+    return Counter((dtype, tuple(shape)) for dtype, shape in kinds if dtype.is_floating and shape.rank is not None)
 
 
 def watch_in_process_training(context: Context) -> None:

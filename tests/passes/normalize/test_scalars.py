@@ -8,7 +8,7 @@ import pytest
 
 from tests.programs import Builder
 from whale.ir.program import Program, Ref
-from whale.ir.values import DType
+from whale.ir.values import DType, Func, TensorType
 from whale.passes.normalize.cse import share_scalars
 
 pytestmark = pytest.mark.core
@@ -51,6 +51,20 @@ def test_other_values_and_other_scopes_stay_apart() -> None:
     assert _counts(_steps((0.9, 0.99)))["Exp"] == 2
     found = _counts(_steps((0.9, 0.9, 0.9), ("stage_0", "stage_1", "stage_1")))
     assert (found["Exp"], found["ReadVariableOp"]) == (2, 4)
+
+
+def test_branches_that_choose_a_rate_stay_apart() -> None:
+    b = Builder()
+    rate, handles = b.variable("rate", ()), [b.variable(f"w{i}", (3,)) for i in range(2)]
+    gradient = b.op("Tanh", b.input("x", (3,)), **FLOAT)
+    effects = []
+    branches = (Func("warm"), Func("cold"))
+    for handle in handles:
+        operands = (b.const(0, "int32"), b.read(rate))
+        chosen = b.node("StatelessCase", operands, (TensorType("float64", ()),), branches=branches)
+        effects.append(b.update("AssignSubVariableOp", handle, b.op("Mul", gradient, chosen, **FLOAT)))
+    found = _counts(b.build([], effects))
+    assert (found["StatelessCase"], found["ReadVariableOp"]) == (2, 1)
 
 
 def test_a_reading_behind_a_write_is_another_value_and_who_waits_for_one_that_went_waits_for_the_first() -> None:

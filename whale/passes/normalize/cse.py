@@ -15,7 +15,7 @@ from typing import Any
 from whale.ir.marks import NO_MARKS
 from whale.ir.ops import RANDOM, UPDATES
 from whale.ir.program import Node, Program, Ref, Variable, rewire
-from whale.ir.values import UNMOVABLE
+from whale.ir.values import UNMOVABLE, Func
 
 
 def share_scalars(program: Program) -> Program:
@@ -92,8 +92,8 @@ def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
     shared = getattr(attrs, "shared", None)
     number = known.get(shared) if shared is not None else None
     if number is None:
-        # Attributes that are equal do the same, but for the sign of a zero.
-        unsure = any(isinstance(value, float) for value in attrs.values())
+        # Attributes that are equal do the same, but for the sign of a zero; functions (of branches) are not compared.
+        unsure = any(isinstance(value, float | Func) or _has_functions(value) for value in attrs.values())
         number = -1 if unsure else known.setdefault(tuple(sorted(attrs.items())), len(known))
         if shared is not None:
             known[shared] = number
@@ -131,3 +131,7 @@ def merge_reads(program: Program) -> Program:
     )
     effects = tuple(dict.fromkeys(served.get(name, name) for name in program.effects))
     return program.replace_nodes(nodes, outputs=tuple(map(rewrite_ref, program.outputs)), effects=effects)
+
+
+def _has_functions(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(one, Func) for one in value)

@@ -60,6 +60,7 @@ from whale.runtime.input.local_batches import gather_whole_batch, rows_of_run
 from whale.runtime.input.traces import SharedTrace
 from whale.runtime.loss_scale import find_loss_scale
 from whale.runtime.replica_writes import wrap_with_replica_check
+from whale.runtime.unsynchronized_training import gives_gradients
 from whale.runtime.variables.deferred import capturing, make_trace_creator
 from whale.runtime.variables.in_files import find_folder
 from whale.runtime.variables.variable_store import find_given_tiles, refuse_other_tiles
@@ -158,6 +159,7 @@ def compile_step(
     ):
         context.streams[shared.streams] = None
         found = _compile(fn, arguments, args, kwargs, context, shared, drawing, shapes)
+        context.distributed = context.distributed or gives_gradients(found.captured)
         return replace(found, is_common=shapes is not None)
 
 

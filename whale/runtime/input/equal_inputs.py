@@ -142,7 +142,8 @@ def refuse_other_values(
         **{"likely cause": describe_likely_cause(context, found.reordered)},
         expected="the same values on every rank (compared on the first steps and every debug.check_inputs-th)",
         action='use wh.shard(dataset), or batch.mode="local" where each rank reads files of its own; give '
-        "shuffles made before wh.init(), and random maps, a seed; remove what depends on the rank",
+        "shuffles made before wh.init(), and random maps, a seed, and those no num_parallel_calls, which draw in any "
+        "order; remove what depends on the rank",
     )
 
 
