@@ -1,4 +1,4 @@
-"""Ranks that join a loop with wh.State read the others' rows, wherever the script makes its datasets."""
+"""Ranks that join a loop with wh.State read the others' rows, wherever the script makes its datasets, or are told."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def step(x):
 
 state = wh.State(epoch=0, sums=[])
 batches = None
-if WHERE == "after the state":
+if WHERE == "behind a call of all":
+    step(tf.zeros(8, tf.float64))
+if WHERE in ("after the state", "behind a call of all"):
     batches = make()
 for epoch in range(state.epoch, 4):
     state.epoch = epoch
@@ -80,7 +82,14 @@ def test_each_sample_is_read_once_an_epoch(launcher: Launcher, where: str) -> No
     assert f"3 {[[1128.0, 35720.0]] * 4}" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_rank_that_makes_another_dataset_is_told(launcher: Launcher) -> None:
-    done = run(launcher, "shuffled once")
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("shuffled once", "a rank that joins reads another dataset than the others"),
+        ("behind a call of all", "would exchange something that the other ranks have exchanged before"),
+    ],
+)
+def test_what_a_rank_that_joins_would_do_otherwise_is_told(launcher: Launcher, where: str, error: str) -> None:
+    done = run(launcher, where)
     assert done.returncode == 1
-    assert "a rank that joins reads another dataset than the others" in done.stderr
+    assert error in done.stderr

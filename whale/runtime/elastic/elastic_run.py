@@ -55,6 +55,7 @@ from whale.runtime.elastic.rendezvous import RankGroup
 from whale.runtime.elastic.requirements import (
     find_host_name,
     has_divided_variables,
+    make_done_before_error,
     make_nothing_to_join_error,
     refuse,
     refuse_plan,
@@ -157,7 +158,9 @@ class Elastic:
             return take(args, kwargs)
         if not self._group.members:
             raise make_nothing_to_join_error()
-        self._inside, self._is_catching_up = True, False
+        if self._is_catching_up:
+            raise make_done_before_error()
+        self._inside = True
         self._calls.begin()
         self._times.begin()
         calls, steps = self._at.calls, self._at.steps

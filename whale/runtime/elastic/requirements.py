@@ -87,6 +87,16 @@ def make_nothing_to_join_error() -> ClusterError:
     )
 
 
+def make_done_before_error() -> ClusterError:
+    """Creates the error of a joining process that would do together with the others what these have done before."""
+    return ClusterError(
+        "a process that joins a run would exchange something that the other ranks have exchanged before",
+        given="a step, a checkpoint, or another call that exchanges something, between wh.State and the loop",
+        expected="state.rest(batches), or state.commit(), first, where the others go on",
+        action="make that call before wh.State",
+    )
+
+
 def make_other_place_error(there: str, here: str) -> ClusterError:
     """Creates the error of a joining process that has reached another commit of its script than the other ranks."""
     return ClusterError(
