@@ -15,6 +15,7 @@ Switch = Annotated[int, Meta(ge=0, le=1)]
 # Of Adam per parameter: a float32 copy of it and two moments (Rajbhandari et al., "ZeRO", SC 2020, section 3).
 OPTIMIZER_BYTES = 12
 COPY_BYTES = 4  # of them, the copy in float32
+MOST_LAYERS = 4096  # each is looked at
 
 
 VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so that products divide into tiles
@@ -77,6 +78,12 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "top"):
             if getattr(self, name) < 1:
                 raise PlanError(f"a transformer's {name} must be positive", given=getattr(self, name))
+        if self.layers > MOST_LAYERS:
+            raise PlanError(
+                "a model of that size cannot be planned",
+                given=f"layers={self.layers}",
+                expected=f"layers of at most {MOST_LAYERS:,}",
+            )
         if self.top > max(1, self.experts):
             raise PlanError(
                 "a token goes through more experts than there are",

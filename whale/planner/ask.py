@@ -9,7 +9,7 @@ import msgspec
 
 from cost_model.analytic.layer_costs import Model
 from cost_model.analytic.stacks import is_file, stack
-from cost_model.analytic.transformer import Transformer, padded_vocabulary
+from cost_model.analytic.transformer import MOST_LAYERS, Transformer, padded_vocabulary
 from cost_model.analytic.transformer_model import TransformerModel
 from cost_model.cluster.cluster_file import Cluster
 from cost_model.cluster.pools import Machines
@@ -39,7 +39,7 @@ WITH_EXPERTS = ("moe", "mixtral")
 
 # Families whose step is captured and planned as a script's: their layers are unlike.
 CAPTURED = ("bert", "t5", "vit", "resnet", "dlrm", "classifier")
-MOST = {"layers": 4096}
+MOST = {"layers": MOST_LAYERS}
 MOST_OTHERWISE = 10**12
 MOST_DIGITS = 15
 LEVELS = (0, 3)  # of ZeRO
