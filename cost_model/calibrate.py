@@ -38,9 +38,12 @@ Constants = Mapping[str, float]
 def current(
     curve: bool = False, names: Sequence[str] = (STACK,), constants: Sequence[str] = STACK_CONSTANTS
 ) -> dict[str, float]:
-    """Returns the constants that the data files have, those of the device's curve as well if asked.
+    """Returns the present values of the constants to fit, by name, as the data files have them.
 
-    Of several stacks, the value of the last that has the constant.
+    Args:
+        curve: also those of the device's efficiency curve.
+        names: software stacks; where several have a constant, the last one's value is returned.
+        constants: which constants of a stack.
     """
     found = {name: getattr(one, name) for one in map(stack, names) for name in constants if _has(one, name)}
     if curve:

@@ -26,12 +26,12 @@ class Sketch(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The value of a variable that a rank holds whole, for comparison.
+    """What a rank tells the others about its replica of a variable, so that replicas can be compared.
 
     Attributes:
       checksum: of all bytes.
-      must: whether it has to be equal by now.
-      sketch: of a variable of floating point where ranks may round otherwise; None: its bytes have to be equal.
+      must: whether replicas have to be equal at this point of the run.
+      sketch: of a floating-point variable that ranks may round differently; None: all bytes have to be equal.
     """
 
     checksum: int

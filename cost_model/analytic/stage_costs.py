@@ -181,12 +181,13 @@ def _sends_s(
 
 
 def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stage: Stage, ranks: int) -> Passes:
-    """Returns the seconds of each chunk's passes on its slowest part, without sends.
+    """Returns the seconds of a stage's forward and backward pass over one micro-batch, without sends between stages.
 
-    They depend only on the stage and the strategy's settings, not on other stages.
+    Of a stage on several groups of devices (``stage.parts``), the slowest group counts. The seconds depend only on the
+    stage and the strategy's settings, not on other stages.
 
     Returns:
-        (forward, backward, number of the limiting part).
+        (forward seconds of each chunk, backward seconds of each chunk, index in ``stage.parts`` of the slowest group).
     """
     costs = _costs_of(model, strategy, stage, ranks)
     plain = find_level(model, strategy) < 2 and strategy.offload == "none" and not model.experts

@@ -101,7 +101,12 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.latent and self.kv_heads:
             raise PlanError("latent attention has keys and values for every head", given=f"kv_heads={self.kv_heads}")
         if (self.query_latent or self.rope_width) and not self.latent:
-            raise PlanError("query_latent and rope_width are for latent attention", expected="latent, or none of them")
+            raise PlanError(
+                "query_latent and rope_width are for multi-head latent attention, which latent turns on",
+                given=f"query_latent={self.query_latent}, rope_width={self.rope_width}, latent=0",
+                expected="latent above 0, or neither of the others",
+                action="give latent (the width of the compressed keys and values), or leave out the others",
+            )
         if bool(self.expert_groups) != bool(self.top_groups) or self.top_groups > self.expert_groups:
             raise PlanError(
                 "a token's experts are in some of the groups",

@@ -164,9 +164,9 @@ def _widths(t: Transformer, p: LayerShare) -> list[tuple[str, int, int]]:
 
 
 def _rotate(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernel that rotates queries and keys by their positions, or their gradients back: reads, writes both.
+    """Lists the kernel of rotary position embeddings (RoPE), forward or backward: it reads and writes queries and keys.
 
-    Latent attention rotates a part of each head's queries, and one key for all heads.
+    Multi-head latent attention rotates a part of each head's queries, and one key for all heads.
     """
     if not t.rotary:
         return []

@@ -5,7 +5,7 @@ Graph           executor_graph   a rank's program by numbers: dependencies, and 
 Exchange        traffic          the bytes that a communication op moves and allocates
 MachineProfile  machine_profile  the measurements of `whale profile` on a machine; a JSON file
 Played          simulate         discrete events over all ranks: executor threads, the cores that they share, exchanges
-Allocator       allocator        TensorFlow's best fit by sizes; liveness simulates a step's order on it
+Allocator       liveness         TensorFlow's best fit by sizes, on which a step's order is simulated
 Machine         machine          seconds of operations and exchanges, measured or by the catalogue
 predict_ranks   predict          predicts a step of ranks on a machine
 """

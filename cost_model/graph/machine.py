@@ -1,9 +1,9 @@
 """Models the machines of ranks: measured ones, described clusters, and ranks with a few known figures.
 
-measured_machine   a host that `whale profile` measured, operation by operation
-cluster_machine    the devices of a cluster file, by the catalogue's formulas
-cluster_rates      the same in a few figures each
-rated_machine      ranks that were measured briefly (`Rates`), on hosts with links that were (`Topology`)
+make_measured_machine   a host that `whale profile` measured, operation by operation
+cluster_machine         the devices of a cluster file, by the catalogue's formulas
+cluster_rates           the same in a few figures each
+make_rated_machine      ranks that were measured briefly (`Rates`), on hosts with links that were (`Topology`)
 
 Decisions: 0174, 0175.
 """

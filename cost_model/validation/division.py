@@ -73,9 +73,10 @@ def complete(row: Division, model: Transformer, software: str, where: Cluster) -
 
 
 def _fastest(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, bool]:
-    """Returns the fastest division that fits into memory and completes a row, and that it does; else the smallest one.
+    """Returns the fastest division of work that completes a row and fits into memory, and True.
 
-    Of recompute that is blank, the least with which any fits.
+    Where none fits, returns the one with the smallest peak memory, and False. Where the row leaves recompute blank, the
+    least recompute with which any division fits is taken.
     """
     smallest: tuple[float, Degrees] | None = None
     refused = "no size of a micro-batch, and no number of stages and chunks, divides them"

@@ -42,9 +42,9 @@ class Parser(argparse.ArgumentParser):
     others_options: Mapping[str, str] = MappingProxyType({})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments; an option that there is not ends the process, and the one that is spelt like it is named.
+        """Parses arguments; an unknown option ends the process with a message that names the most similar known one.
 
-        Each parser refuses what it does not know, so that a verb's mistake is told in the verb's name.
+        Each parser refuses unknown options itself, so that the message names the verb (`whale run`) that was called.
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:

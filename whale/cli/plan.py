@@ -235,7 +235,7 @@ def _plan_captured(given: argparse.Namespace) -> int:
 
 
 def _read_model(given: argparse.Namespace) -> tuple[Transformer | None, LayerProfile | None, int]:
-    """Returns the model by description, the model by tables, and the global batch."""
+    """Returns the model of --describe, the layer profile of --profile (None if not given), and the rows of a batch."""
     from whale.planner import ask
     from whale.planner.analytic_search import layer_profiles as tables
 

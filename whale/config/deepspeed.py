@@ -98,7 +98,7 @@ class Translation:
 
 
 def describe_field(name: str) -> str:
-    """Returns what says a field of DeepSpeed's here, "" where DeepSpeed has no such field; dots may follow its name."""
+    """Returns what to write here for a field of DeepSpeed's (a dotted path); "" where DeepSpeed has no such field."""
     first = name.partition(".")[0]
     return _KEYS.get(first) or _NOTES.get(first, "")
 
@@ -126,7 +126,7 @@ def translate(fields: Mapping[str, Any]) -> Translation:
 
 
 def _find_keys(fields: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yields (field, key, value)."""
+    """Yields (field of DeepSpeed's, key of Whale's, value) for each field that a key of Whale's expresses."""
     zero = _part(fields, "zero_optimization")
     if level := _whole(zero.get("stage", int(fields.get("zero_optimization") is True))):
         yield "zero_optimization.stage", "memory.zero", level

@@ -8,9 +8,9 @@ would make the slowest rank's work shorter by more than `GAIN`, twice in a row, 
 Stages do unlike work, which is not divided by rows. There the step's own time is watched: where it has become
 longer by more than `SLOWER`, twice in a row, the ranks measure their speeds and plan anew.
 
-Watched   one program's steps on this rank
-Balance   compares the ranks now and then, and decides
-divided   rows for speeds
+WatchedSteps     one program's steps on this rank
+Balance          compares the ranks now and then, and decides
+divide_by_speed  divides rows in proportion to speeds
 
 Decisions: 0092, 0113.
 """

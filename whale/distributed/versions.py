@@ -1,4 +1,5 @@
-"""Compares what ranks run, and on what: other code computes other things, another processor other last bits.
+"""Compares the software versions and processors of ranks: other code may compute other results, and another processor
+may round them differently.
 
 Decision: 0178.
 """

@@ -5,9 +5,10 @@ the tensor, given by spans of its dimensions, and receives the intersections of 
 is reduce-scattered before it is sent. A tensor that the receiving ranks want whole, or as a partial sum, is sent to
 each in parts and gathered there, so that each byte crosses once; a small one is sent to each of them whole.
 
-  sent_as, received_as    a tensor's placement when it is sent, and when it has arrived
-  block_of                the block of one rank
-  parts                   the parts that each receiving rank gets, with their senders
+  find_sent_placement      a tensor's placement when it is sent
+  find_received_placement  its placement when it has arrived
+  find_block               the block of one rank
+  list_parts               the parts that each receiving rank gets, with their senders
 """
 
 from __future__ import annotations

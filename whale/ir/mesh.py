@@ -1,8 +1,8 @@
 """Defines meshes, grids of ranks with named axes, and the tiles of variables that are sharded over several axes.
 
-Axis, Mesh     the grid
-chain          the plans of all axes
-Tiles          the parts of a variable; tiles_of: those of a plan's variables
+Axis, Mesh      the grid
+iterate_levels  the plans of all axes
+Tiles           the parts of a variable; find_tiles: those of a plan's variables
 
 Decision: 0081.
 """

@@ -305,7 +305,8 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PlanError(
                 "ZeRO's groups do not divide the ranks with the same parameters",
                 given=f"shard={self.shard}, {self.data * self.context} ranks",
-                expected=f"a divisor of {self.data * self.context}",
+                expected=f"a divisor of {self.data * self.context} (data-parallel x context-parallel ranks)",
+                action="change shard, the number of ranks over which ZeRO divides states",
             )
         if self.micro_batches > MOST_MICRO_BATCHES:
             raise PlanError(

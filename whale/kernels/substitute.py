@@ -3,7 +3,7 @@
 REWRITE              the passes over the program of each rank, behind PARTITION
 substitute_kernels   runs those that change computation or memory: for runs and for predictions
 list_substitutions   lists what they would replace, so that it can be measured
-ready_for_run        runs the others: keys that are unique in the run, XLA compilation, exchanges by devices
+prepare_for_run      runs the others: keys that are unique in the run, XLA compilation, exchanges by devices
 """
 
 from __future__ import annotations

@@ -236,7 +236,9 @@ class RowExchanges:
         return count
 
     def _emit_numbers(self, name: str, ids: Ref, dtype: str, count: int, strides: tuple[int, ...]) -> Ref:
-        """Emits the row numbers, as one vector, of ids that may have several columns."""
+        """Emits the row numbers of ids as one vector; an id of several columns is an index of several coordinates, of
+        which ``strides`` make one number.
+        """
         e, kind = self.emitter, {"T": DType(dtype)}
         if not strides:
             return e.reshape(name, ids, dtype, (count,))

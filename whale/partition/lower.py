@@ -1,10 +1,12 @@
 """Plans a program and lowers it to the ranks' programs: the same for runs, dry runs and predictions.
 
-make_any_plan   plans a normalised program: over one group of ranks, groups of them, or stages
-PARTITION       the passes that turn a program and its plan into the ranks' programs
-decompose_for   runs the first of them, and lower_ranks the others
-planned_ranks   plans and lowers a program for a prediction; first_ranks: one as it was captured
-shown_ranks     lowers the ranks that reports show; with_memory: adds their bytes to the plan
+make_any_plan        plans a normalised program, in stages if it has any
+PARTITION            the passes that turn a program and its plan into the ranks' programs
+decompose            runs the first pass only
+lower_ranks          runs the passes for some ranks
+lower_planned_ranks  plans a normalised program and lowers it; lower_first_ranks does so with a captured one
+lower_shown_ranks    lowers the ranks that reports show
+add_memory           adds the predicted bytes of the ranks to the plan
 
 Decisions: 0086, 0132.
 """

@@ -1,8 +1,8 @@
 """Binds the strategy of a described or measured model to a captured program that has the same layers, and to ranks.
 
-    bound        the strategy bound; refuses a program with other layers, and parts of the plan that cannot run
-    repeated     finds repetitions in a chain of shapes: the layers of a model
-    ranks_of     assigns ranks to each part of each stage
+    bound            the strategy bound; refuses a program with other layers, and parts of the plan that cannot run
+    find_repetition  finds repetitions in a chain of shapes: the layers of a model
+    ranks_of         assigns ranks to each part of each stage
 
 A described model is a row of equal layers. In a program these are the repetitions in the chain of its weights
 (`chain` of `graph_search/pipelines.py`); weights before belong to the first layer, weights after to the last.

@@ -155,7 +155,7 @@ class ElasticHooks(Protocol):
 
     @property
     def divisions(self) -> int:
-        """Returns how often rows were divided again, or ranks were admitted."""
+        """Returns how often the batch's rows were divided again among the same ranks, or ranks were admitted."""
         ...
 
     def watch_steps(self, plan: Plan, program: Program) -> WatchedSteps | None:

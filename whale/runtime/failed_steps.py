@@ -127,8 +127,8 @@ def _compare(context: Context) -> None:
         raise CommError(
             "ranks have failed at different steps",
             given={rank: f"step call {count.decode()}" for rank, count in enumerate(said)},
-            expected="the error of one step on all ranks, of which none had finished it",
-            action="check operands at the beginning of a step, before what it returns is complete on other ranks",
+            expected="the same step failing on every rank, and no rank that has finished it already",
+            action="put checks that may fail (tf.debugging) first in the step, before its exchanges between ranks",
         )
     positions = gather_streams(comm, list(context.streams))
     if positions is None:

@@ -107,8 +107,10 @@ class SavedPlan:
             raise PlanError(
                 "the ranks divide the batch differently from the saved plan",
                 op=batch.name,
-                given=f"rows {list(sizes)}",
-                expected=str(batch.placement),
+                given=f"{list(sizes)} rows on the ranks",
+                expected=f"{list(batch.placement.sizes)} rows"
+                if isinstance(batch.placement, Shard)
+                else "the whole batch on every rank",
                 action="make the plan again, or set batch.shares to its rows",
             )
         return replace(batch, local=True)

@@ -71,7 +71,7 @@ _CONNECTED = ("communication.", "fault.", "debug.trace", "debug.emulate")
 
 @contextmanager
 def plan_only(dry: DryRun) -> Iterator[None]:
-    """Makes an ``init`` inside start a dry run, which ends with this context."""
+    """Makes ``wh.init`` start a dry run, which plans and does not train; it ends with this context."""
     process.dry = dry
     try:
         yield
@@ -339,10 +339,10 @@ def _start(config: Config, place: ProcessPlace, name: str, trace: Trace | None) 
 
 
 def _find_topology(context: Context) -> None:
-    """Finds the hosts of the ranks, and measures their links where ranks are laid by them. Collective.
+    """Finds the hosts of the ranks, and measures the links between three or more hosts if a mesh is laid along them.
 
-    Of two hosts there is one link; the search of ``auto_parallel`` measures it where it matters. A file of ``whale
-    profile --hosts`` that has the links of these hosts stands for measuring.
+    Collective. Nothing is measured between two hosts, whose only link leaves no choice: the search of ``auto_parallel``
+    measures it where it matters; nor where ``mesh.profile`` names a file of ``whale profile --hosts`` with these links.
 
     Raises:
       ClusterError: the file that ``mesh.profile`` names cannot be read.

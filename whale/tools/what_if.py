@@ -2,7 +2,7 @@
 
 read_what_if  reads PATTERN.split=N
 with_choice   plans the step again, with all other choices unchanged
-compared      compares the two plans: predicted time, exchanges, bytes; or says why the choice is impossible
+compare       compares the two plans: predicted time, exchanges, bytes; or says why the choice is impossible
 """
 
 from __future__ import annotations

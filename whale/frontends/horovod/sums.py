@@ -131,7 +131,7 @@ def _reduce_message(
 def _check_slices(op: ReduceOp, before: float, after: float) -> None:
     if op not in (Average, Sum) or before != 1.0 or after != 1.0:
         raise ProgramError(
-            "slices of a tensor are gathered from the ranks, which is their sum or average",
+            "tf.IndexedSlices can only be summed or averaged over the ranks, by gathering the slices of all",
             given=f"tf.IndexedSlices with op={op.name}, prescale_factor={before}, postscale_factor={after}",
             expected="hvd.Average or hvd.Sum without factors",
             action="convert them with tf.convert_to_tensor, or use sparse_as_dense=True",

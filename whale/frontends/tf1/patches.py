@@ -78,7 +78,7 @@ def _complete_run_config(original: Any, config: Any, model_dir: Any) -> Any:
     if context is not None:
         if getattr(config, "cluster_spec", None):
             raise ProgramError(
-                "an Estimator's RunConfig is of a worker of TensorFlow's own cluster",
+                "an Estimator's RunConfig describes a cluster of TensorFlow's own, instead of this run's ranks",
                 given=f"cluster {config.cluster_spec.as_dict()}",
                 expected="a RunConfig that was made after wh.init()",
                 action=f"call wh.init() first, or unset {_CLUSTER}",

@@ -111,7 +111,7 @@ class Ending:
             self._find_deadline_s(now_s + GRACE_S)
 
     def settle(self) -> None:
-        """Marks a lost rank as failed, after the end, if the others took no step without it."""
+        """Counts ranks that were lost after the last step as failures: what they still had to do is missing."""
         if self.stopped_by is not None:
             return
         for rank, failure in list(self.left.items()):

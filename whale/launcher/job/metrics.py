@@ -33,8 +33,8 @@ def parse_address(text: str) -> tuple[str, int]:
         raise ClusterError(
             "a port for metrics cannot be read",
             given=f"--metrics-port {text}",
-            expected="a port, for this host alone, or address:port: 9400, or 0.0.0.0:9400",
-            action="correct it",
+            expected="PORT, which only this host can reach (9400), or ADDRESS:PORT (0.0.0.0:9400)",
+            action="give --metrics-port such a value; 0 takes any free port",
         )
     return found[1] or LOOPBACK, int(found[2])
 

@@ -255,15 +255,15 @@ def _encode_field(number: int, kind: int, payload: bytes) -> bytes:
 
 
 def _encode_number(at: int, value: int) -> bytes:
-    """Encodes a field that is a whole number, 0 or more."""
+    """Encodes a protobuf field that holds a whole number, 0 or more."""
     return _encode_field(at, _VARINT, _encode_varint(value))
 
 
 def _encode_message(number: int, payload: bytes) -> bytes:
-    """Encodes a field that is a message, or bytes."""
+    """Encodes a protobuf field that holds a message or bytes."""
     return _encode_field(number, _BYTES, _encode_varint(len(payload)) + payload)
 
 
 def _encode_string(number: int, content: str) -> bytes:
-    """Encodes a field that is a text."""
+    """Encodes a protobuf field that holds a text."""
     return _encode_message(number, content.encode(errors="replace"))

@@ -224,10 +224,10 @@ class _Outliner:
             elif node.op in EXCHANGES:
                 if node.op not in _JOINS:
                     raise PlanError(
-                        "micro-batches cannot exchange rows",
+                        "this exchange cannot be done once for all micro-batches of a step",
                         op=node.name,
                         given=node.op,
-                        expected="sums and gatherings",
+                        expected="an all-reduce or an all-gather",
                         action="report the program; `WHALE_DEBUG_DUMP=dir` writes it",
                     )
                 kind.region[node.name] = "join"

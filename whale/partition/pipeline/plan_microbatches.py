@@ -155,7 +155,9 @@ def _is_each(strategy: Strategy) -> bool:
 
 
 def _levels(program: Program, plan: Plan) -> dict[str, int]:
-    """Maps each node to its level: the number of starts (odd) and ends (even) of the micro-batches before it."""
+    """Maps each node to its level: odd where it runs once per micro-batch, even where it runs once per step, before,
+    between or after these.
+    """
     strategies, level = plan.strategies[""], dict[str, int]()
     leading: set[str] = set()  # to what each micro-batch computes
     for node in reversed(program.nodes):

@@ -178,7 +178,7 @@ def _is_fitting(kind: TensorType) -> bool:
 
 
 def _find_arithmetic_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the result's type of elementwise arithmetic, if units support it."""
+    """Returns the type of the result of elementwise arithmetic; None if a fused unit cannot contain the node."""
     if len(node.outputs) != 1 or not _is_fitting(node.outputs[0]):
         return None
     kind = node.outputs[0]

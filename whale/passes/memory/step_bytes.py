@@ -1,8 +1,8 @@
 """Computes a rank's peak memory in a step, by category; all decisions about memory use this figure.
 
-step_bytes      of its tensors
-taken_bytes     with NCCL's memory added
-at_most_bytes   an upper bound, found without a simulation
+step_bytes              of its tensors
+predict_taken_bytes     with NCCL's memory added
+predict_at_most_bytes   an upper bound, found without a simulation
 """
 
 from __future__ import annotations

@@ -179,7 +179,11 @@ def _insert(items: tuple, places: list[int], values: list) -> tuple:
 
 
 def _add_arguments(body: Program, argument: int, types: list[TensorType], mine: list[int]) -> Program:
-    """Gives ``body`` tensors of ``types`` for the optional ``argument``; the body reads those numbered ``mine``."""
+    """Returns ``body`` with tensors of ``types`` as arguments in place of the optional that is argument ``argument``.
+
+    Args:
+      mine: which of these tensors this body reads, one for each value that it took from the optional.
+    """
     old = body.inputs[argument]
     fresh = _fresh_names(body)
     names = [fresh(f"{old}_value_{i}") for i in range(len(types))]

@@ -262,8 +262,8 @@ class NodeChoice:
         return shard(0, divide_evenly(rows, self.state.parts))
 
     def _divide_product(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
-        """Returns strategies that divide a product whose operands are replicated or partial, but computed from the
-        batch.
+        """Returns strategies that divide a product none of whose operands is divided any more, although some were
+        computed from the batch's rows: these are divided again, as the batch is.
         """
         found: dict[Strategy, None] = {}
         for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):

@@ -4,15 +4,15 @@ It applies to the rank's program itself and its micro-batches; tensors exchanged
 back. It runs last, on each rank's program by itself, and depends only on properties that are equal on all ranks of an
 exchange: kind, dtype, attributes.
 
-  on_devices       replaces Whale's ops by device ops in a rank's program
-  find_in_stream   finds the exchanges for which a device's stream waits, and not the host
-  told_apart       marks the same exchanges as the device's, for predictions
-  partners         counts the groups and ranks that a rank's device communicates with
-  device_groups    lists the groups that have to be connected before a rank's program runs
-  host_exchanges   lists the exchanges through the host, and why
-  host_lines       formats those of all ranks, with their bytes
-  processor_lines  formats the operations that run on the CPU because TensorFlow has no GPU kernel, with the bytes that
-                   TensorFlow copies for them
+  on_devices             replaces Whale's ops by device ops in a rank's program
+  find_in_stream         finds the exchanges for which a device's stream waits, and not the host
+  mark_device_exchanges  marks the same exchanges as the device's, for predictions
+  partners               counts the groups and ranks that a rank's device communicates with
+  device_groups          lists the groups that have to be connected before a rank's program runs
+  host_exchanges         lists the exchanges through the host, and why
+  host_lines             formats those of all ranks, with their bytes
+  processor_lines        formats the operations that run on the CPU because TensorFlow has no GPU kernel, with the bytes
+                         that TensorFlow copies for them
 
 Decisions: 0111, 0183.
 """

@@ -65,7 +65,12 @@ def find_best(model: Model, machines: Machines, batch: int, limits: Constraints)
 
 def _run_sequence(model: Model, machines: Machines, batch: int, limits: Constraints) -> _Sequence:
     if batch < 1:
-        raise PlanError("the global batch must be positive", given=batch)
+        raise PlanError(
+            "the global batch must be positive",
+            given=f"batch={batch}",
+            expected="the number of rows of one step over all ranks, at least 1",
+            action="give a batch of at least 1",
+        )
     sequence = _Sequence(model, machines, batch, limits)
     try:
         sequence.run()

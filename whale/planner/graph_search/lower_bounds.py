@@ -3,9 +3,9 @@
 Speed, speed_of         a kind of rank, by its prices
 Shares                  the least share of an operation that a rank computes
 alone                   every rank computes everything
-of_pipelines            stages and micro-batches
-of_divided_state        rows divided, and the optimizer's state
-of_splits               tensors divided from a weight on, by all ranks or in groups
+bound_pipelines         stages and micro-batches
+bound_divided_state     rows divided, and the optimizer's state
+bound_splits            tensors divided from a weight on, by all ranks or in groups
 
 Decisions: 0090, 0117.
 """

@@ -131,7 +131,7 @@ class Search:
         return []
 
     def look(self, plans: Plans, *strategies: ParallelStrategy) -> None:
-        """Predicts strategies, several at the same time if there is a team."""
+        """Predicts strategies and notes the results; the other members of a team predict some at the same time."""
         asked = [Asked(one, self.to_beat_s()) for one in strategies if self._may_run(plans, one)]
         if not self._under_way:
             self.begin([one.strategy for one in asked[1:]])

@@ -1,9 +1,9 @@
 """Lists strategies that can run for a captured program, and applies them to the program.
 
     choices                   strategies to try: rows divided, every rank alone, tensors divided from a large weight on
-    over_all                  a strategy of one stage on all ranks
-    scoped                    the program as if the user had put `wh.split` around the part that a strategy divides
-    without_scopes            the program without the user's scopes
+    divide_over_all           a strategy of one stage on all ranks
+    add_scopes                the program as if the user had put `wh.split` around the part that a strategy divides
+    drop_scopes               the program without the user's scopes
     put_on_first_rank         the program as if the user had put all of it in one `wh.stage`, of rank 0
     trains, updates, products find what a program does with its variables
 

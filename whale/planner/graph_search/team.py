@@ -1,10 +1,10 @@
 """Evaluates strategies in several processes: the first one searches, and assigns some strategies to the others.
 
-Asked       a strategy that a member is to predict
-Answer      its prediction, or the reason why it is invalid
-Team        the interface of the search to the other members
-tried       predicts one strategy
-Member      a member other than the first at work
+Asked           a strategy that a member is to predict
+Answer          its prediction, or the reason why it is invalid
+Team            the interface of the search to the other members
+try_candidate   predicts one strategy
+Member          a member other than the first at work
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Simulates a step with faster networks or slower devices on a grid, for the sliders of a plan's page.
 
-sliders           for a described model's plan, simulated on other clusters
-captured_sliders  for a script's plan, whose ranks' programs are simulated at other speeds
+sliders                for a described model's plan, simulated on other clusters
+make_captured_sliders  for a script's plan, whose ranks' programs are simulated at other speeds
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ class HostCores:
                 least_s = min(least_s, time.perf_counter() - start_s)
             return least_s
         except tf.errors.OpError as error:
-            raise ProgramError("the step fails on random values", given=str(error).splitlines()[0]) from error
+            raise ProgramError(
+                "the step cannot be timed on random values, with which it fails", given=str(error).splitlines()[0]
+            ) from error
 
 
 def find_lending(program: Program, context: Context) -> HostCores | None:

@@ -3,7 +3,7 @@
 Rank 0 broadcasts one message after the other to every rank, until it has chosen or failed. Every rank answers each
 request, with an empty answer if the request is not for it.
 
-found_together     returns rank 0's strategy on every rank, and its plan on the rank that made it
+find_together     returns rank 0's strategy on every rank, and its plan on the rank that made it
 
 Decision: 0123.
 """

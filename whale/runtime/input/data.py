@@ -133,7 +133,7 @@ class ShardedDataset:
 
     @property
     def whole(self) -> tf.data.Dataset:
-        """The dataset of whole batches."""
+        """Returns the script's dataset, whose batches are global ones: not yet divided among the ranks."""
         return self._whole
 
     @cached_property

@@ -35,11 +35,12 @@ _GRAPHS_OF_KERAS = frozenset("KerasTensor Node SymbolicArguments Tracker KerasHi
 
 @dataclass(slots=True)
 class _Names:
-    """The simple values of a dictionary of names: an object's attributes, a module's globals, a dictionary of numbers.
+    """A snapshot of the simple values in a dictionary: an object's attributes, a module's globals, a dict of numbers.
 
     Attributes:
-      held: gives the dictionary; None once its object is gone.
-      complete: all names that there were; None: others may come.
+      held: returns the live dictionary; None once its object is gone.
+      known: the values at the time of the snapshot, by name.
+      complete: all names at that time, so that later ones are removed again; None: later ones stay.
     """
 
     held: Callable[[], dict[Any, Any] | None]

@@ -110,7 +110,9 @@ class SharedTrace:
         self._is_known = False
 
     def note_traced(self) -> None:
-        """Notes that the first program is traced: those traced later draw what it drew (see ``once_in_a_trace``)."""
+        """Notes that the first program has been traced: later traces get the random values that it drew
+        (``once_in_a_trace``).
+        """
         self._is_known = True
 
     @contextmanager

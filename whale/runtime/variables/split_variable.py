@@ -224,7 +224,7 @@ class VariableParts:
 
 
 def forget_parts(split: list[VariableParts]) -> None:
-    """Empties the list at the end of the run."""
+    """Frees the files of all split variables' parts at the end of the run, and empties the list."""
     while split:
         split.pop().free_files()
 

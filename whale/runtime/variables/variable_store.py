@@ -36,10 +36,11 @@ _TURN = "the first value of {!r}, which can only be computed whole, by one rank 
 
 
 class _Entry:
-    """A variable that programs of this run use: its layout (fixed by the first plan) and the copies of other ranks.
+    """A variable that programs of this run use: its layout (fixed by the first plan) and its copies on other ranks.
 
-    ``left`` is the first rank's value after the last step, if other ranks of this process have copies.
-    ``parts`` replace the value on the ranks, if the variable is split.
+    ``left`` is the first rank's value after the last step: where it differs now, the script has assigned another since.
+    None if no other ranks of this process have copies. ``parts`` are the shards of a split variable, which hold its
+    value instead; None where the variable holds it itself.
     """
 
     __slots__ = ("copies", "handle", "kind", "left", "name", "parts", "variable")

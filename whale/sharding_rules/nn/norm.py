@@ -12,7 +12,7 @@ from whale.sharding_rules.registry import rule
 
 
 def _write_channels_term(op: OpView, i: int, c: str) -> str:
-    """Returns the term of a per-channel operand, which may be empty."""
+    """Returns the notation's term for operand ``i``, which has one element per channel: "." if the operand is empty."""
     shape = op.inputs[i].shape
     return "." if shape == (0,) else c
 

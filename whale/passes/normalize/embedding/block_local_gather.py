@@ -121,7 +121,9 @@ def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iter
 
 
 def _value(program: Program, ref: Ref) -> np.ndarray | None:
-    """Computes a value that depends on a known count only, and may be too large to be folded; None: it is not known."""
+    """Computes an integer tensor made of constants by ranges, casts, reshapes and broadcasts only, even where it is too
+    large for constant folding; None if it is made in another way.
+    """
     node, t = program.by_name[ref.node], program.find_type(ref)
     if node.op == "Const":
         return program.const(ref)
