@@ -29,6 +29,7 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FILE = re.compile(rf"(?<![\w/.:-])((?:{'|'.join(map(re.escape, _ROOTS))})/[\w./{{}},*-]*\.[a-z]{{1,4}})(?![\w/])")
 _MODULE = re.compile(r"(?<![\w./])((?:whale|whale_ops|cost_model)(?:\.[A-Za-z_]\w*)+)(?![\w/])")
 _EXTENSIONS = {"py", "md", "json", "yaml", "csv", "html", "so", "txt", "png", "svg"}
+_LISTED = re.compile(r"^([A-Za-z_]\w*(?:, [A-Za-z_]\w*)*) {2,}\S", re.MULTILINE)  # names, and what each does
 _IMPORT = re.compile(r"(?:from|import) (whale(?:_ops)?(?:\.\w+)+)")
 
 
@@ -97,6 +98,33 @@ def test_modules_that_scripts_in_tests_import_exist() -> None:
         if not _name_exists(name)
     }
     assert missing == set()
+
+
+def test_names_that_modules_list_at_their_head_exist() -> None:
+    """Lines such as `lower_ranks   runs the passes for some ranks`; a package's may name what its modules define."""
+    missing, found = set[str](), 0
+    for path in sorted(path for top in ("whale", "whale_ops", "cost_model") for path in (ROOT / top).rglob("*.py")):
+        head = ast.get_docstring(ast.parse(path.read_text())) or ""
+        listed = {name.strip() for names in _LISTED.findall(head) for name in names.split(",")}
+        if listed:
+            found += len(listed)
+            files = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
+            missing |= {
+                f"{path.relative_to(ROOT)}: {name}" for name in listed - set[str]().union(*map(_defined, files))
+            }
+    assert missing == set() and found > 50
+
+
+def _defined(path: Path) -> set[str]:
+    """Returns the module's own name, and those of its functions, classes and variables."""
+    found = {path.stem, path.parent.name}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
 
 
 def test_files_that_sources_refer_to_exist() -> None:

@@ -2,7 +2,7 @@
 
 apply        applies a strategy to a program and its settings
 Plans        caches the plans of one search
-predicted    predicts the seconds of a step, and whether it fits into memory
+predict      predicts the seconds of a step, and whether it fits into memory
 
 Decision: 0055.
 """
