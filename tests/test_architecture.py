@@ -120,7 +120,7 @@ def test_the_lines_that_an_example_changes_are_there() -> None:
         header = _STEP.match(line)
         if header is not None:
             step, path = header[1], ROOT / header[1]
-            assert path.exists() or header[2], f"{step} does not exist"
+            assert path.exists() != bool(header[2]), f"{step} {'exists already' if header[2] else 'does not exist'}"
         elif line.startswith("```"):
             within = line == "```diff"
         elif within and line.startswith(" # "):
@@ -128,6 +128,13 @@ def test_the_lines_that_an_example_changes_are_there() -> None:
         elif within and line[:1] in ("-", " ") and line[1:] not in path.read_text().splitlines():
             missing.append(f"{step}: {line}")
     assert missing == [], "if your change is meant, update the example in CONTRIBUTING.md"
+
+
+def test_what_an_example_asks_of_programs_and_nodes_is_there() -> None:
+    added = "\n".join(line for line in GUIDE.read_text().splitlines() if line.startswith("+"))
+    asked = set(re.findall(r"\b(?:program|node)\.(\w+)", added))
+    program = (ROOT / "whale/ir/program.py").read_text()
+    assert asked and {one for one in asked if not re.search(rf"def {one}\b|^ +{one}: ", program, re.MULTILINE)} == set()
 
 
 def _mentions(path: Path, name: str) -> bool:
