@@ -233,6 +233,28 @@ print("went on")
     assert "CommError" not in said, said
 
 
+def test_a_rank_whose_operation_fails_is_the_cause_though_another_reports_first(launcher: Launcher) -> None:
+    """Every rank raises the error of TensorFlow that one of them met."""
+    _, said = fails(
+        launcher,
+        """
+import time
+import numpy as np, tensorflow as tf, whale as wh
+wh.init()
+step = wh.function(lambda x: tf.reduce_sum(tf.debugging.check_numerics(x, "no numbers")))
+x = np.ones((8, 2), np.float32)
+step(x)
+x[6] = np.nan  # a row of rank 1
+try:
+    step(x)
+except tf.errors.InvalidArgumentError:
+    time.sleep(1.0 * wh.rank())
+    raise
+""",
+    )
+    assert "whale run: rank 1 failed: InvalidArgumentError: " in said and "rank 0 failed" not in said, said
+
+
 def test_rank_that_is_killed(launcher: Launcher) -> None:
     done, said = fails(
         launcher,

@@ -31,6 +31,7 @@ WELCOME = b"+"  # the launcher's answer to the token
 HELLO_LIMIT_BYTES = 4096
 FRAME_LIMIT_BYTES = 1 << 28  # of any other frame; counters of many keys are the longest
 TEXT_LIMIT = 1 << 20  # characters of an error's message, and of its traceback
+CONSEQUENCE = "CommError"  # the error of a script that only says that another rank has failed or is gone
 HEARTBEAT_S = 0.5
 DEAF_S = 3.0
 # Of ranks that come while a run goes on: the number of the first one that their mpirun starts.

@@ -14,7 +14,7 @@ from typing import Any
 from whale import python
 from whale.imports import Finder, Load
 from whale.ir.collector import suspend_garbage_collection
-from whale.launcher.protocol import TEXT_LIMIT
+from whale.launcher.protocol import CONSEQUENCE, TEXT_LIMIT
 
 # What scripts import of libraries whose interface Whale has.
 _OWN_INTERFACES = {
@@ -77,6 +77,8 @@ def _find_exit_code(end: SystemExit, report: int) -> int:
 
 def _send(report: int, kind: type[BaseException] | None, message: str, text: str, code: int) -> None:
     name = "" if kind is None else kind.__qualname__
+    if kind is not None and any(base.__qualname__ == CONSEQUENCE for base in kind.__mro__):
+        name = CONSEQUENCE  # also where it is of TensorFlow's class, for a script that catches it
     # The cause stands at the end of a traceback.
     report_of = {"type": name, "message": message[:TEXT_LIMIT], "traceback": text[-TEXT_LIMIT:], "code": code}
     data = json.dumps(report_of, ensure_ascii=False).encode(errors="replace")  # names of files may be no text

@@ -17,6 +17,7 @@ from typing import Any
 
 from whale.launcher.connection import Clock, find_unacknowledged_s, read_identity
 from whale.launcher.protocol import (
+    CONSEQUENCE,
     HELLO_LIMIT_BYTES,
     Counter,
     ExitStatus,
@@ -33,8 +34,6 @@ from whale.launcher.protocol import (
 )
 from whale.started import CONTROL_VARIABLE
 
-# Errors of this name are what a rank gets when another one is gone: never the cause.
-_CONSEQUENCE = "CommError"
 # A worker that was not heard for _ASKS_S is asked as often. Where its host has acknowledged something in the last
 # _REACHED_S, it has _RESUMES_S more than fault.freeze_s: TCP sends a lost heartbeat again a second later at most.
 _ASKS_S, _REACHED_S, _RESUMES_S = 1.0, 1.5, 1.5
@@ -77,7 +76,7 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Tells whether this failure only says that another rank is gone."""
-        return self.error_type == _CONSEQUENCE
+        return self.error_type == CONSEQUENCE
 
 
 def make_raised_failure(rank: int, report: RaisedReport) -> Failure:
