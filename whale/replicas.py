@@ -26,7 +26,7 @@ class Sketch(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank tells the others about its replica of a variable, so that replicas can be compared.
+    """Describes a rank's replica of a variable to the other ranks, so that replicas can be compared.
 
     Attributes:
       checksum: of all bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,7 @@ SHAPE = (6, 5, 40)
 PARTS = ((5, 40), (40,), (1, 1, 40), (6, 5, 1), (6, 1, 1), (), (6, 1, 40), (1, 5, 1))
 
 
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    wh.init({"communication.in_process_ranks": 1})
-    yield
-    wh.shutdown()
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+pytestmark = pytest.mark.usefixtures("one_rank_without_grappler")
 
 
 def statements(seed: int, x: Tensor, parts: list[Tensor], over: Sequence[tuple[int, ...]]) -> list[Tensor]:

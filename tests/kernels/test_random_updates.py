@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,7 @@ Tensor = Any
 SHAPES = ((3, 4), (3, 4), (6,), (6,), (1,), ())
 
 
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    wh.init({"communication.in_process_ranks": 1})
-    yield
-    wh.shutdown()
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+pytestmark = pytest.mark.usefixtures("one_rank_without_grappler")
 
 
 def statements(seed: int, variables: list[tf.Variable], x: Tensor) -> Tensor:

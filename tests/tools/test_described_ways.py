@@ -228,7 +228,7 @@ def test_ranks_that_do_alike_stand_for_each_other_and_no_way_is_faster_than_its_
 @pytest.mark.parametrize("packs", [True, False], ids=["products that pack", "products that do not"])
 @pytest.mark.parametrize("model", [CLASSIFIER, "bert:layers=1,hidden=128,heads=4,sequence=32,vocabulary=100,batch=16"])
 def test_bounds_of_pipelines_are_near_what_is_predicted_and_below_it(model: str, packs: bool) -> None:
-    """Of ranks with few known figures, as those that a run measures."""
+    """Prices operations by few figures of a rank, as a run measures them."""
     settings = PlanSettings(size=2, fuse=FuseSettings.all_on())
     program = normalise(capture_program(read(model), True), settings)
     rates = [Rates(3e10, 8e9, 3e-6, 1e-4, 2e9, "given", exchanges_compute=packs, packs=packs)] * 2

@@ -176,7 +176,7 @@ def bound_pipelines(
             each.append(pick(bound_stage(kind, low, high, count * stage.ranks) for kind in of_ranks))
             moved_bytes = 2 * (count - 1) * (gradient_bytes[high] - gradient_bytes[low])
             adding.append(min(kind.moving_s(moved_bytes) for kind in of_ranks))
-        stage, _, high = next(iter(strategy.ordered_layers))
+        stage, _, high = strategy.ordered_layers[0]
         updated_s = min(update_s(kinds[rank], high) for rank in stage.bound_ranks)
         filled = accumulate(each, initial=0.0)
         slowest_s = max(count * one + more + first for one, more, first in zip(each, adding, filled))
