@@ -193,7 +193,7 @@ class MpiTransport final : public Transport {
       return Status::Ok();
     }
     return Status::Error(Code::kUnavailable,
-                         "a rank does not say where its memory lies; look at its log");
+                         "a rank does not answer while the ranks connect; look at its log");
   }
 
   bool progress(TransportSink* sink) override {

@@ -48,9 +48,9 @@ Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DeviceP
     if (status.ok())
       status = open_staged(endpoint, std::move(copies), buffer_bytes, &made->device_);
   } else if (plugin == nullptr) {
-    status = Status::Error(
-        Code::kInvalidArgument,
-        std::string("a rank without a device takes part in exchanges by '") + kPinned + "' only");
+    status = Status::Error(Code::kInvalidArgument,
+                           std::string("a rank without a device takes part in exchanges by '") +
+                               kPinned + "' only; set communication.backend to it");
   } else {
     status = plugin->open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes,
                           gather, failure, &made->device_);
@@ -139,8 +139,9 @@ Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_
                  auto* to = static_cast<char*>(all);
                  for (const std::string& part : parts) {
                    if (part.size() != bytes)
-                     status = Status::Error(Code::kInternal,
-                                            "the ranks' devices exchange data of different sizes");
+                     status = Status::Error(
+                         Code::kInternal,
+                         "the ranks' devices exchange data of different sizes; report this");
                  }
                  for (size_t i = 0; status.ok() && i < parts.size(); ++i)
                    std::copy(parts[i].begin(), parts[i].end(), to + i * bytes);

@@ -29,7 +29,9 @@ class HostCopies final : public DeviceCopies {
     return *memory != nullptr
                ? Status::Ok()
                : Status::Error(Code::kUnavailable,
-                               "no memory for the exchange: " + std::to_string(bytes) + " bytes");
+                               "the host has no memory for the exchange's buffer of " +
+                                   std::to_string(bytes) +
+                                   " bytes; lower communication.bucket_bytes");
   }
   Status copy(const std::vector<DeviceCopy>& copies, bool, void*, void** mark) override {
     for (const DeviceCopy& one : copies) {

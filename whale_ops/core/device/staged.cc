@@ -69,7 +69,7 @@ class Staged final : public Device {
   Status launch(const DeviceOperation& what, void* mark) override {
     if (what.scale != 1.0f)
       return Status::Error(Code::kInternal,
-                           "results cannot be scaled on their way through the host");
+                           "results that travel through the host cannot be scaled; report this");
     auto staging = std::make_shared<Staging>();
     staging->what = what;
     staging->mark = mark;
@@ -92,9 +92,10 @@ class Staged final : public Device {
     const auto own = std::find_if(under_way_.begin(), under_way_.end(),
                                   [mark](const auto& one) { return one->mark == mark; });
     if (!status.ok() || own == under_way_.end()) {
-      return status.ok() ? Status::Error(Code::kInternal,
-                                         "an operation that is not under way was asked for")
-                         : status;
+      return status.ok()
+                 ? Status::Error(Code::kInternal,
+                                 "an operation was waited for that is not under way; report this")
+                 : status;
     }
     if ((*own)->left > 0) return status;
     const Status there = copies_->finished(mark, yes);

@@ -112,7 +112,7 @@ void ZeroCopyReduce::find_shared(MessageLink* link) {
       if (piece.inputs.back() == nullptr || piece.outputs.back() == nullptr) {
         messages_->fail(Status::Error(Code::kInternal,
                                       title_of(*request_) + ": rank " + std::to_string(rank) +
-                                          " tells of memory outside what it shares; report this"));
+                                          " names memory outside of what it shares; report this"));
         return;
       }
     }

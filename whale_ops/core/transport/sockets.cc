@@ -209,7 +209,7 @@ class SocketTransport final : public Transport {
           if (moved > 0 || (waits && now_ns() < until_ns && ready(socket, sends))) continue;
           return Status::Error(Code::kUnavailable,
                                "rank " + std::to_string(rank) +
-                                   " does not say where its memory lies; look at its log");
+                                   " does not answer while the ranks connect; look at its log");
         }
       }
     }
