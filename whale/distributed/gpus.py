@@ -30,7 +30,7 @@ def describe_processor_operations(programs: Sequence[Program]) -> list[str]:
     import tensorflow as tf
 
     if not tf.test.is_built_with_cuda():
-        return ["This TensorFlow has no GPU kernels; to list ops without one, install tensorflow[and-cuda]"]
+        return ["Ops without GPU kernels can only be told by a TensorFlow for GPUs: pip install 'tensorflow[and-cuda]'"]
     whale_ops.load_ops()  # registers the kernels of Whale's own ops
     return processor_lines(programs, has_gpu_kernel)
 

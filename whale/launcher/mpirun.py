@@ -208,7 +208,7 @@ def check_options(options: Options) -> None:
         )
     if options.threads is not None and options.threads < 1:
         raise ClusterError(
-            "a rank needs at least one thread",
+            "a rank needs a thread to compute on",
             given=f"--threads {options.threads}",
             expected="1 or more",
             action="give --threads 1, or leave it out for the host's cores divided by its ranks",
