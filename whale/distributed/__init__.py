@@ -1,1 +1,1 @@
-"""Connects, watches and traces the ranks of a run. Knows of no program and no variable."""
+"""Connects the ranks of a run, watches them for failures, and traces them; knows of no program and no variable."""

@@ -1,16 +1,17 @@
-"""Divides rows anew while a run goes on, when ranks turn out to be faster or slower than their shares.
+"""Divides the rows of a batch again during a run, when ranks turn out faster or slower than their numbers of rows
+suggest.
 
-A step's exchanges end on all ranks together, so what an exchange takes longer on a rank than where it is shortest is
-a wait for the slowest. Along the longest chain of exchanges of the rank's program those waits add up; what is left of
-the step is the rank's own work, and its rows divided by it the rank's speed. Where rows in proportion to the speeds
-would make the slowest rank's work shorter by more than `GAIN`, twice in a row, they are divided so.
+The exchanges of a step end on all ranks together. So what an exchange takes longer on one rank than on the rank where
+it is shortest is time spent waiting for the slowest rank. These waits are added up along the longest chain of dependent
+exchanges in the rank's program; the rest of the step time is the rank's own work, and its rows divided by that its
+speed. If rows in proportion to the speeds would shorten the slowest rank's work by more than a factor `GAIN`, in two
+comparisons in a row, the rows are divided so.
 
-Stages do unlike work, which is not divided by rows. There the step's own time is watched: where it has become
-longer by more than `SLOWER`, twice in a row, the ranks measure their speeds and plan anew.
+With pipeline stages the work does not follow rows. There the step time itself is watched: if it has grown by more than
+a factor `SLOWER`, in two comparisons in a row, the ranks measure their speeds and plan the stages again.
 
-WatchedSteps     one program's steps on this rank
-Balance          compares the ranks now and then, and decides
-divide_by_speed  divides rows in proportion to speeds
+WatchedSteps     times one program's steps on this rank Balance          compares the ranks from time to time, and
+decides divide_by_speed  divides rows in proportion to speeds
 
 Decisions: 0092, 0113.
 """
@@ -42,11 +43,20 @@ _T = TypeVar("_T")
 
 
 class WatchedSteps:
-    """The steps of one compiled program, as this rank has taken them since the last look.
+    """Times the steps of one compiled program on this rank, since the last comparison of the ranks.
+
+    Args:
+      rows: rows of the batch on each rank; () if pipeline stages divide the work.
+      program: the rank's program, in which exchanges are looked up.
 
     Attributes:
-      rows: of the batch, on each rank, (): stages divide the work; keys: of its exchanges, sorted.
-      least_s: the shortest time of a step that a look has found; longer: the part of a step now that exceeds it.
+      keys: the keys of the program's exchanges, sorted.
+      steps: number of steps taken since the last comparison.
+      seconds: their total time.
+      due: number of steps after which the ranks compare again.
+      least_s: the shortest mean step time of any comparison so far.
+      longer: the fraction of the present step time by which it exceeds `least_s`.
+      found: rows that the last comparison found better, (1,) for stages to be planned again, () for neither.
     """
 
     def __init__(self, rows: tuple[int, ...], program: Program) -> None:
@@ -67,7 +77,9 @@ class WatchedSteps:
         self._before: dict[str, float] = {}
 
     def take(self, run: Callable[[], _T]) -> _T:
-        """Runs a step, and counts it."""
+        """Runs a step by calling `run`, adds it to the count, and returns the result; the first `SETTLES` steps are not
+        counted.
+        """
         start_s = time.perf_counter()
         result = run()
         if self._skipped < SETTLES:
@@ -77,19 +89,22 @@ class WatchedSteps:
         return result
 
     def is_replanning_worthwhile(self, weighed: tuple[float, float] | None) -> bool:
-        """Tells whether steps as long as the shortest one would save more, in those that are left, than planning anew
-        takes.
+        """Returns True if planning again probably saves more time in the remaining steps than it takes.
+
+        It is assumed that steps become as short as the shortest so far (`least_s`).
 
         Args:
-          weighed: seconds of all steps that are left, and to become other ranks; None: it is not known.
+          weighed: (seconds that all remaining steps take, seconds that a change of plan takes); None: unknown, returns
+            True.
         """
         return weighed is None or weighed[0] * self.longer > weighed[1]
 
     def look(self, counted_s: Mapping[str, float]) -> tuple[float, list[float]] | None:
-        """Returns (seconds of a step since the last look, seconds of each exchange in it); None: too few steps.
+        """Returns (mean seconds of a step, mean seconds of each exchange per step) since the last call; None: too few
+        steps.
 
         Args:
-          counted_s: seconds of exchanges since the run began, by key.
+          counted_s: key of an exchange -> its total seconds since the run began, as the communicator counts them.
         """
         if not self._before and self._skipped == SETTLES:  # the first one
             self._before, self.steps, self.seconds = dict(counted_s), 0, 0.0
@@ -106,10 +121,11 @@ def _is_exchange(node: Node) -> bool:
 
 
 def compute_chained_s(program: Program, seconds: Mapping[str, float]) -> float:
-    """Returns the most seconds that exchanges which wait for each other add up to.
+    """Computes the length, in seconds, of the longest chain of exchanges that depend on each other.
 
     Args:
-      seconds: by key; those that functions of the program run count where they are called.
+      program: the program; a function that it calls counts with its own longest chain, at each call.
+      seconds: key of an exchange -> its seconds; other exchanges count 0.
     """
     ends: dict[str, float] = {}
     most = 0.0
@@ -125,10 +141,14 @@ def compute_chained_s(program: Program, seconds: Mapping[str, float]) -> float:
 
 
 def divide_by_speed(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
-    """Returns (rows in proportion to speeds, how many times shorter the slowest rank's work is with them).
+    """Divides rows in proportion to the ranks' speeds.
 
     Args:
-      rows: of each rank so far; work_s: what it needed for them. A rank without rows gets none.
+      rows: present number of rows of each rank; a rank without rows gets none.
+      work_s: seconds that each rank's own work on these rows took.
+
+    Returns:
+      (new rows of each rank, the factor by which the slowest rank's work gets shorter).
     """
     longest = max(work_s)
     speeds = tuple(round(PRECISION * n * longest / s) for n, s in zip(rows, work_s))
@@ -139,11 +159,14 @@ def divide_by_speed(rows: Sequence[int], work_s: Sequence[float]) -> tuple[tuple
 
 @dataclass(frozen=True, slots=True)
 class BalanceHistory:
-    """Keeps what earlier looks at ranks' speeds found, by which the next ones decide; equal on all ranks.
+    """Holds what earlier comparisons have left for the next ones to decide by; equal on all ranks, and sent to joining
+    ranks.
 
     Attributes:
-      looks: how many there were; gain, slower: what a division, or planning anew, has to promise now.
-      before_s: seconds of a step under the rows before the last division, until the look after it; else 0.
+      looks: number of comparisons so far.
+      gain: factor by which a new division has to shorten the slowest rank's work.
+      slower: factor by which steps have to become longer for stages to be planned again.
+      before_s: step time under the rows before the last division, until the comparison after it; else 0.
     """
 
     looks: int = 0
@@ -153,10 +176,10 @@ class BalanceHistory:
 
 
 class Balance:
-    """Looks at the steps of this run's programs; all ranks decide alike, since they know the same.
+    """Compares the ranks' steps and decides when to divide rows again; equal inputs make all ranks decide alike.
 
     Attributes:
-      history: all by which they decide, beside what they say of their steps.
+      history: what earlier comparisons have left for the next ones.
     """
 
     def __init__(self) -> None:
@@ -164,18 +187,24 @@ class Balance:
         self._told: set[str] = set()  # why ranks keep their rows
 
     def take_over(self, histories: Sequence[BalanceHistory]) -> None:
-        """Goes on from the latest of the histories of ranks that are others from now on.
+        """Continues with the history of the rank that took part in most comparisons, after the set of ranks has
+        changed.
 
-        A rank that was gone may have kept some from their last look. Steps of other ranks take other times.
+        A rank that joins or returns may lack the last comparison. The step time before the change is dropped, since
+        other ranks take other times.
         """
         self.history = replace(max(histories, key=lambda one: one.looks), before_s=0.0)
 
     def watch(self, plan: Plan, program: Program, ranks: Ranks, stays: str, cut: bool) -> WatchedSteps | None:
-        """Returns what counts the steps of a rank's program; None: its rows stay, for a reason that is logged once.
+        """Returns a timer for a program's steps, or None if its rows are never divided again, for a reason that is
+        logged once.
 
         Args:
-          stays: why they stay in any case, or "".
-          cut: whether `auto_parallel` has cut the program into stages, and may do it anew.
+          plan: the plan under which the program runs.
+          program: this rank's program.
+          ranks: the ranks of the run.
+          stays: why the rows must stay as they are, or "".
+          cut: whether `auto_parallel` has cut the program into pipeline stages, and may do so again.
         """
         if cut and not stays:
             return WatchedSteps((), program)
@@ -185,17 +214,21 @@ class Balance:
         if not stays and isinstance(placement, Shard) and len(placement.sizes) == ranks.size:
             rows = sorted(zip(plan.mesh_ranks, placement.sizes))
             return WatchedSteps(tuple(size for _, size in rows), program)
-        why = stays or "a batch is not divided among all of them"
+        why = stays or "the batch is not divided over all ranks"
         if ranks.rank == 0 and why not in self._told:
-            log.info(f"ranks that get slower keep their rows: {why}")
+            log.info(f"ranks that get slower keep their rows of the batch: {why}")
             self._told.add(why)
         return None
 
     def check_after_step(self, watched: WatchedSteps, comm: Any) -> tuple[tuple[int, ...], str]:
-        """Returns, after a step, (rows for every rank, and why) where they are to be divided anew; else ((), "").
+        """Decides, after a step, whether to divide the rows again or to plan again; returns (new rows, why).
 
-        Where there are stages, ((), why) if all is to be planned anew.
-        Collective when it is time to look again, which is after as many steps on every rank.
+        It is collective when the timer says that a comparison is due, which is after the same number of steps on every
+        rank.
+
+        Returns:
+          ((), "") for no change, (rows of every rank, a sentence for the log) for a new division, ((), sentence) if
+            pipeline stages are to be planned again.
 
         Raises:
           CommError: a rank is gone.
@@ -218,7 +251,7 @@ class Balance:
         return decided
 
     def _check_stages(self, watched: WatchedSteps, step_s: float) -> tuple[tuple[int, ...], str]:
-        """Returns ((), why) where the stages are to be planned anew; else ((), "")."""
+        """Returns ((), a sentence for the log) if pipeline stages are to be planned again, else ((), "")."""
         twice, watched.least_s = bool(watched.found), min(watched.least_s, step_s)
         watched.longer = 1 - watched.least_s / step_s
         watched.found = (1,) if step_s > self.history.slower * watched.least_s else ()
@@ -228,7 +261,7 @@ class Balance:
         self.history = replace(self.history, slower=SLOWER * self.history.slower)
         return (), (
             f"steps take {1e3 * step_s:.0f} ms, {step_s / watched.least_s:.1f} times as long as before: "
-            "speeds are measured, and stages planned anew"
+            "the ranks' speeds are measured, and the pipeline stages planned anew"
         )
 
     def _decide_rows(
@@ -248,8 +281,8 @@ class Balance:
         then_s = step_s - max(work_s) * (1 - 1 / gain)
         return rows, (
             f"rank {slowest} works {work_s[slowest] / min(work_s):.1f} times as long as the fastest rank on its rows: "
-            f"they are divided anew, {_format_rows(watched.rows)} -> {_format_rows(rows)}, for {1e3 * then_s:.0f} ms "
-            f"a step in place of {1e3 * step_s:.0f}"
+            f"they are divided anew, {_format_rows(watched.rows)} -> {_format_rows(rows)}; a step is expected to take "
+            f"{1e3 * then_s:.0f} ms instead of {1e3 * step_s:.0f} ms"
         )
 
 

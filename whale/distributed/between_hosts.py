@@ -1,7 +1,8 @@
-"""Connects the ranks of several hosts by TCP of Whale's own, or by MPI: by whichever is faster between these hosts.
+"""Connects ranks on several hosts by Whale's own TCP transport or by MPI, whichever is measured to be faster.
 
-MPI has connected all of them before, and tells where each listens. The two are timed by exchanges between the hosts,
-which takes half a second over 1 Gbit/s. MPI stays where it knows the network better, as InfiniBand.
+MPI connects all ranks first, and carries the addresses at which each rank listens. Then both are timed by exchanges
+between the hosts, which takes half a second on 1 Gbit/s. MPI remains where it can use a faster network than TCP, such
+as InfiniBand.
 
 Decisions: 0160, 0186.
 """
@@ -29,31 +30,33 @@ from whale.started import PEERS_VARIABLE, ProcessPlace
 from whale_ops import Communicator
 from whale_ops._native import HostOperation
 
-_CONNECT_S = 5.0  # that ranks have to reach each other by TCP, who have just reached each other by MPI
+_CONNECT_S = 5.0  # seconds to connect by TCP; MPI has just connected the same ranks, so all of them are there
 _EXCHANGE_S = 60.0
 _SMALL_BYTES, _SMALL_CALLS = 1 << 10, 12
 _LARGE_BYTES, _LARGE_CALLS = (64 << 10, 512 << 10, 4 << 20), 4
-# An exchange that takes so much longer than a smaller one, and so many times as long as the smallest, tells the link's
-# rate: on a link of long delays connections are slow to begin with.
+# An exchange that takes _ENOUGH_S longer than a smaller one, and _LATENCIES times as long as the smallest one, is large
+# enough to measure the link's bandwidth: on a link with long delays TCP connections are slow at first.
 _ENOUGH_S, _LATENCIES = 0.02, 8
-_GROUP = 0  # as of all ranks of a start
+_GROUP = 0  # number of the group of all ranks of the run's start
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """The times of all-reduces between hosts, of which one rank each takes part.
+    """Holds measured times of all-reduces between hosts, in which one rank of each host takes part.
 
     Attributes:
-      small_s: of a kilobyte; large_s_per_byte: what a large one takes longer than a smaller one, by the bytes
-        that it is larger.
+      small_s: seconds of an all-reduce of one kilobyte.
+      large_s_per_byte: additional seconds per additional byte, from two large all-reduces of different sizes.
     """
 
     small_s: float
     large_s_per_byte: float
 
     def is_faster(self, other: LinkTimes) -> bool:
-        """Tells whether these are the better ones, small and large exchanges counting alike."""
+        """Returns True if the product of both times is smaller than the other's, so that small and large exchanges
+        count alike.
+        """
         return self.small_s * self.large_s_per_byte < other.small_s * other.large_s_per_byte
 
     def __str__(self) -> str:
@@ -63,12 +66,16 @@ class LinkTimes:
 def connect_between_hosts(
     name: str, place: ProcessPlace, config: Config, by_mpi: Communicator
 ) -> tuple[Communicator, RankListener, dict[int, str]] | None:
-    """Returns this process's communicator by TCP, where it listens, and where all ranks do; None: MPI is to be used.
-
-    Collective.
+    """Connects all ranks by TCP if that is faster than MPI between these hosts; collective.
 
     Args:
-      by_mpi: connects all ranks, without memory between those of a host.
+      name: name of the communicator, equal on all ranks.
+      place: the place of this process among the ranks.
+      config: the configuration; `communication.between_hosts` "tcp" uses TCP even if it is slower.
+      by_mpi: a communicator of all ranks by MPI, which shares no memory within a host, so that MPI's network is timed.
+
+    Returns:
+      (the communicator, this rank's listener, rank -> address at which it listens); None: MPI is to be used.
     """
     hosts, door, addresses = _tell_places(place, config, by_mpi)
     if door is None:
@@ -82,7 +89,7 @@ def connect_between_hosts(
     if any(reasons):
         if place.rank == 0:
             host, why = next((hosts[rank], why) for rank, why in enumerate(reasons) if why)
-            log.warning(f"MPI carries messages between hosts, since TCP cannot: host {host}: {why}")
+            log.warning(f"messages between hosts go by MPI, since host number {host} could not connect by TCP: {why}")
     elif comm is not None:
         leaders = [hosts.index(host) for host in sorted(set(hosts))]
         times = _time_exchanges(comm, leaders)
@@ -101,8 +108,11 @@ def connect_between_hosts(
 def _tell_places(
     place: ProcessPlace, config: Config, by_mpi: Communicator
 ) -> tuple[list[int], RankListener | None, dict[int, str]]:
-    """Returns the number of each rank's host, this rank's listener, and the addresses of all; no listener if a rank
-    has none, or all are on one host.
+    """Opens this rank's listener, and exchanges hosts and addresses with all ranks; collective.
+
+    Returns:
+      (number of each rank's host, this rank's listener, rank -> address). The listener is None if a rank cannot listen,
+        or all ranks are on one host.
     """
     own = socket.gethostname(), _BOOT.read_text() if _BOOT.exists() else "", secrets.token_hex(16)
     said = [unpack(one) for one in by_mpi.allgather_bytes("whale/hosts", pack(own), _EXCHANGE_S)]
@@ -128,7 +138,7 @@ def _tell_places(
 
 
 def _find_own_address(names: Sequence[str]) -> str:
-    """Returns this host's address towards the first other host of a run whose name is known here; "": none is."""
+    """Returns this host's address towards the first other host in `names` that resolves; "" if none does."""
     for name in names:
         if name == socket.gethostname():
             continue
@@ -145,10 +155,10 @@ def _find_own_address(names: Sequence[str]) -> str:
 def _connect(
     name: str, door: RankListener, addresses: dict[int, str], config: Config, by_mpi: Communicator
 ) -> Communicator:
-    """Returns the communicator by TCP.
+    """Connects all ranks by TCP and returns the communicator.
 
     Raises:
-      CommError: a rank is not reached.
+      CommError: a rank cannot be reached within `_CONNECT_S` seconds.
     """
     me, until_s = by_mpi.rank, time.monotonic() + _CONNECT_S
     sockets = door.connect_group(_GROUP, me, range(by_mpi.size), addresses, lambda: time.monotonic() > until_s)
@@ -157,7 +167,7 @@ def _connect(
 
 
 def _is_faster(by_tcp: LinkTimes, leaders: Sequence[int], by_mpi: Communicator) -> bool:
-    """Tells whether exchanges by TCP took less than by MPI, on rank 0; collective."""
+    """Returns True if exchanges by TCP take less time than by MPI, as measured on rank 0; collective."""
     mpi = _time_exchanges(by_mpi, leaders)
     if by_mpi.rank == 0:
         log.debug(f"between hosts: by TCP {by_tcp}; by MPI {mpi}")
@@ -166,9 +176,9 @@ def _is_faster(by_tcp: LinkTimes, leaders: Sequence[int], by_mpi: Communicator) 
 
 
 def _choose_algorithms_by(times: LinkTimes, hosts: int, comm: Communicator) -> None:
-    """Has collectives between hosts be carried out as is best over links of these times, on rank 0; collective.
+    """Sets the link's speed, measured on rank 0, by which the communicator chooses collective algorithms; collective.
 
-    Each of the hosts has sent 2 (m-1) / m of the tensor of a large all-reduce.
+    In a large all-reduce of m hosts each host sends 2 (m-1) / m bytes per byte of the tensor.
     """
     sent = 2 * (hosts - 1) / hosts
     said = pack((times.small_s, sent / times.large_s_per_byte)) if comm.rank == 0 else None
@@ -176,7 +186,9 @@ def _choose_algorithms_by(times: LinkTimes, hosts: int, comm: Communicator) -> N
 
 
 def _time_exchanges(comm: Communicator, leaders: Sequence[int]) -> LinkTimes:
-    """Times all-reduces among the first ranks of hosts; collective over all, and true on rank 0."""
+    """Times all-reduces among the first ranks of the hosts; collective over all ranks. Only rank 0's result is
+    meaningful.
+    """
     small_s = statistics.median(time_all_reduces(comm, leaders, "choice", _SMALL_BYTES, _SMALL_CALLS))
     before, large_s_per_byte = (_SMALL_BYTES, small_s), 0.0
     for size_bytes in _LARGE_BYTES:
@@ -191,12 +203,15 @@ def _time_exchanges(comm: Communicator, leaders: Sequence[int]) -> LinkTimes:
 
 
 def time_all_reduces(comm: Communicator, ranks: Sequence[int], name: str, size_bytes: int, calls: int) -> list[float]:
-    """Times all-reduces of ranks; returns the seconds of each but the first, which connects.
-
-    Of ranks that take no part, nothing of use.
+    """Times all-reduces of some ranks, and returns the seconds of each call except the first, which sets up
+    connections.
 
     Args:
-      name: of the measurement, equal on these ranks.
+      comm: a communicator of all ranks.
+      ranks: the ranks that take part; the function returns [0.0] on others.
+      name: name of the measurement, part of the exchange's key, equal on all ranks that take part.
+      size_bytes: size of the tensor.
+      calls: number of calls, at least 2.
     """
     if comm.rank not in ranks:
         return [0.0]

@@ -1,7 +1,8 @@
-"""Keeps files for later runs: bounded in size, of this user alone, and checked, so that no damaged one is ever read.
+"""Keeps files for later runs in a folder of bounded size that belongs to this user alone, and detects damaged files.
 
-A file begins with a checksum of the rest, is written under another name and renamed, and is opened without following
-links, in a folder that nobody else can look into. Whoever wins a race writes the same.
+A file begins with a checksum of the rest. It is written under another name and then renamed, and opened without
+following links, in a folder that no other user can enter. Two processes that write the same name at once write equal
+content.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _DIGEST = 32
 
 
 def find_folder(asked: str) -> Path | None:
-    """Returns the folder that the key `mesh.plan_cache` names; None: nothing is kept."""
+    """Returns the folder that the key `mesh.plan_cache` names: None for "", the user's cache folder for "auto"."""
     if not asked:
         return None
     if asked != DEFAULT:
@@ -29,25 +30,27 @@ def find_folder(asked: str) -> Path | None:
 
 
 class DamagedFileError(Exception):
-    """Raised when a kept file does not hold what was written; the file is removed."""
+    """Raised if a kept file's checksum is wrong; the file has been removed."""
 
 
 class CacheFolder:
-    """Byte strings by name, in a folder. Those that were not used for longest are removed first.
+    """Stores byte strings by name in a folder; those that were not used for longest are removed first.
 
     Args:
-      folder: made where it is missing; its parents as well.
+      folder: the folder; created when something is stored, with its parents.
+      most_bytes: largest total size of all files.
+      most_files: largest number of files.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES):
         self.folder, self.most_bytes, self.most_files = folder, most_bytes, most_files
 
     def get(self, name: str) -> bytes | None:
-        """Returns what was kept under a name; None: nothing.
+        """Returns what is stored under a name, or None if there is nothing.
 
         Raises:
-          OSError: the folder is somebody else's, or cannot be read.
-          Damaged: it is not what was written.
+          OSError: the folder belongs to another user or is open to others, or cannot be read.
+          DamagedFileError: the content is not what was written.
         """
         if not self.folder.exists():
             return None
@@ -69,10 +72,10 @@ class CacheFolder:
             return data[_DIGEST:]
 
     def put(self, name: str, data: bytes) -> None:
-        """Keeps ``data`` under a name, unless it is larger than the whole folder may be.
+        """Stores data under a name; does nothing if it is larger than the whole folder may be.
 
         Raises:
-          OSError: the folder is somebody else's, or cannot be written to.
+          OSError: the folder belongs to another user or is open to others, or cannot be written to.
         """
         if len(data) + _DIGEST > self.most_bytes:
             return
@@ -91,13 +94,13 @@ class CacheFolder:
             self._keep_bounds(folder)
 
     def remove(self, name: str) -> None:
-        """Forgets what was kept under a name."""
+        """Removes what is stored under a name, if anything."""
         with self._open_folder() as folder:
             self._remove(folder, name)
 
     @contextlib.contextmanager
     def _open_folder(self) -> Iterator[int]:
-        """Opens the folder, after checking that it is a folder, this user's, and closed to all others."""
+        """Yields a descriptor of the folder, after checking that it belongs to this user and is closed to others."""
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(folder)
@@ -108,7 +111,7 @@ class CacheFolder:
             os.close(folder)
 
     def _keep_bounds(self, folder: int) -> None:
-        """Removes the files that were not used for longest until the rest is within the bounds."""
+        """Removes the files that were not used for longest until the rest are within the bounds."""
         found = []
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):

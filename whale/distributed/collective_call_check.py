@@ -1,6 +1,6 @@
-"""Checks that every rank does the same thing at the same place of its script.
+"""Checks that all ranks make the same collective call at the same place of their script, and says what differs.
 
-Where ranks of one script hold different values, ``describe_likely_cause`` guesses why, from the values.
+If ranks hold different values, ``describe_likely_cause`` suggests what in the script may have caused it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from whale.errors import CommError
 
 _DIFFERENT_CALLS = "the ranks call different things"
 
-# How messages of ranks begin that wait for each other in different exchanges: of the core, and of what compares inputs.
+# How messages about ranks begin that wait for each other in different exchanges: those of this module, of the C++ core,
+# and of the comparison of inputs.
 _OTHER_PLACES = (_DIFFERENT_CALLS, "the ranks are at different places of the program", "the ranks are about to run")
 _HASHES = (
     "Python's string hashes differ between these ranks, and with them the order of sets: start all ranks with "
@@ -34,14 +35,17 @@ _NAMES = "layers, variables or columns made in the order of os.listdir, glob or 
 
 
 def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> None:
-    """Checks that all ranks are about to read the variable ``name``; collective.
+    """Checks that all ranks are about to read the same variable, before a read that needs all of them; collective.
 
     Args:
-      what: such a variable, in words.
-      one, many: why a rank cannot read it alone, of one such variable and of several.
+      ranks: the ranks of the run.
+      name: name of the variable.
+      what: how to call such a variable in a message.
+      one: why a rank cannot read such a variable alone, for a message about one variable.
+      many: the same for a message about several variables.
 
     Raises:
-      CommError: the run is over, or the ranks do not all read that variable.
+      CommError: the run is over, or the ranks are about to read different variables.
     """
     if ranks.ended:
         raise CommError(
@@ -65,10 +69,13 @@ def read_together(ranks: Ranks, name: str, what: str, one: str, many: str) -> No
 
 
 def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Reads a variable with all ranks by ``now``, or reads it again when some of them are gone meanwhile.
+    """Reads a variable by a collective read, and reads it again if ranks are lost meanwhile and the run goes on.
 
     Args:
-      now: reads it as it lies now; afterwards it may be an ordinary variable, which is read as such.
+      ranks: the ranks of the run.
+      variable: the variable.
+      now: reads it collectively in its present layout. After a loss of ranks the variable may be whole on every rank,
+        so later attempts use ``variable.read_value``.
     """
     if not ranks.is_elastic:
         return now()
@@ -77,28 +84,30 @@ def read_surviving(ranks: Ranks, variable: Any, now: Callable[[], tf.Tensor]) ->
 
 
 def tells_of_other_places(error: CommError) -> bool:
-    """Tells whether an error is that of ranks which are alive, and do different things."""
+    """Returns True if an error says that ranks, all alive, are at different places of their script."""
     return error.message.startswith(_OTHER_PLACES)
 
 
 def call_together(
     ranks: Ranks, function: str, what: str, why: str = "", own: Any = None, verb: str = "call"
 ) -> list[Any]:
-    """Checks that all ranks are about to call ``function``; collective between processes.
+    """Checks that all ranks are about to call the same function, and exchanges a value between them; collective.
 
-    A rank may be late: the others wait up to ``WRITE_TIMEOUT_S``.
+    A rank may be late: the others wait for it up to ``WRITE_TIMEOUT_S``.
 
     Args:
-      what: the call, in words: the function, its object, its place in the script.
-      why: what no rank can do alone, in words.
-      own: what the other ranks are to know of this one's call; of JSON's types.
-      verb: what every rank has to do with it, in words.
+      ranks: the ranks of the run; with one process nothing is checked.
+      function: name of the function, which is compared between the ranks.
+      what: description of the call for messages: the function, its object, its place in the script.
+      why: why a rank cannot make the call alone, for messages; "" if that is clear.
+      own: a value of this rank, of JSON's types, that the other ranks receive.
+      verb: what every rank has to do with the function, for messages.
 
     Returns:
-      ``own`` of every rank.
+      ``own`` of every rank, by rank; ``[own]`` with one process.
 
     Raises:
-      CommError: a rank calls another one, does something else, or its script has ended.
+      CommError: another rank calls another function, is at another place of the script, or has ended.
     """
     if not ranks.has_other_processes:
         return [own]
@@ -118,11 +127,12 @@ def call_together(
 
 
 def describe_likely_cause(ranks: Ranks, reordered: bool = False, names: bool = False) -> str:
-    """Returns what to look for where ranks differ, in words.
+    """Returns a text for error messages that suggests why ranks hold different values or names.
 
     Args:
-      reordered: whether they hold the same values in another order.
-      names: whether operations, layers or variables differ, and not what they hold.
+      ranks: the ranks of the run.
+      reordered: whether the ranks hold the same values in different orders.
+      names: whether names of operations, layers or variables differ, and not their values.
     """
     usual = _ORDER if reordered else _NAMES if names else _VALUES
     return f"{_HASHES}; else {usual}" if ranks.other_hashes else usual

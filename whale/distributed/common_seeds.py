@@ -1,5 +1,6 @@
-"""Seeds for what has none, and an order for what leaves it open: equal on all ranks of a run, so that every rank draws
-the same whole batches.
+"""Gives seeds that are equal on all ranks to everything that a script leaves unseeded, and a fixed order to datasets.
+
+So every rank draws the same whole batches, of which it then takes its own rows.
 
 Decisions: 0133, 0191.
 """
@@ -30,13 +31,15 @@ import whale_ops
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.script_line import find_script_line, is_of_library
 
-_KERAS_GENERATOR = "global_seed_generator"  # the attribute in which Keras 3 keeps it
+_KERAS_GENERATOR = "global_seed_generator"  # the global attribute in which Keras 3 keeps its default generator
 
 
 def read_random_state() -> bytes:
-    """The random states of this process that belong to nobody, and a number from which seeds are to follow.
+    """Returns this process's global random states, and a drawn number from which later seeds are derived, as bytes.
 
-    They are Python's, NumPy's, TensorFlow's global seed and global generator, and those of each Keras that is imported.
+    The states are those of Python's ``random``, of NumPy, of TensorFlow's global seed and global generator, and of the
+    default generators of each Keras that is imported. The first rank sends them to the others, which call
+    `take_random_state`.
     """
     number = random.SystemRandom().getrandbits(62)
     generator = stateful_random_ops.global_generator
@@ -46,12 +49,16 @@ def read_random_state() -> bytes:
 
 
 def compute_state_number(state: bytes) -> int:
-    """The number of a random state."""
+    """Returns the drawn number that `read_random_state` has put into the bytes."""
     return int(unpack(state)[-1])
 
 
 def take_random_state(state: bytes) -> int:
-    """Another process's random states become this one's; their number."""
+    """Sets this process's global random states to another process's, and returns the number drawn there.
+
+    Args:
+      state: what `read_random_state` returned in the other process.
+    """
     python_state, numpy_state, (seed, kind, generator_state), keras_states, number = unpack(state)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
@@ -59,7 +66,7 @@ def take_random_state(state: bytes) -> int:
         tf.random.set_seed(seed)
     mine = stateful_random_ops.global_generator
     if generator_state is None:
-        stateful_random_ops.global_generator = None  # made when it is asked for
+        stateful_random_ops.global_generator = None  # TensorFlow creates it on demand
     elif mine is None or int(mine.algorithm) != kind:
         stateful_random_ops.global_generator = tf.random.Generator.from_state(generator_state, kind)
     else:
@@ -69,12 +76,16 @@ def take_random_state(state: bytes) -> int:
 
 
 def _find_generator_state(generator: Any) -> np.ndarray | None:
-    """The state of a generator that keeps it in a variable, as those of TensorFlow and Keras 3 do; None without one."""
+    """Returns the state of a generator of TensorFlow or Keras 3, which is a variable, as an array; None without a
+    generator.
+    """
     return generator.state.numpy() if generator is not None else None
 
 
 def _read_keras_states() -> dict[str, Any]:
-    """The states of the generators that each Keras draws from where a script names none; None: it has none yet."""
+    """Returns, by Keras package, the state of the generator used where a script names none; None if it is not created
+    yet.
+    """
     found: dict[str, Any] = {}
     if (kept := _find_keras3_attributes()) is not None:
         found["keras"] = _find_generator_state(kept.get_global_attribute(_KERAS_GENERATOR))
@@ -85,7 +96,10 @@ def _read_keras_states() -> dict[str, Any]:
 
 
 def _take_keras_states(states: Mapping[str, Any]) -> None:
-    """Forgets the state of a Keras that the first rank has not imported yet: it is made again when it is asked for."""
+    """Sets the states of the imported Keras packages' default generators to those of the first rank.
+
+    A generator that the first rank has not created is removed here as well, so that it is created on demand.
+    """
     if (kept := _find_keras3_attributes()) is not None:
         mine, state = kept.get_global_attribute(_KERAS_GENERATOR), states.get("keras")
         if state is None:
@@ -104,20 +118,20 @@ def _take_keras_states(states: Mapping[str, Any]) -> None:
 
 
 def _find_keras3_attributes() -> Any:
-    """The module in which Keras 3 keeps what is global, if it is imported."""
+    """Returns the module in which Keras 3 keeps its global attributes, or None if it is not imported."""
     return sys.modules.get("keras.src.backend.common.global_state")
 
 
 def _iterate_keras2_seeds() -> Iterator[tuple[str, Any]]:
-    """(name, what holds the generator) of each Keras 2 that is imported; of this thread, as Keras has it."""
+    """Yields (name, object with this thread's ``generator`` attribute) of each Keras 2 package that is imported."""
     for name in ("keras", "tf_keras"):
         seeds = getattr(sys.modules.get(f"{name}.src.backend"), "_SEED_GENERATOR", None)
         if seeds is not None:
             yield f"{name}.src", seeds
 
 
-IN_ORDER = "_whale_in_order"  # of a dataset that was made with an order
-# They take `deterministic`, or `sloppy`, and then give samples as they are ready.
+IN_ORDER = "_whale_in_order"  # attribute of datasets that were created with a fixed order
+# Datasets that, by `deterministic` or `sloppy`, may yield elements in the order in which these are ready.
 _LEAVE_OPEN = (
     map_op._ParallelMapDataset,
     batch_op._ParallelBatchDataset,
@@ -127,17 +141,17 @@ _LEAVE_OPEN = (
 
 
 class CommonSeeds:
-    """Draws seeds for what a script gives none, from its making to ``take_back``.
+    """Replaces functions of Python, NumPy and TensorFlow that draw seeds, from construction to ``take_back``.
 
-    That are tf.data's shuffles, random operations that run eagerly, generators of NumPy (``np.random.default_rng()``)
-    and those of TensorFlow; in the script's own lines generators of Python (``random.Random()``) and ``uuid`` too.
-    Datasets with ``deterministic=False``, which may have any order, get the one that they have without it.
+    Seeds are given to tf.data's shuffles, to random operations that run eagerly, and to generators of NumPy
+    (``np.random.default_rng()``) and TensorFlow. ``random.Random()`` and ``uuid`` are replaced only where lines of the
+    script itself call them. Datasets with ``deterministic=False`` get the order that they have without it.
 
-    A seed follows from the number that all ranks were given, and from the line of the script that asks, so that a
-    dataset which one rank alone makes changes nothing for the others.
+    A seed is derived from a number that is equal on all ranks, from the line of the script that asks, and from how
+    often that line has asked. So a dataset that only one rank creates does not change the seeds of others.
 
     Args:
-      number: what the first rank drew.
+      number: the number that the first rank drew (`compute_state_number`).
     """
 
     def __init__(self, number: int) -> None:
@@ -158,11 +172,11 @@ class CommonSeeds:
         self._replace(dataset_ops.DatasetV2, "with_options", _give_order(with_options))
 
     def take_back(self) -> None:
-        """Leaves what has no seed from now on to TensorFlow and NumPy."""
+        """Restores all replaced functions, so that unseeded draws are left to Python, NumPy and TensorFlow again."""
         self._put_back(0)
 
     def leave_draws_to_ranks(self) -> None:
-        """From now on only shuffles get seeds: each rank has data of its own, and disturbs it in its own way."""
+        """Restores all replaced functions except tf.data's seeds, when each rank reads and augments data of its own."""
         self._put_back(1)
 
     def _put_back(self, first: int) -> None:
@@ -177,20 +191,20 @@ class CommonSeeds:
         return original
 
     def has_given(self, seed: int, seed2: int) -> bool:
-        """Whether these are seeds of this run, which another run does not have."""
+        """Returns True if this pair of tf.data seeds was drawn here; such seeds differ from run to run."""
         return (seed, seed2) in self._given
 
     @property
     def draw_counts(self) -> dict[str, int]:
-        """How often each line of the script has asked."""
+        """Returns line of the script -> how often it has asked for a seed, to be saved in checkpoints."""
         return dict(self._asked)
 
     def go_to(self, asked: Mapping[str, int]) -> None:
-        """Seeds follow as if the lines had asked so often."""
+        """Continues the seeds as if each line of the script had asked so often; `asked` is as from `draw_counts`."""
         self._asked = Counter(asked)
 
     def draw(self) -> int:
-        """A positive number of 62 bits for the line that asks; the next one when it asks again."""
+        """Draws a positive 62-bit number for the line of the script that is running; each call gives the next one."""
         return int.from_bytes(self._draw_bytes(8), "little") % (1 << 62) + 1
 
     def _draw_bytes(self, count: int) -> bytes:
@@ -201,11 +215,11 @@ class CommonSeeds:
 
     @contextmanager
     def set_global_seed(self) -> Iterator[None]:
-        """Inside, TensorFlow's global seed is one of these, unless the script has set one."""
+        """Sets TensorFlow's global seed to a drawn one while the context is open, unless the script has set one."""
         if tf_context.global_seed() is not None:
             yield
             return
-        # Not tf.random.set_seed: it begins the kernels anew of all that has drawn so far.
+        # Not tf.random.set_seed, which would restart the random streams of everything that has drawn so far.
         tf_ctx = tf_context.context()
         drawn = self.draw() & 0x7FFFFFFF
         tf_ctx._seed, tf_ctx._rng = drawn, random.Random(drawn)
@@ -215,7 +229,7 @@ class CommonSeeds:
             tf_ctx._seed = None
 
     def _get_seed(self, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """What tf.data asks when a dataset is made that draws."""
+        """Returns the pair of seeds for a tf.data dataset that draws; replaces tf.data's own function."""
         if seed is not None or tf_context.global_seed() is not None or not tf.executing_eagerly():
             return self._original(seed)  # type: ignore[no-any-return]
         drawn = self.draw()
@@ -224,9 +238,10 @@ class CommonSeeds:
         return tf.constant(pair[0], tf.int64), tf.constant(pair[1], tf.int64)
 
     def _get_operation_seed(self, op_seed: Any) -> tuple[Any, Any]:
-        """Returns the seeds of an operation that draws.
+        """Returns the pair of seeds of a random operation; replaces TensorFlow's own function.
 
-        Each line has seeds of its own and keeps them: TensorFlow keeps a kernel for these, whose stream goes on.
+        Each line of the script always gets the same seeds: TensorFlow keeps one kernel for these, whose random stream
+        goes on from call to call.
         """
         seeds: tuple[Any, Any] = self._seed_of_operation(op_seed)
         if seeds != (None, None) or not tf.executing_eagerly():
@@ -236,11 +251,13 @@ class CommonSeeds:
         return (drawn >> 33) + 1, drawn & 0x7FFFFFFF
 
     def _draw_entropy(self, bits: int) -> int:
-        """Returns the seed of a NumPy generator that is given none."""
+        """Returns `bits` bits of entropy for a NumPy generator that was created without a seed."""
         return int.from_bytes(self._draw_bytes(-(-bits // 8)), "little") >> -bits % 8
 
     def _make_uuid(self, original: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
-        """Returns the function for lines of the script; libraries keep theirs, for names that are a process's own."""
+        """Wraps uuid1 or uuid4: lines of the script get equal results on all ranks, libraries get unique ones as
+        before.
+        """
 
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> uuid.UUID:
@@ -251,7 +268,9 @@ class CommonSeeds:
         return make
 
     def _make_seeded(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Returns the constructor of Python's generators, which gives those of the script a seed."""
+        """Wraps the constructor of ``random.Random``, which then seeds generators that the script creates without a
+        seed.
+        """
 
         @functools.wraps(original)
         def init(generator: random.Random, x: Any = None) -> None:
@@ -263,7 +282,9 @@ class CommonSeeds:
         return init
 
     def _draw_generator_state(self, shape: Any, dtype: Any = tf.int64) -> tf.Tensor:
-        """Returns the seed of a TensorFlow generator, the global one too, that is given none."""
+        """Returns the initial state of a TensorFlow generator that was created without a seed, the global generator
+        included.
+        """
         if not tf.executing_eagerly():
             return self._fresh_state(shape, dtype)
         dtype = tf.as_dtype(dtype)
@@ -273,10 +294,10 @@ class CommonSeeds:
 
 
 def restart_streams() -> Callable[[], None]:
-    """From now on streams begin anew with each ``tf.random.set_seed``, as those of TensorFlow's kernels do.
+    """Makes each ``tf.random.set_seed`` restart the random streams of Whale's kernels, as it restarts TensorFlow's own.
 
     Returns:
-      what ends that.
+      A function that undoes this.
     """
     original = tf_context.Context._set_global_seed
 
@@ -294,7 +315,7 @@ def restart_streams() -> Callable[[], None]:
 
 
 def _make_in_order(make: Callable[..., None]) -> Callable[..., None]:
-    """Returns the constructor of a dataset that keeps the order of its samples, whatever it is asked."""
+    """Wraps a dataset's constructor so that the dataset keeps the order of its elements even if asked not to."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -310,7 +331,7 @@ def _make_in_order(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _give_order(with_options: Callable[..., tf.data.Dataset]) -> Callable[..., tf.data.Dataset]:
-    """Returns ``tf.data.Dataset.with_options`` without the option that leaves the order open."""
+    """Wraps ``tf.data.Dataset.with_options`` so that the option ``deterministic=False`` becomes True."""
 
     @functools.wraps(with_options)
     def give(dataset: tf.data.Dataset, options: tf.data.Options, *args: Any, **kwargs: Any) -> tf.data.Dataset:

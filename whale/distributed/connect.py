@@ -1,8 +1,8 @@
-"""Connects the processes that a launcher started, so that they are ranks that exchange messages.
+"""Connects the processes that a launcher has started into one group of ranks that exchange messages.
 
-Within one mpirun they connect by MPI. An MPI ends all of its ranks when it loses a host; so the ranks of several hosts,
-each of which may go, have none in common (`whale run --hosts-from`), and connect by sockets, as ranks that join later
-do.
+Ranks that one mpirun has started connect by MPI. With `whale run --hosts-from`, where hosts may come and go, the ranks
+of different hosts have no MPI in common, because an MPI ends all its ranks when it loses a host; these connect by
+sockets, and so do ranks that join later.
 
 Decisions: 0116, 0120.
 """
@@ -24,17 +24,20 @@ from whale.started import APART_VARIABLE, PEERS_VARIABLE, ProcessPlace
 from whale_ops.memory import share_tensors
 
 _TOGETHER = 0  # the group of all ranks of the run's start; others have larger numbers
-_known: list[SocketBootstrap] = []  # of this process: its runs have one door, and `whale run` tells the addresses once
+_known: list[SocketBootstrap] = []  # at most one; kept for later runs, since `whale run` sends the addresses only once
 
 
 def connect(name: str, place: ProcessPlace, config: Config, *, share_memory: bool = True) -> whale_ops.Communicator:
-    """Returns this process's end of a communicator between all of them, by MPI.
+    """Returns this process's communicator with all other ranks, by MPI; collective.
 
     Args:
-      share_memory: whether ranks of one host may speak through memory, where the configuration lets them.
+      name: name of the communicator, equal on all ranks.
+      place: the place of this process among the ranks, as the launcher has told it.
+      config: the configuration.
+      share_memory: whether ranks on one host may exchange through shared memory, if the configuration allows it.
 
     Raises:
-      ClusterError: MPI knows another number of ranks than the launcher.
+      ClusterError: MPI and the launcher disagree about the number of ranks.
       CommError: MPI cannot be loaded or started.
     """
     shares = share_memory and config["communication.shared_memory"] != "none"
@@ -43,21 +46,25 @@ def connect(name: str, place: ProcessPlace, config: Config, *, share_memory: boo
         raise ClusterError(
             "MPI and the launcher disagree about the number of ranks",
             given=f"MPI says {comm.size}, {place.launcher} says {place.size}",
-            expected="the same number",
+            expected="the same number of ranks from both",
             action="start the script with the mpirun of the MPI that Whale was built with, or with `whale run`",
         )
     return comm
 
 
 def configure_communicator(comm: whale_ops.Communicator, config: Config) -> None:
-    """Sets a communicator's algorithm and emulated link from the configuration."""
+    """Sets a communicator's all-reduce algorithm, and the link that it emulates (if any), from the configuration."""
     comm.set_algorithm(config["communication.algorithm"])
     if (link := config.network.link) is not None:
         comm.set_link(link.latency_s, link.bandwidth_bytes_per_s)
 
 
 def share_tensors_if_possible(config: Config, place: ProcessPlace) -> None:
-    """Has TensorFlow place large tensors where the machine's other ranks can map them; warns if it cannot."""
+    """Makes TensorFlow allocate large tensors in memory that other ranks of this host can map, so that they need no
+    copy.
+
+    Logs a warning if that is not possible.
+    """
     if place.local_size == 1 or config.network.link is not None:  # an emulated link carries all that ranks exchange
         return
     if (obstacle := share_tensors()) and place.local_rank == 0:
@@ -69,11 +76,11 @@ def share_tensors_if_possible(config: Config, place: ProcessPlace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SocketBootstrap:
-    """The listener of this process, and the addresses by which it reaches those of other hosts.
+    """Holds what this process needs to connect to other ranks by sockets.
 
     Attributes:
-      door: where it listens, to its end.
-      addresses: where each rank of the run's start does.
+      door: the listener of this process, which stays open until the process ends.
+      addresses: rank -> "host:port" at which it listens, for each rank of the run's start.
     """
 
     door: RankListener
@@ -83,14 +90,22 @@ class SocketBootstrap:
 def connect_ranks(
     name: str, place: ProcessPlace, config: Config, watch: LauncherWatch
 ) -> tuple[tuple[whale_ops.Communicator], SocketBootstrap | None]:
-    """Connects this process with all ranks of the run's start, by MPI, or by sockets where hosts have an mpirun of
-    their own.
+    """Connects this process with all ranks of the run's start; collective.
 
-    Returns its end of the communicator; and with sockets how to reach each rank, else None.
+    Uses MPI, or sockets where each host has an mpirun of its own.
+
+    Args:
+      name: name of the communicator, equal on all ranks.
+      place: the place of this process among the ranks.
+      config: the configuration.
+      watch: the connection to `whale run`, which collects the ranks' addresses.
+
+    Returns:
+      ((the communicator,), how to reach each rank by sockets, or None where ranks never connect anew).
 
     Raises:
-      ClusterError: MPI knows another number of ranks than the launcher.
-      CommError: MPI cannot be loaded or started, or one of the ranks is gone.
+      ClusterError: MPI and the launcher disagree about the number of ranks.
+      CommError: MPI cannot be loaded or started, or a rank is gone.
     """
     if config["communication.shared_memory"] == "tensors":
         share_tensors_if_possible(config, place)
@@ -117,9 +132,13 @@ def connect_ranks(
 def connect_with_mpi(
     name: str, place: ProcessPlace, config: Config
 ) -> tuple[tuple[whale_ops.Communicator], SocketBootstrap | None]:
-    """Connects this process with all that MPI connects: by that, or between hosts by TCP where it is faster."""
+    """Connects this process with all ranks that one mpirun has started, by MPI or, if faster between hosts, by TCP.
+
+    Returns:
+      As `connect_ranks`.
+    """
     asked = config["communication.between_hosts"]
-    # Emulated hosts are those of one machine, whose TCP says nothing of a network.
+    # Emulated hosts are on one machine, where the speed of TCP tells nothing about a network.
     if asked == "mpi" or (place.local_size == place.size and (asked == "auto" or not config.network.hosts)):
         return (connect(name, place, config),), None
     by_mpi = connect(f"{name}.mpi", place, config, share_memory=False)
@@ -128,7 +147,7 @@ def connect_with_mpi(
     if found is None:
         return (connect(name, place, config),), None
     comm, door, addresses = found
-    if not config["fault.elastic"]:  # nobody connects anew
+    if not config["fault.elastic"]:  # the ranks never connect again
         door.close()
         return (comm,), None
     return (comm,), SocketBootstrap(door, addresses)
@@ -143,9 +162,9 @@ def _collect_addresses(watch: LauncherWatch, size: int, freeze_s: float) -> Sock
             door.close()
             raise CommError(
                 "a rank is gone before all ranks were connected",
-                given=f"addresses of {len(addresses)} ranks",
-                expected=f"those of {size}",
-                action="look at the launcher's output",
+                given=f"`whale run` knows the addresses of {len(addresses)} ranks",
+                expected=f"the addresses of all {size} ranks",
+                action="read in the output of `whale run` which rank has failed, and why",
             )
         _known.append(SocketBootstrap(door, addresses))
     return _known[0]

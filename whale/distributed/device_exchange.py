@@ -1,6 +1,7 @@
-"""Exchanges tensors directly between GPUs (`communication.backend` "nccl", "cuda-ipc", "pinned").
+"""Sets up exchanges of tensors directly between GPUs (`communication.backend` "nccl", "cuda-ipc" or "pinned").
 
-``wh.init`` opens them. `ExchangeOps` are the ops through which they, or the host, exchange.
+``wh.init`` calls `start_device_exchange`. `ExchangeOps` then adds the TensorFlow ops of exchanges, through GPUs or
+through the host, to a traced function.
 
 Decision: 0193.
 """
@@ -35,24 +36,26 @@ _LEAST_BUFFER_BYTES = 1 << 20  # tensors of more bytes travel in parts
 def start_device_exchange(
     config: Config, place: ProcessPlace, size: int, comms: Sequence[whale_ops.Communicator]
 ) -> OwnGpu | None:
-    """Gives a rank's process its GPU, and opens it where the configuration asks for it; collective.
+    """Assigns this rank's process its GPU, and opens the GPU for exchanges if the configuration asks for it;
+    collective.
 
-    Returns the GPU, before anything of this run is on it; None: there is none, the driver does not list it, or ranks
-    are threads, which share it.
+    If the process sees several GPUs, TensorFlow is restricted to the one with the process's local rank, whatever the
+    backend: otherwise all processes of a host would compute on the first GPU, and one of them would take its memory. A
+    single rank, and ranks that are threads of one process, keep all GPUs that TensorFlow sees. With "pinned", ranks
+    without a GPU take part with host memory.
 
-    Where the process sees several GPUs, TensorFlow gets that of the process's number on its host, and no other, with
-    every backend: otherwise all processes of a host would compute on its first one, whose memory one of them takes.
-    With "pinned" ranks for which TensorFlow sees no GPU take part with the host's memory. A single rank, and
-    ranks that are threads, have what TensorFlow sees.
+    Returns:
+      The GPU, as it is before the run puts anything on it; None: there is none, the driver does not list it, or the
+        ranks are threads.
 
     Raises:
       ConfigError: the ranks are threads of this process, which would share one GPU and one TensorFlow.
-      ClusterError: on every rank, naming those that cannot: there is no GPU, no compiler for its kernels, no NCCL,
-        TensorFlow has started with several GPUs, or they cannot be connected.
+      ClusterError: raised on every rank, naming the ranks that cannot take part: no GPU, no compiler for the GPU
+        kernels, no NCCL, TensorFlow has started with several GPUs, or the GPUs cannot be connected.
     """
     backend, threads = config["communication.backend"], config["communication.in_process_ranks"] > 0
-    # As `whale` does for what it starts (whale/cli): under mpirun alone ranks have nvidia-smi's numbers, too, if CUDA
-    # has not started yet.
+    # The command `whale` sets it for its processes (whale/cli). Here it makes GPUs have the numbers of nvidia-smi also
+    # under plain mpirun, unless CUDA has started already.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if backend not in DEVICE_BACKENDS:
         if threads:
@@ -62,16 +65,16 @@ def start_device_exchange(
         return look_at_own_gpu()
     if threads:
         raise ConfigError(
-            "GPUs exchange tensors of processes, and the in-process transport has one",
+            "GPUs exchange tensors between processes, but communication.in_process_ranks makes all ranks one process",
             given=f'communication.backend "{backend}" with communication.in_process_ranks',
-            expected="the transport between processes",
+            expected="one process per rank",
             action='start the script with `whale run -np 2`, or set communication.backend to "whale"',
         )
     if size == 1:
         return look_at_own_gpu()
     (comm,) = comms
     gpu = take_gpu(place.local_rank)
-    own = look_at_own_gpu()  # the kernels' machine code takes memory
+    own = look_at_own_gpu()  # before the kernels' machine code takes some of its memory
     if gpu.ordinal is not None and not gpu.lacks:
         folder = find_folder(config["mesh.plan_cache"])
         gpu = Gpu(gpu.ordinal, find_missing(find_library(), backend, gpu.ordinal, folder))
@@ -81,11 +84,11 @@ def start_device_exchange(
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A rank's GPU, and what is missing to use it.
+    """Identifies the GPU of a rank, and says what is missing to use it for exchanges.
 
     Attributes:
-      ordinal: its number, None where TensorFlow sees none.
-      lacks: what is missing to use it; "" is nothing.
+      ordinal: its number among the GPUs that this process sees; None: TensorFlow sees no GPU.
+      lacks: what is missing, as a text for an error message; "" if nothing.
     """
 
     ordinal: int | None
@@ -93,10 +96,10 @@ class Gpu:
 
 
 def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
-    """Opens a rank's device, after all ranks have told each other what they have and lack.
+    """Opens this rank's GPU for exchanges, after all ranks have told each other whether they can take part; collective.
 
     Raises:
-      ClusterError: as `start_device_exchange`.
+      ClusterError: a rank cannot take part, or the GPUs cannot be connected; raised on every rank.
     """
     backend, buffer_bytes = config["communication.backend"], config.bucket_bytes
     lacks = gpu.lacks or ("" if gpu.ordinal is not None or backend == PINNED else NO_GPU)
@@ -112,10 +115,10 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
         mixed = any(have) and backend != PINNED and set(lacking) <= {"", NO_GPU}
         other = f'"{PINNED}", with which ranks without a GPU take part, or to ' if mixed else ""
         raise ClusterError(
-            "GPUs are to exchange what lies in their memory, and a rank has none that it can use",
+            "communication.backend asks for exchanges between GPUs, but a rank has no GPU that it can use",
             **{f"rank {rank}": text for rank, text in enumerate(lacking) if text},
             given=f'communication.backend "{backend}" ({config.origin("communication.backend")})',
-            expected="a GPU that TensorFlow sees, and what its exchanges take, on "
+            expected="a GPU that TensorFlow sees, and the libraries that its exchanges need, on "
             + ("one rank or several" if backend == PINNED else "every rank"),
             action=f'see docs/gpu.md, or set communication.backend to {other}"whale"',
         )
@@ -137,10 +140,15 @@ def open_device(config: Config, comm: whale_ops.Communicator, gpu: Gpu) -> None:
 
 
 def connect_groups(groups: Sequence[Sequence[int]], comm: whale_ops.Communicator, backend: str) -> None:
-    """Has NCCL connect groups of ranks now, and not when a step has taken the memory, or is timed.
+    """Makes NCCL connect the given groups of ranks now, rather than in the first step that uses them.
 
-    Collective in each group; ranks have theirs in one order, so that none wait for each other in a circle. Other
-    transports connect ranks when they are opened.
+    By then the step may have taken the GPU's memory, or may be timed. Collective in each group: all ranks go through
+    the groups in the same order, so that no deadlock arises. The other backends connect all ranks when they are opened.
+
+    Args:
+      groups: the groups that this rank belongs to.
+      comm: the communicator of all ranks.
+      backend: the value of `communication.backend`.
 
     Raises:
       tf.errors.OpError: a rank is gone.
@@ -156,18 +164,22 @@ def connect_groups(groups: Sequence[Sequence[int]], comm: whale_ops.Communicator
 
 
 def count_device_buffer_bytes(config: Config) -> int:
-    """Returns the bytes of GPU memory that exchanges take, beside what NCCL itself allocates."""
-    copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # pinned: of the host
+    """Returns the bytes of GPU memory that Whale's exchange buffers take, not counting what NCCL itself allocates."""
+    copies = {"nccl": 1, "cuda-ipc": 2}.get(config["communication.backend"], 0)  # "pinned" has buffers on the host
     return copies * max(config.bucket_bytes, _LEAST_BUFFER_BYTES)
 
 
 def find_library() -> Path:
-    """Returns the path of the library for GPUs."""
+    """Returns the path of Whale's native library for GPUs, which may not be built."""
     return device_library.PATH
 
 
 def take_gpu(local_rank: int) -> Gpu:
-    """Gives this process its GPU and no other; the result names what is missing for exchanges from the GPU's memory."""
+    """Restricts this process to one GPU, and checks that it can be used for exchanges.
+
+    Returns:
+      The GPU; its `lacks` says what is missing, such as the native library or a driver that sees the same GPUs.
+    """
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -180,14 +192,15 @@ def take_gpu(local_rank: int) -> Gpu:
     except CommError as error:
         return Gpu(0, str(error))
     if there != len(gpus):
-        return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the driver {there}: set CUDA_VISIBLE_DEVICES")
+        return Gpu(0, f"TensorFlow sees {len(gpus)} GPUs, the driver {there}: set CUDA_VISIBLE_DEVICES to one of both")
     return claim_gpu(local_rank)
 
 
 def claim_gpu(local_rank: int) -> Gpu:
-    """Makes one GPU the only one that TensorFlow sees from now on; its memory is taken only as it is needed.
+    """Makes one GPU the only one that TensorFlow sees in this process, with memory allocated only as needed.
 
-    Of those that the script has left visible it is that of this process's number on its host.
+    Args:
+      local_rank: number of this process on its host; it selects among the GPUs that the script has left visible.
     """
     import tensorflow as tf
 
@@ -200,14 +213,14 @@ def claim_gpu(local_rank: int) -> Gpu:
     except RuntimeError:
         if len(tf.config.list_logical_devices("GPU")) != 1:
             return Gpu(0, "TensorFlow has started with several GPUs: call wh.init first, or set CUDA_VISIBLE_DEVICES")
-    with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow has started: its memory is as the script says
+    with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow has started, with the script's own settings
         tf.config.experimental.set_memory_growth(gpu, True)
     warn_of_taken_memory(gpu)
     return Gpu(gpus.index(gpu))
 
 
 def warn_of_taken_memory(gpu: Any) -> None:
-    """Warns where TensorFlow takes all memory of a GPU at once, so that none is left for exchanges and other ranks."""
+    """Warns if TensorFlow will allocate all memory of a GPU, which leaves none for exchanges and other ranks."""
     import tensorflow as tf
 
     said = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").strip().lower()
@@ -223,16 +236,17 @@ def warn_of_taken_memory(gpu: Any) -> None:
 
 
 class OwnGpu(msgspec.Struct, frozen=True):
-    """The GPU on which a rank computes, as NVIDIA's driver has it.
+    """Describes the GPU on which a rank computes, as NVIDIA's driver reports it.
 
     Decision: 0204.
 
     Attributes:
-      uuid: which one it is; of a part of a GPU (MIG), which part.
-      memory_bytes: all that it has.
-      capability: the major number of its compute capability.
-      used_bytes: what other programs had of its memory when the run began.
-      sharing: how many ranks of the run compute on it.
+      uuid: identifies the GPU, or with MIG the part of a GPU.
+      name: its model, such as "NVIDIA H100".
+      memory_bytes: its total memory.
+      capability: major number of its compute capability.
+      used_bytes: memory that other programs used when the run began.
+      sharing: number of ranks of the run that compute on it.
     """
 
     uuid: str
@@ -244,16 +258,18 @@ class OwnGpu(msgspec.Struct, frozen=True):
 
 
 def list_visible_gpus() -> list[OwnGpu]:
-    """Returns the GPUs that TensorFlow may use in this process, in its order; none where the driver lists them not."""
+    """Returns the GPUs that TensorFlow may use in this process, in TensorFlow's order; [] if the driver does not list
+    them.
+    """
     import tensorflow as tf
     from tensorflow.python.eager import context as tf_context
 
     visible = tf.config.get_visible_devices("GPU")
     driver = gpu_driver.look() if visible else None
     gpus = tf.config.list_physical_devices("GPU")
-    if driver is None or len(driver.gpus) != len(gpus):  # GPUs of others, or a driver that does not answer
+    if driver is None or len(driver.gpus) != len(gpus):  # GPUs of another vendor, or a driver that does not answer
         return []
-    is_free = tf_context.context()._context_handle is None  # else some of what is used may be this process's
+    is_free = tf_context.context()._context_handle is None  # else this process may have taken some of the memory
     return [
         OwnGpu(
             found.uuid or f"{platform.node()}/{gpus.index(one)}",
@@ -267,9 +283,9 @@ def list_visible_gpus() -> list[OwnGpu]:
 
 
 def look_at_own_gpu() -> OwnGpu | None:
-    """Returns the GPU of this process; None: it has none, or one that the driver does not list.
+    """Returns the GPU of this process; None if it has none, or one that the driver does not list.
 
-    Warns where TensorFlow sees none of those that the driver lists.
+    Warns if the driver lists GPUs and TensorFlow sees none of them.
     """
     import tensorflow as tf
 
@@ -278,22 +294,24 @@ def look_at_own_gpu() -> OwnGpu | None:
         if driver is not None and driver.gpus:
             log.warning(
                 f"NVIDIA's driver lists {len(driver.gpus)} GPU{'s' * (len(driver.gpus) != 1)}, of which TensorFlow "
-                "sees none, and this process computes on processors: pip install 'tensorflow[and-cuda]' (what "
-                "TensorFlow lacks it says at its import, unless TF_CPP_MIN_LOG_LEVEL hides it), or say that it is "
-                "meant by CUDA_VISIBLE_DEVICES=-1"
+                "sees none, so this process computes on the CPU: pip install 'tensorflow[and-cuda]' (TensorFlow says "
+                "what it lacks when it is imported, unless TF_CPP_MIN_LOG_LEVEL hides that), or set "
+                "CUDA_VISIBLE_DEVICES=-1 if the CPU is what you want"
             )
     return next(iter(list_visible_gpus()), None)
 
 
 def find_gpus(comm: whale_ops.Communicator, own: OwnGpu | None) -> list[OwnGpu | None]:
-    """Returns the GPU of each rank, a process, and by how many ranks it is shared. Collective.
+    """Returns each rank's GPU, with the number of ranks that share it, by rank; collective.
 
     Args:
-      own: this rank's, as `start_device_exchange` returns it.
+      comm: the communicator of all ranks, which are processes.
+      own: this rank's GPU, as `start_device_exchange` returns it.
     """
     said = comm.allgather_bytes("whale/gpus", msgspec.json.encode(own), purpose="the exchange of which GPU is whose")
     each = [msgspec.json.decode(one, type=OwnGpu | None) for one in said]
-    # Ranks that share one look at it while others open it: the first saw what others than ranks have.
+    # Ranks that share a GPU may have opened it before others looked at its memory: the smallest figure is that of the
+    # rank that looked first, and counts only what programs outside of the run use.
     sharing: dict[str, list[OwnGpu]] = {}
     for gpu in filter(None, each):
         sharing.setdefault(gpu.uuid, []).append(gpu)
@@ -309,14 +327,15 @@ def find_gpus(comm: whale_ops.Communicator, own: OwnGpu | None) -> list[OwnGpu |
 
 
 def describe_unequal_precision(gpus: Sequence[OwnGpu | None], compute_dtype: str) -> list[str]:
-    """Returns sentences for people on what the ranks' GPUs compute with unlike precision or speed, if anything.
+    """Returns sentences for the log that say what the ranks' GPUs compute with different precision or speed; [] if
+    nothing.
 
-    Capability 8.0 (Ampere) is the first that computes float32 products in TF32, which TensorFlow has it do, and the
-    first with units for bfloat16.
+    GPUs of compute capability 8.0 (Ampere) and newer multiply float32 in TF32, by TensorFlow's default, and have units
+    for bfloat16; older ones do neither.
 
     Args:
-      gpus: of the ranks.
-      compute_dtype: of mixed precision; "" is none.
+      gpus: the GPU of each rank, by rank.
+      compute_dtype: the dtype of mixed precision; "": none.
     """
     import tensorflow as tf
 
@@ -329,7 +348,7 @@ def describe_unequal_precision(gpus: Sequence[OwnGpu | None], compute_dtype: str
     if any(recent) and not all(recent) and is_rounding and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         said.append(
             f"float32 products are rounded to TF32 (10 bits) on some ranks' GPUs, and not on ranks {older}: "
-            "tf.config.experimental.enable_tensor_float_32_execution(False) makes all alike, and the former slower"
+            "tf.config.experimental.enable_tensor_float_32_execution(False) makes all ranks alike, newer ones slower"
         )
     if compute_dtype == "bfloat16" and any(gpu is not None and not new for gpu, new in zip(gpus, recent)):
         said.append(
@@ -340,10 +359,13 @@ def describe_unequal_precision(gpus: Sequence[OwnGpu | None], compute_dtype: str
 
 
 class ExchangeOps:
-    """Exchanges of a communicator's ranks by ops of TensorFlow; made inside the function that is traced.
+    """Adds the TensorFlow ops of exchanges between a communicator's ranks to the function that is being traced.
+
+    Create it inside that function.
 
     Args:
-      through: what carries them out: "" is the host, all else the devices that the communicator has opened.
+      comm: the communicator.
+      through: what moves the data: "" for the host, else the backend of the GPUs that the communicator has opened.
     """
 
     def __init__(self, comm: whale_ops.Communicator, through: str) -> None:
@@ -354,7 +376,13 @@ class ExchangeOps:
         self._handle: tuple[Any, ...] = () if through else (self._ops.whale_communicator(**place),)
 
     def __call__(self, kind: str, *inputs: Any, **attrs: Any) -> Any:
-        """Adds the op of one exchange and returns its outputs. ``kind`` is "all_reduce", "all_gather", "send", ..."""
+        """Adds the op of one exchange and returns its outputs.
+
+        Args:
+          kind: the exchange: "all_reduce", "all_gather", "send", ...
+          inputs: tensors, as the op takes them.
+          attrs: the op's attributes, such as ``key`` and ``ranks``.
+        """
         op = getattr(self._ops, self._prefix + kind)
         if kind == "all_gather" and self._handle:  # the host's takes several tensors
             (found,) = op(*self._handle, list(inputs), **attrs)
@@ -363,14 +391,16 @@ class ExchangeOps:
 
 
 def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
-    """Loads the kernels onto a GPU.
+    """Compiles Whale's GPU kernels, or reads them from the cache, and loads them onto a GPU.
 
     Args:
-      library: the library for GPUs.
-      folder: where machine code is kept; None: nowhere.
+      library: path of Whale's native library for GPUs.
+      ordinal: number of the GPU.
+      folder: cache folder for compiled kernels; None: no cache.
 
     Raises:
-      CommError: the GPU cannot be asked, no compiler for it is found, or the driver refuses what it has made.
+      CommError: the GPU does not answer, no compiler for it (NVRTC) is found, or the driver refuses the compiled
+        kernels.
     """
     architecture = device_library.find_architecture(library, ordinal)
     driver = gpu_driver.look()
@@ -380,7 +410,14 @@ def load_kernels(library: Path, ordinal: int, folder: Path | None) -> None:
 
 
 def load_code(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) -> bytes:
-    """Returns machine code for GPUs of an architecture: kept from the same sources and compiler, or compiled now."""
+    """Returns compiled GPU kernels, from the cache if sources, compiler and architecture are the same, else compiled
+    now.
+
+    Args:
+      nvrtc: the compiler.
+      architecture: compute capability of the GPU, such as 90.
+      folder: cache folder; None: no cache.
+    """
     files = None if folder is None else CacheFolder(folder)
     version = ".".join(map(str, nvrtc.version))
     name = f"{nvrtc.find_target(architecture)}-nvrtc-{version}-{device_code.compute_source_digest()}.kernels"
@@ -388,24 +425,31 @@ def load_code(nvrtc: device_code.Nvrtc, architecture: int, folder: Path | None) 
         if files is not None and (kept := files.get(name)) is not None:
             return kept
     except DamagedFileError:
-        log.warning("the GPU kernels that were kept are damaged, and are compiled anew")
+        log.warning("the cached GPU kernels are damaged, and are compiled again")
     except OSError:
-        pass  # writing says why
+        pass  # writing to the folder, below, warns of the same error
     code = device_code.compile_kernels(nvrtc, architecture)
     try:
         if files is not None:
             files.put(name, code)
     except OSError as error:
-        log.warning(f"GPU kernels are not kept for later runs ({error}); plan_cache names another folder")
+        log.warning(f"compiled GPU kernels cannot be cached ({error}); set mesh.plan_cache to another folder")
     return code
 
 
 def find_missing(library: Path, backend: str, ordinal: int, folder: Path | None) -> str:
-    """Prepares a GPU for a backend. Returns what is missing for it; "" is nothing."""
+    """Prepares a GPU for a backend, and returns what is missing for it as a text; "" if nothing.
+
+    Args:
+      library: path of Whale's native library for GPUs.
+      backend: the value of `communication.backend`.
+      ordinal: number of the GPU.
+      folder: cache folder for compiled kernels; None: no cache.
+    """
     try:
         if backend == "nccl":
             device_library.load_nccl()
-        if backend != "pinned":  # which only copies
+        if backend != "pinned":  # "pinned" copies to the host, and needs no kernels
             load_kernels(library, ordinal, folder)
     except CommError as error:
         return " ".join(str(error).split())

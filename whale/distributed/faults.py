@@ -1,4 +1,4 @@
-"""Turns TensorFlow's errors that come from communication into errors of Whale.
+"""Converts TensorFlow errors that were caused by communication to Whale's CommError.
 
 Decision: 0130.
 """
@@ -20,9 +20,10 @@ _AROUND = (
 
 
 def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
-    """Raises CommError when an exchange failed (a rank is gone, or ranks do not match); else returns.
+    """Raises CommError if an exchange failed (a rank is gone, or the ranks' exchanges do not match); else returns.
 
-    A failure in any other op of this rank is told to the other ranks first, which would wait for it otherwise.
+    If another op of this rank failed, the other ranks are told first, since they would wait for this rank in vain; the
+    caller then raises the error itself.
     """
     marked = find_exchange_error(error)
     if marked is not None:
@@ -33,11 +34,11 @@ def raise_comm_error(error: tf.errors.OpError, context: Ranks) -> None:
 
 
 def find_exchange_error(error: tf.errors.OpError) -> tf.errors.OpError | None:
-    """Returns the error that an exchange reported, or None.
+    """Returns the error that an exchange has reported, or None if the error has another cause.
 
-    Such errors are known by the mark that the ops' kernels give them, not by names or texts. What fails before the
-    exchange begins, an allocation say, is this rank's own error. A session raises errors anew, without marks: the
-    marked one is the new one's context.
+    Exchange kernels mark their errors by a payload, so that neither names nor texts have to be matched. An error before
+    the exchange begins, such as a failed allocation, carries no mark and is this rank's own. A session raises errors
+    again without payloads; the marked error is then the context of the new one.
     """
     for one in (error, error.__context__):
         if isinstance(one, tf.errors.OpError) and EXCHANGE_PAYLOAD in one.experimental_payloads:

@@ -1,4 +1,4 @@
-"""Tells which kernels for GPUs this process's TensorFlow has, and waits until its GPUs are through."""
+"""Tells which ops this process's TensorFlow has GPU kernels for, and waits for its GPUs to finish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whale.passes.resharding.on_devices import processor_lines
 
 
 def await_gpus() -> None:
-    """Waits until GPUs have computed what was started: calls of TensorFlow return before that."""
+    """Waits until the GPUs have finished all work, since TensorFlow's calls return before that."""
     import tensorflow as tf
 
     if tf.config.list_logical_devices("GPU"):
@@ -19,24 +19,24 @@ def await_gpus() -> None:
 
 
 def has_gpu() -> bool:
-    """Tells whether this process computes on a GPU."""
+    """Returns True if TensorFlow sees a GPU in this process."""
     import tensorflow as tf
 
     return bool(tf.config.get_visible_devices("GPU"))
 
 
 def describe_processor_operations(programs: Sequence[Program]) -> list[str]:
-    """Returns lines for people that list which of the ranks' operations TensorFlow computes on processors."""
+    """Returns lines for a report that list the ops of the ranks' programs without a GPU kernel."""
     import tensorflow as tf
 
     if not tf.test.is_built_with_cuda():
-        return ["Which operations have no kernel for GPUs is told by a TensorFlow for GPUs: tensorflow[and-cuda]"]
-    whale_ops.load_ops()  # their kernels, too
+        return ["Ops without GPU kernels can only be told by a TensorFlow for GPUs: pip install 'tensorflow[and-cuda]'"]
+    whale_ops.load_ops()  # registers the kernels of Whale's own ops
     return processor_lines(programs, has_gpu_kernel)
 
 
 def has_gpu_kernel(node: Node) -> bool:
-    """Tells whether this TensorFlow has a GPU kernel of an operation with these types."""
+    """Returns True if this TensorFlow has a GPU kernel for a node's op with the node's dtypes."""
     import tensorflow as tf
     from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 

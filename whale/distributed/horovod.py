@@ -1,7 +1,7 @@
-"""Starts Horovod in this process as a backend, and ends it before MPI is ended.
+"""Starts and stops Horovod in this process, for `communication.backend` "horovod".
 
-Whale's transport and Horovod share one MPI, which whoever comes first starts with MPI_THREAD_MULTIPLE: each has a
-thread of its own that talks to MPI, on communicators of its own.
+Horovod and Whale's transport use the same MPI; whichever comes first initialises it, with MPI_THREAD_MULTIPLE, since
+each calls MPI from a thread of its own, on communicators of its own. Horovod has to stop before MPI is finalised.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ _BUILD = "python -m whale_ops.build_horovod (see docs/guides/horovod.md)"
 
 
 def start(config: Config, size: int, ranks: Sequence[int]) -> None:
-    """Starts Horovod among the processes of this run and loads its ops; collective. Does nothing for one rank.
+    """Starts Horovod among the processes of this run and loads its ops; collective. Does nothing if there is one rank.
+
+    Args:
+      config: the configuration.
+      size: number of ranks.
+      ranks: the ranks of this process.
 
     Raises:
-      ConfigError: the ranks are threads of this process, which Horovod cannot join.
-      ClusterError: Horovod is not installed, does not load, or counts its ranks differently.
+      ConfigError: the ranks are threads of one process, or have no MPI in common (`whale run --hosts-from`).
+      ClusterError: Horovod is not installed, does not load, lacks MPI, or counts its ranks differently.
     """
     if config["communication.in_process_ranks"]:
         raise ConfigError(
-            "Horovod joins processes, and the in-process transport has one",
+            "Horovod connects processes, but communication.in_process_ranks makes all ranks one process",
             given='communication.backend "horovod" with communication.in_process_ranks',
-            expected="the transport between processes",
+            expected="one process per rank",
             action='start the script with `whale run -np 2`, or set communication.backend to "whale"',
         )
     if size == 1:
@@ -39,11 +44,11 @@ def start(config: Config, size: int, ranks: Sequence[int]) -> None:
             "Horovod needs an MPI that connects all ranks",
             given='communication.backend "horovod", and `whale run --hosts-from`: each host has an mpirun of its own',
             expected="one mpirun for all hosts",
-            action='start the script with --hosts, or set communication.backend to "whale"',
+            action='start the script by `whale run --hosts ...`, or set communication.backend to "whale"',
         )
     if importlib.util.find_spec("horovod") is None:
         raise ClusterError(
-            "Horovod is to sum the gradients and is not installed",
+            "communication.backend asks for Horovod, which is not installed",
             given=f'communication.backend "horovod" ({config.origin("communication.backend")})',
             expected="Horovod, built for this TensorFlow and MPI",
             action=f'{_BUILD} builds it, or set communication.backend to "whale"',
@@ -69,18 +74,18 @@ def start(config: Config, size: int, ranks: Sequence[int]) -> None:
         raise ClusterError(
             "Horovod and Whale count the ranks differently",
             given=f"Horovod says rank {hvd.rank()} of {hvd.size()}, Whale says rank {ranks[0]} of {size}",
-            expected="the same numbers",
+            expected="the same rank and number of ranks from both",
             action="build Horovod against the MPI of Whale's transport: " + _BUILD,
         )
 
 
 def is_running() -> bool:
-    """Tells whether Horovod is initialised in this process, by this module or by the script."""
+    """Returns True if Horovod is initialised in this process, by `start` or by the script."""
     hvd = sys.modules.get("horovod.tensorflow")  # without the module nobody has started it
     return hvd is not None and hvd.is_initialized()
 
 
 def stop() -> None:
-    """Ends Horovod if it runs in this process; collective."""
+    """Shuts Horovod down if it runs in this process; collective."""
     if is_running():
         sys.modules["horovod.tensorflow"].shutdown()

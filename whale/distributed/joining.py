@@ -1,4 +1,4 @@
-"""Tracks which ranks a run has as some go and others come, and decides whether joining ranks are taken in.
+"""Tracks which ranks an elastic run has as some go and others join, and decides whether joining ranks are admitted.
 
 Decision: 0114.
 """
@@ -18,19 +18,20 @@ from whale.distributed.listener import RankListener
 from whale.distributed.watch import LauncherWatch, RankChange
 from whale.log import log
 
-_STEPS = 9  # the median of so many steps is a step's time
-KEPT = 2  # committed states that are kept: ranks are at most one call apart
+_STEPS = 9  # the median of the last steps, this many, counts as the time of a step
+KEPT = 2  # number of committed states that are kept, since ranks are at most one call apart
 
 
 @dataclass
 class Members:
-    """The ranks of an elastic run, by their numbers: first those it started with, then those that joined.
+    """Tracks the ranks of an elastic run by the numbers they were started with: first those of the start, then joining
+    ones.
 
     Attributes:
       started: number of ranks that the run started with.
-      inside: the ranks that take part: those that started, and those that have been admitted since.
-      changes: the losses and joins announced to all ranks so far.
-      addresses: addresses on which the first ranks listen, if they have no MPI in common.
+      inside: numbers of the ranks that take part: those of the start, and those admitted since; lost ones stay in it.
+      changes: the losses and joins that `whale run` has announced to all ranks so far.
+      addresses: rank -> address at which it listens, for the first ranks, if they have no MPI in common; else empty.
     """
 
     started: int
@@ -40,13 +41,15 @@ class Members:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Returns those that are not gone, also if they have not been taken in."""
+        """Returns the numbers of the ranks that are not gone, including joining ranks that are not admitted yet,
+        ascending.
+        """
         numbers = set(range(self.started)).union(*(change.joined or () for change in self.changes))
         return tuple(sorted(numbers.difference(change.gone for change in self.changes if change.gone is not None)))
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Returns those that are not gone, and have been taken in."""
+        """Returns the numbers of the ranks that are not gone and have been admitted, ascending."""
         return tuple(rank for rank in self.present if rank in self.inside)
 
     def connect(
@@ -59,15 +62,19 @@ class Members:
         watch: LauncherWatch,
         **shared: Any,
     ) -> whale_ops.Communicator:
-        """Connects some of the ranks by a communicator.
+        """Connects some of the ranks, this one among them, by a new communicator; collective among them.
 
         Args:
-          kind: 0 to 3; tells it from others after the same changes.
-          door: where ranks that were not started together connect; None: all were.
-          shared: as of ``whale_ops.connect_survivors``.
+          name: prefix of the communicator's name, equal on all ranks.
+          me: number of this rank.
+          members: numbers of the ranks to connect, ascending.
+          kind: 0 to 3, to tell apart communicators that are made after the same number of changes.
+          door: this rank's listener; None if all members were started together and share an MPI.
+          watch: tells of further losses, upon which the attempt is given up.
+          shared: ``share_memory`` and ``hosts`` as for ``whale_ops.connect_survivors``.
 
         Raises:
-          CommError: one of them is gone.
+          CommError: one of the members is gone.
         """
         group = 4 * len(self.changes) + kind
         name = f"{name}.{group}"
@@ -85,17 +92,24 @@ class Members:
 
 @dataclass
 class Commits:
-    """States that the script has committed, by the number of calls that it had made then.
+    """Holds the latest states that the script has committed (``wh.State``), from which joining ranks can start.
 
     Attributes:
-      steps_left: how many it has still to take, if it knows.
+      held: number of calls that the script had made -> a function that returns the packed state.
+      steps_left: number of steps that the script still has to take; None if it does not know.
     """
 
     held: dict[int, Callable[[], bytes]] = field(default_factory=dict)
     steps_left: int | None = None
 
     def keep(self, calls: int, state: Callable[[], bytes], steps_left: int | None = None) -> None:
-        """Keeps a state: the script has come to where another process can take it up."""
+        """Stores the state that the script has just committed, and drops all but the last `KEPT`.
+
+        Args:
+          calls: number of calls that the script has made.
+          state: returns the packed state.
+          steps_left: number of steps still to take; None: unknown.
+        """
         self.held.pop(calls, None)
         self.held[calls], self.steps_left = state, steps_left
         while len(self.held) > KEPT:
@@ -103,12 +117,12 @@ class Commits:
 
 
 class StepTimes:
-    """The seconds that steps take, and that it takes to become other ranks, as this rank has seen them.
+    """Measures how long this rank's steps take, and how long a change of the set of ranks takes.
 
     Attributes:
-      moving_s: from the latest change of ranks, or the first call of all, to the end of the next step, what is compiled
-        for it included.
-      declined: the ranks that were there when joining ranks were last not worth it.
+      moving_s: seconds from the latest change of ranks (at first: from the first call) to the end of the next step,
+        compilation included.
+      declined: the ranks that were present when joining ranks were last not admitted, since it would not have paid.
     """
 
     def __init__(self) -> None:
@@ -118,15 +132,15 @@ class StepTimes:
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
 
     def begin(self) -> None:
-        """Records that a call begins."""
+        """Records that a call of the script that may take a step begins."""
         self._begun_s = time.perf_counter()
 
     def begin_change(self) -> None:
-        """Records that the ranks become others now, in the call that goes on."""
+        """Records that the set of ranks changes now, during a call."""
         self._begun_s, self._changed = time.perf_counter(), True
 
     def end(self, stepped: bool) -> None:
-        """Records that the call has come to its end; ``stepped``: whether it took a step."""
+        """Records that the call has ended; `stepped`: whether it took a step."""
         took_s = time.perf_counter() - self._begun_s
         if stepped and self._changed:
             self.moving_s, self._changed = took_s, False
@@ -135,18 +149,24 @@ class StepTimes:
             self._steps_s.append(took_s)
 
     def weigh(self, steps_left: int | None) -> tuple[float, float] | None:
-        """Returns (seconds of all steps that are left, seconds to become others); None: it is not known."""
+        """Returns (seconds that all remaining steps take, seconds that a change of ranks takes); None if that is
+        unknown.
+        """
         if steps_left is None or not self._steps_s:
             return None
         return steps_left * statistics.median(self._steps_s), self.moving_s
 
 
 def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, tell: bool) -> bool:
-    """Tells whether it pays to go from ``ranks`` ranks to all that are ``present``, those that join being as fast.
+    """Returns True if admitting joining ranks saves more time in the remaining steps than the change takes.
+
+    Joining ranks are assumed to be as fast as the present ones.
 
     Args:
-      weighed: as of ``StepTimes.weigh``; None: it does, as far as is known.
-      tell: whether what is known is logged.
+      weighed: what ``StepTimes.weigh`` returned; None: unknown, the function returns True.
+      ranks: number of ranks that take part now.
+      there: number of ranks with those that wait to join.
+      tell: whether to log the decision and its figures.
     """
     if weighed is None:
         return True
@@ -155,22 +175,24 @@ def is_worthwhile(weighed: tuple[float, float] | None, ranks: int, there: int, t
     if tell:
         are = "are taken in" if saved_s > moving_s else "are not taken in"
         log.info(
-            f"{there - ranks} ranks that have come {are}: it would save {saved_s:.3g} s "
-            f"of {left_s:.3g} s that are left, and take {moving_s:.3g} s"
+            f"{there - ranks} joining ranks {are}: that would save {saved_s:.3g} s of the {left_s:.3g} s that the "
+            f"remaining steps take, and itself take {moving_s:.3g} s"
         )
     return saved_s > moving_s
 
 
 @dataclass(frozen=True)
 class CommonState:
-    """All by which the ranks of a run decide alike without asking each other; joining ranks receive it.
+    """Holds everything by which the ranks decide alike without asking each other; joining ranks receive it.
 
-    What decides something and is not in here has to be equal in a process that has just begun.
+    Whatever decides something and is not in here has to be the same in a process that has just started.
 
     Attributes:
-      programs, elements: how many there were.
-      divisions: how often rows were divided anew; shares: of the rows, by rank, or [].
-      balance: what looks at their speeds have left.
+      programs: number of programs compiled so far.
+      elements: number of exchanges so far about the elements that ranks read from their inputs.
+      divisions: how often rows were divided again, or ranks admitted.
+      shares: each rank's share of the rows of a batch, by rank; [] for equal shares.
+      balance: history of the comparisons of the ranks' speeds.
     """
 
     programs: int
@@ -180,24 +202,25 @@ class CommonState:
     balance: BalanceHistory
 
     def to_values(self) -> tuple[Any, ...]:
-        """Returns it as plain values, to be sent."""
+        """Returns the fields as plain values that `msgpack_values.pack` can send."""
         return self.programs, self.elements, self.divisions, self.shares, astuple(self.balance)
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> CommonState:
-        """Reads what `to_values` gave."""
+        """Creates the state from what `to_values` returned."""
         programs, elements, divisions, shares, balance = values
         return cls(programs, elements, divisions, shares, BalanceHistory(*balance))
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """A message to a joining rank: how far the others are, and what they have agreed on.
+    """Holds what a joining rank is told: how far the other ranks are, and what they have agreed on.
 
     Attributes:
-      calls, steps: made and taken.
-      state: what the script has committed.
-      common: all by which they decide.
+      calls: number of calls that the script has made.
+      steps: number of steps taken.
+      state: the state that the script has committed, packed.
+      common: everything by which the ranks decide alike.
     """
 
     calls: int
@@ -207,9 +230,7 @@ class Welcome:
 
 
 def extend_shares(shares: Sequence[int], size: int) -> list[int]:
-    """Extends shares of rows by those of joining ranks, of whose speed nothing is known: as large as the others' on
-    average.
-    """
+    """Extends shares of rows to `size` ranks: a joining rank, whose speed is unknown, gets the others' mean."""
     if not shares:
         return []
     return [*shares, *[max(1, round(sum(shares) / len(shares)))] * (size - len(shares))]

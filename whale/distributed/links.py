@@ -1,4 +1,4 @@
-"""Finds the hosts of a run's ranks, and measures the links between them.
+"""Finds the hosts of a run's ranks, and measures the links between the hosts.
 
 Decision: 0174.
 """
@@ -21,13 +21,17 @@ from whale_ops import Communicator
 
 _EXCHANGE_S = 60.0
 _SMALL_BYTES, _SMALL_CALLS = 1 << 10, 7
-# A large exchange has as many bytes as take LARGE_S, by what the first one took, between these limits.
+# A large exchange has as many bytes as should take _LARGE_S, judged by the first one, within these limits.
 _FIRST_BYTES, _MOST_BYTES, _LARGE_S, _LARGE_CALLS = 64 << 10, 4 << 20, 0.1, 4
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def find_topology(comm: Communicator, place: ProcessPlace, config: Config) -> Topology | None:
-    """Returns the hosts of all ranks, without their links; None: all are on one. Collective between processes."""
+    """Returns which host each rank is on, without measured links; None if all are on one host. Collective between
+    processes.
+
+    Two hosts of the same name are told apart by their boot identifiers.
+    """
     emulated = name_emulated_hosts(config, comm.size)
     if emulated or place.local_size == comm.size:
         return make_topology(emulated)
@@ -38,15 +42,18 @@ def find_topology(comm: Communicator, place: ProcessPlace, config: Config) -> To
 
 
 def name_emulated_hosts(config: Config, size: int) -> list[str]:
-    """Returns the name of each rank's emulated host; [] if there are none, or not those of so many ranks."""
+    """Returns the name of each rank's emulated host; [] if no hosts are emulated, or their ranks do not add up to
+    `size`.
+    """
     names = [f"host {host}" for host, count in enumerate(config.network.hosts) for _ in range(count)]
     return names if len(names) == size else []
 
 
 def measure_links(comm: Communicator, topology: Topology) -> Topology:
-    """Measures all-reduces of each two hosts, and within hosts; returns the topology with its links. Collective.
+    """Measures all-reduces between each two hosts and within hosts, and returns the topology with these links;
+    collective.
 
-    Half a second a round: pairs that have no host in common are measured at the same time.
+    Disjoint pairs of hosts are measured at the same time, in rounds of about half a second.
     """
     ranks_of = topology.ranks_of
     links: dict[tuple[int, int], Link] = {}
@@ -63,12 +70,12 @@ def measure_links(comm: Communicator, topology: Topology) -> Topology:
 
 
 def format_link(link: Link) -> str:
-    """Formats a link's figures."""
+    """Formats a link's bandwidth and latency for the log."""
     return f"{8e-6 * link.bytes_per_s:.3g} Mbit/s, 1 KB summed in {1e3 * link.exchange_s:.3g} ms"
 
 
 def _list_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields all pairs of ``count`` hosts, in rounds in which each host has one partner (the circle method)."""
+    """Yields all pairs of `count` hosts, in rounds in which each host is in at most one pair (the circle method)."""
     hosts = list(range(count + count % 2))
     for _ in range(len(hosts) - 1):
         pairs = (sorted((hosts[i], hosts[-1 - i])) for i in range(len(hosts) // 2))
@@ -77,9 +84,14 @@ def _list_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _measure_groups(comm: Communicator, groups: Sequence[Sequence[int]], name: str) -> list[Link]:
-    """Returns the link of each group of ranks, all measured at the same time; collective over all ranks.
+    """Returns the measured link of each group of ranks, all measured at the same time; collective over all ranks.
 
-    Each rank sends 2(k-1)/k of the tensor in an all-reduce of k ranks.
+    In an all-reduce of k ranks each rank sends 2(k-1)/k bytes per byte of the tensor.
+
+    Args:
+      comm: the communicator of all ranks.
+      groups: disjoint groups of ranks.
+      name: name of the measurement, part of the exchanges' keys.
     """
     if not groups:
         return []

@@ -1,7 +1,7 @@
-"""Connects ranks that were not started together: each rank listens, and groups of them connect anew.
+"""Connects ranks that were not started together: each rank listens on a port, and groups of ranks connect by sockets.
 
-Who connects has to show the run's secret at once, and the group that is meant. Connections for a group that this rank
-does not make yet wait.
+A connecting rank immediately sends the run's secret and the number of the group that it connects for. Connections for a
+group that this rank is not forming yet are kept until it does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ from whale.token_listener import STRANGERS, TokenListener
 
 _HEADER = struct.Struct("!II")  # number of the group, rank
 _CONNECTS_S, _TRIES_S, _LOOKS_S = 5.0, 0.05, 0.1
-# linux/tcp.h, since Linux 6.15: what is lost is sent again after so long at most, where it would double to minutes.
+# TCP_RTO_MAX_MS of linux/tcp.h, since Linux 6.15, and its value in ms: the longest time until lost data is sent again,
+# which by default doubles up to minutes.
 _RTO_MAX_MS, _AGAIN_MS = 44, 1000
-_LATER_S = 4.0  # that a connection outlives the launcher's patience with a silent host, to hear who is gone
+_LATER_S = 4.0  # seconds by which a connection outlasts fault.freeze_s, so that the launcher says first who is gone
 
 
 class RankListener:
-    """A listening socket on which ranks of the run reach this process, from its making to ``close``.
+    """Listens, in a thread, for connections of other ranks of the run, from construction to ``close``.
+
+    Attribute `address` is the "host:port" that other ranks connect to.
 
     Args:
-      peers: the address to listen at, and the run's secret, as `whale run` says them.
-      freeze_s: for how long a rank's host may be silent; 0: for ever. Connections break a moment later.
+      peers: "address secret": the address to listen on, and the secret that other ranks have to send, as `whale run`
+        gives both.
+      freeze_s: seconds for which a rank's host may be silent before connections to it break (a little later); 0: no
+        limit.
 
     Raises:
-      OSError: this host has no such address.
+      OSError: this host does not have that address.
     """
 
     def __init__(self, peers: str, freeze_s: float) -> None:
@@ -52,16 +57,21 @@ class RankListener:
     def connect_group(
         self, group: int, me: int, members: Sequence[int], addresses: Mapping[int, str], given_up: Callable[[], bool]
     ) -> list[int]:
-        """Returns descriptors of connections with the others of a group, in order; -1 for this rank's own.
+        """Connects this rank with all others of a group, and returns the sockets' descriptors in the order of
+        `members`.
+
+        This rank connects to members with lower numbers, and waits for those with higher ones. The entry of this rank
+        is -1.
 
         Args:
-          group: its number, which no other group of the run has.
-          me, members: ranks of the run, as they were started.
-          addresses: where each of them listens.
-          given_up: whether one of them is known to be gone, or enough time has gone by.
+          group: number of the group, used by no other group of the run; groups made later have higher numbers.
+          me: number of this rank.
+          members: numbers of all ranks of the group, as they were started.
+          addresses: rank -> address at which it listens.
+          given_up: returns True once a member is known to be gone, or too much time has passed.
 
         Raises:
-          CommError: it is.
+          CommError: `given_up` returned True, or a connection broke.
         """
         found: dict[int, socket.socket] = {}
         try:
@@ -94,7 +104,7 @@ class RankListener:
                 connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _AGAIN_MS)
 
     def close(self) -> None:
-        """Stops listening: nobody reaches this process any more."""
+        """Stops listening, and closes connections that no group has used."""
         self._closed = True
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -120,7 +130,7 @@ class RankListener:
                 connection.settimeout(_LOOKS_S)
                 while not given_up():
                     try:
-                        if connection.recv(1):  # it makes the same group
+                        if connection.recv(1):  # the other rank is forming the same group
                             return connection
                         break
                     except TimeoutError:
@@ -151,7 +161,9 @@ class RankListener:
             door.close()
 
     def _keep(self, connection: socket.socket, header: bytes) -> None:
-        """Keeps a connection of another rank until this one makes the same group."""
+        """Stores another rank's connection until this rank forms the same group; a later connection replaces an earlier
+        one.
+        """
         with self._changed:
             key = _HEADER.unpack(header)
             if (before := self._came.pop(key, None)) is not None:
@@ -163,7 +175,7 @@ class RankListener:
 def _make_gone_error(rank: int) -> CommError:
     return CommError(
         "a rank is gone while the ranks connect anew",
-        given=f"the rank that was started as number {rank}, or another one",
-        expected="all of them",
-        action="look at its log",
+        given=f"no connection with rank {rank} (numbered as it was started), or another rank is gone",
+        expected="a connection with every rank that takes part",
+        action="read in the output of `whale run` what has happened to that rank",
     )

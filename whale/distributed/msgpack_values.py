@@ -1,7 +1,7 @@
-"""Encodes plain values as bytes for other ranks: numbers, text, containers and NumPy's arrays, and never code.
+"""Encodes plain values as bytes to be sent to other ranks: numbers, text, containers and NumPy arrays, but never code.
 
-What comes from another rank is data: it is not unpickled, which would run whatever the sender wrote. MessagePack holds
-most of it as it is; what it would change (a tuple becomes a list, a NumPy number a float) goes as an extension.
+What another rank sends is not unpickled, since unpickling can run code of the sender's choice. MessagePack encodes most
+values; what it would change (a tuple becomes a list, a NumPy scalar a float) is encoded as an extension.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def pack(value: Any) -> bytes:
-    """Returns the value as bytes.
+    """Encodes a value as bytes.
 
     Raises:
-      TypeError: it holds something that is none of None, bool, int, float, complex, str, bytes, list, tuple, dict, set,
-        frozenset, or NumPy's scalars and arrays of these; names its type.
-      ValueError: it is nested too deeply.
+      TypeError: the value contains something other than None, bool, int, float, complex, str, bytes, list, tuple, dict,
+        set, frozenset, and NumPy scalars and arrays; the message names its type.
+      ValueError: the value is nested too deeply.
     """
     try:
         return msgspec.msgpack.encode(_replace_values(value))
     except RecursionError:
-        raise ValueError("the value is nested too deeply, or holds itself") from None
+        raise ValueError("the value is nested too deeply, or contains itself") from None
 
 
 def unpack(data: bytes) -> Any:
-    """Decodes what ``pack`` returned.
+    """Decodes bytes that ``pack`` has returned.
 
     Raises:
-      ValueError: the bytes are none that it makes.
+      ValueError: ``pack`` cannot have returned these bytes.
     """
     try:
         return msgspec.msgpack.decode(data, ext_hook=_from_extension)
@@ -44,8 +44,9 @@ def unpack(data: bytes) -> Any:
 
 
 def _replace_values(value: Any) -> Any:
-    """Replaces what MessagePack cannot hold by extensions. Types are compared exactly: numpy.float64 is a float, and a
-    named tuple a tuple.
+    """Replaces values that MessagePack cannot represent by extensions, recursively.
+
+    Types are compared exactly, since numpy.float64 is a subclass of float, and a named tuple one of tuple.
     """
     kind = type(value)
     if value is None or kind in (bool, float, bytes) or (kind is int and value in _INT64):
@@ -81,10 +82,13 @@ def _replace_values(value: Any) -> Any:
         and value.dtype.kind == "V"
         and value.dtype.name in _list_extended_dtypes()
     ):
-        whole = np.asarray(value)  # bfloat16 and the like, of ml_dtypes
+        whole = np.asarray(value)  # a dtype of ml_dtypes, such as bfloat16
         said = [whole.dtype.name, list(whole.shape), whole.tobytes()]
         return _decode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
-    raise TypeError(f"a value of {kind.__module__}.{kind.__qualname__} is no plain value")
+    raise TypeError(
+        f"a value of {kind.__module__}.{kind.__qualname__} is no plain value: give numbers, text, bytes, NumPy arrays, "
+        "or lists, tuples, dictionaries and sets of these"
+    )
 
 
 def _is_utf8(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Takes SIGTERM as a notice that the run is to end soon, so that its scripts can save first."""
+"""Takes SIGTERM as a notice that the run will end soon, so that scripts can save first (`wh.preempted()`)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from whale.errors import ConfigError
 
 
 class PreemptionNotice:
-    """Hears SIGTERM, which does not end this process, until ``stop``. A second SIGTERM does.
+    """Catches the first SIGTERM, which then does not end this process; after it, or after ``stop``, SIGTERM acts as
+    before.
 
     Raises:
-      ConfigError: not in the main thread, in which alone Python hears of signals.
+      ConfigError: this is not the main thread; Python handles signals in no other.
     """
 
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "SIGTERM is heard in the main thread only",
-                given="fault.notice_s, and wh.init in another thread",
+                "with fault.notice_s, wh.init has to be called in the main thread, where Python handles SIGTERM",
+                given=f"fault.notice_s, and wh.init in the thread {threading.current_thread().name!r}",
                 expected="wh.init in the main thread",
-                action="call wh.init there, or leave fault.notice_s out",
+                action="call wh.init in the main thread, or leave fault.notice_s out",
             )
         self._told = False
         self._before = signal.signal(signal.SIGTERM, self._hear)
 
     def has_reached(self, ranks: Ranks) -> bool:
-        """Tells whether SIGTERM has come to any rank; collective."""
+        """Returns True if SIGTERM has come to any rank; collective, so that all ranks get the same answer."""
         if not ranks.has_other_processes:
             return self._told
         purpose = "wh.preempted(), which every rank has to call"
@@ -37,7 +38,7 @@ class PreemptionNotice:
         return any(map(int, said))
 
     def stop(self) -> None:
-        """Restores what SIGTERM did before."""
+        """Restores the previous handler of SIGTERM."""
         signal.signal(signal.SIGTERM, self._before)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

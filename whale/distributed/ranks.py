@@ -25,20 +25,22 @@ _T = TypeVar("_T")
 
 @dataclass
 class Ranks:
-    """The ranks of one run, seen from this process.
+    """Represents the ranks of one run as seen from this process.
 
     Attributes:
+      config: the configuration of the run.
+      place: the place of this process among the processes of the run.
       size: number of ranks.
-      ranks: those that this process runs: its own, or all of them with the in-process transport.
-      comms: the communicators of these ranks, in the same order; empty when there is one rank only.
-      comm_name: the name under which the op library finds them.
-      watch: what listens to `whale run` and reports long waits; None when no other process takes part,
-        and `whale run` asks for no progress.
-      trace: where events of this process's ranks go; None when nobody asks for a trace.
-      seeds: for what draws without one, equal on all ranks; None when no other process takes part.
-      other_hashes: ranks in which Python's hash of a text is another one than in the first rank.
-      rounds_otherwise: whether ranks may compute other last bits than the first, as on another processor.
-      ended: whether the run is over; what its variables hold then is all that can be had of them.
+      ranks: the ranks that this process runs: its own, or all of them if the ranks are threads (in-process transport).
+      comms: the communicators of `ranks`, in the same order; empty if there is one rank only.
+      comm_name: name by which TensorFlow ops find these communicators.
+      watch: the connection to `whale run`, which also reports long waits; None if no other process takes part, and
+        `whale run` asks for no progress.
+      trace: writes the events of this process's ranks; None if no trace was asked for.
+      seeds: gives equal seeds to all ranks; None if no other process takes part.
+      other_hashes: ranks whose Python string hashes differ from the first rank's.
+      rounds_otherwise: whether ranks may round differently from the first one, as on another processor.
+      ended: whether the run is over; variables then hold what they held at its end.
     """
 
     config: Config
@@ -56,22 +58,24 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Returns the first rank of this process."""
+        """Returns the number of this process's first rank."""
         return self.ranks[0]
 
     @property
     def is_elastic(self) -> bool:
-        """Tells whether this rank goes on when others are gone."""
+        """Returns True if this rank goes on when others are lost; a subclass implements it."""
         return False
 
     def retry_after_loss(self, call: Callable[[], _T]) -> _T:
-        """Calls something that exchanges and returns its result; calls it again where this rank goes on without others.
+        """Calls a function that communicates and returns its result; an elastic run calls it again after a loss of
+        ranks.
 
-        The result has to be something that ``msgpack_values.pack`` takes, since another rank may have been told it.
+        The result must be something that ``msgpack_values.pack`` takes, because a rank that already has it sends it to
+        the others.
         """
         return call()
 
     @property
     def has_other_processes(self) -> bool:
-        """Tells whether other processes take part."""
+        """Returns True if ranks of the run are in other processes."""
         return self.size > len(self.ranks)

@@ -1,4 +1,4 @@
-"""Finds the line of the user's script that is running."""
+"""Finds the line of the user's script that is running, for messages and for seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def find_script_line() -> str:
-    """Returns file and line number of the innermost frame outside libraries: "train.py:12"; "" if there is none."""
+    """Returns file name and line of the innermost frame outside libraries, such as "train.py:12", or ""."""
     frame: Any = sys._getframe(1)
     while frame is not None and is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -20,5 +20,5 @@ def find_script_line() -> str:
 
 
 def is_of_library(path: str) -> bool:
-    """Tells whether a source file belongs to Python, to an installed package or to Whale."""
+    """Returns True if a source file belongs to Python, to an installed package or to Whale."""
     return path.startswith(_LIBRARIES) or any(part in path for part in _INSTALLED)

@@ -1,4 +1,4 @@
-"""Lets ranks agree on where random streams are, of which a plan may have had only some ranks draw."""
+"""Lets ranks agree on the positions of random streams, when a plan has had only some ranks draw from them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import whale_ops
 from whale.distributed.msgpack_values import pack, unpack
 from whale.distributed.ranks import TURN_TIMEOUT_S
 
-# Why a run that goes on does not go over to another plan.
-DRAWN_APART = "auto_parallel: the present way stays, since some ranks have drawn random numbers where others have not"
+# Logged when `gather_streams` returns None, so that a run cannot change to another plan.
+DRAWN_APART = "auto_parallel: the present plan stays, since some ranks have drawn random numbers where others have not"
 
 
 def gather_streams(comm: Any, prefixes: Sequence[str]) -> dict[str, int] | None:
-    """Returns where each stream is on the rank that has drawn most of it, by its name here; collective.
+    """Returns the position of each random stream on the rank that has drawn most from it; collective.
 
-    None: some ranks have drawn more than others from one without a counter, which cannot be set.
+    The new plan then continues each stream from that position on every rank.
 
     Args:
-      comm: a communicator of the ranks, or the one of a rank alone.
-      prefixes: what the names of streams begin with, by trace: the same traces on all ranks, under names of their own.
+      comm: a communicator of the ranks, or the stand-in of a single rank.
+      prefixes: prefixes of the streams' names, one per traced function; the functions are the same on all ranks, in the
+        same order, but their names may differ.
+
+    Returns:
+      name of the stream in this process -> position; None if ranks have drawn different numbers from a stream without a
+        counter, whose position cannot be set.
     """
     numbers = {prefix: number for number, prefix in enumerate(prefixes)}
 

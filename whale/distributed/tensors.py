@@ -1,7 +1,7 @@
-"""Exchanges tensors for a script that itself calls collectives: at once, or inside a graph that it builds.
+"""Implements the collectives that a script calls itself, eagerly or inside a graph.
 
-Every rank makes the same exchanges: under equal keys, the n-th use of a key on one rank meets the n-th on the others.
-With one rank nothing is sent.
+Every rank has to make the same exchanges: the n-th exchange under a key on one rank is matched with the n-th under that
+key on the others. With one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from whale.distributed.ranks import Ranks
 
 
 def all_reduce(ranks: Ranks, tensors: Sequence[Any], key: str, reduction: str = "sum") -> list[Any]:
-    """Reduces tensors element-wise over the ranks by "sum", "min", "max" or "prod". They have one dtype, and travel as
-    one message.
+    """Reduces tensors element-wise over the ranks, in one message.
+
+    Args:
+      ranks: the ranks of the run.
+      tensors: tensors of one dtype, with the same shapes on every rank.
+      key: name of the exchange, equal on all ranks.
+      reduction: "sum", "min", "max" or "prod".
     """
     if ranks.size == 1:
         return [tf.identity(t) for t in tensors]
@@ -28,7 +33,7 @@ def all_reduce(ranks: Ranks, tensors: Sequence[Any], key: str, reduction: str = 
 
 
 def all_gather(ranks: Ranks, tensor: Any, key: str) -> Any:
-    """Concatenates the ranks' tensors along dimension 0, in which their sizes may differ."""
+    """Concatenates the ranks' tensors along dimension 0, where their sizes may differ, in order of ranks."""
     if ranks.size == 1:
         return tf.identity(tensor)
     with _open_exchange(ranks) as (ops, comm):
@@ -36,7 +41,14 @@ def all_gather(ranks: Ranks, tensor: Any, key: str) -> Any:
 
 
 def broadcast(ranks: Ranks, tensors: Sequence[Any], root: int, key: str) -> list[Any]:
-    """Returns the root's tensors, of one dtype, on every rank; the others' tensors give only number and dtype."""
+    """Returns the root's tensors on every rank, in one message.
+
+    Args:
+      ranks: the ranks of the run.
+      tensors: tensors of one dtype; on ranks other than the root only their number and dtype count.
+      root: the rank whose tensors are sent.
+      key: name of the exchange, equal on all ranks.
+    """
     if ranks.size == 1:
         return [tf.identity(t) for t in tensors]
     known = all(t.shape.is_fully_defined() for t in tensors)
@@ -46,7 +58,10 @@ def broadcast(ranks: Ranks, tensors: Sequence[Any], root: int, key: str) -> list
 
 
 def all_to_all(ranks: Ranks, tensor: Any, key: str) -> Any:
-    """Exchanges ``[ranks, ...]``, one entry for each rank, for ``[ranks, ...]``, one entry from each rank."""
+    """Sends entry i of a tensor of shape ``[ranks, ...]`` to rank i, and returns what each rank has sent to this one.
+
+    The result has the same shape; its entry i comes from rank i.
+    """
     if ranks.size == 1:
         return tf.identity(tensor)
     ones = [1] * ranks.size
@@ -60,7 +75,7 @@ def all_to_all(ranks: Ranks, tensor: Any, key: str) -> Any:
 
 
 def reduce_scatter(ranks: Ranks, tensor: Any, sizes: Sequence[int], key: str, reduction: str = "sum") -> Any:
-    """Reduces element-wise over the ranks; each keeps its own rows of the result, ``sizes[rank]`` of them."""
+    """Reduces tensors element-wise over the ranks, and returns this rank's ``sizes[rank]`` rows of the result."""
     if ranks.size == 1:
         return tf.identity(tensor)
     with _open_exchange(ranks) as (ops, comm):
@@ -69,7 +84,7 @@ def reduce_scatter(ranks: Ranks, tensor: Any, sizes: Sequence[int], key: str, re
 
 @contextmanager
 def _open_exchange(ranks: Ranks) -> Iterator[tuple[Any, Any]]:
-    """Yields the op library and the communicator's handle; raises errors of exchanges as those of Whale."""
+    """Yields (the op library, the communicator's handle), and converts errors of exchanges to CommError."""
     ops = whale_ops.load_ops()
     try:
         yield ops, ops.whale_communicator(communicator=ranks.comm_name, rank=ranks.rank)

@@ -1,9 +1,9 @@
-"""Writes where the time of this process goes, as events in Chrome's trace format: steps, compilations, batches,
-operations.
+"""Writes what this process spends its time on as events in Chrome's trace format: steps, compilations, batches,
+exchanges.
 
-Each event is one line, written at once, so that a process that is killed leaves all that happened before. The lines go
-to the pipe of the worker of `whale run --trace` beside the script, which passes them on to the launcher, or to the file
-that the key ``debug.trace`` names. The op library writes its operations there too (``Communicator.trace_start``).
+Each event is one line, written at once, so that the events before a crash are kept. The lines go to a pipe, from which
+the worker of `whale run --trace` passes them on to the launcher, or to the file that the key ``debug.trace`` names. The
+op library writes its exchanges to the same place (``Communicator.trace_start``).
 
 Decision: 0007.
 """
@@ -27,20 +27,20 @@ from whale.log import log
 from whale.started import TRACE_PIPE_VARIABLE, ProcessPlace, own_descriptor
 
 _T = TypeVar("_T")
-_WAITING_LINES = 10_000  # kept while the pipe is full
+_WAITING_LINES = 10_000  # lines that are kept while the pipe is full; further ones are dropped and counted
 _FIRST_TRACK = 1  # track of the script's main thread; the op library's tracks begin at 100
-_NAME_LIMIT = 256  # characters: a line fits into what a pipe takes at once
+_NAME_LIMIT = 256  # characters, so that a pipe takes a whole line at once
 
 
 class Trace:
-    """Writes events of this process's ranks from its making to ``stop``. Thread-safe.
+    """Writes the events of this process's ranks, from construction to ``stop``. Thread-safe.
 
-    With several ranks in one process, what the script does is shown for each of them.
+    If one process runs several ranks, what the script does is written once for each of them.
 
     Args:
-      descriptor: where the lines go; this object closes it unless it is a pipe of the launcher's.
+      descriptor: file descriptor to write to; `stop` closes it if it is a file.
       ranks: the ranks of this process.
-      is_file: the descriptor is a file of its own, which becomes a JSON array.
+      is_file: whether the descriptor is a file, which becomes a JSON array; False: the launcher's pipe.
     """
 
     def __init__(self, descriptor: int, ranks: Sequence[int], is_file: bool) -> None:
@@ -62,8 +62,14 @@ class Trace:
 
     @contextlib.contextmanager
     def open_span(self, name: str, category: str, **arguments: Any) -> Iterator[None]:
-        """Writes an event around what is done under it. Its start is written at once, so that what never ends is seen
-        as well.
+        """Writes an event that lasts as long as the context is open.
+
+        The start is written at once, so that an event that never ends is seen as well.
+
+        Args:
+          name: name of the event.
+          category: such as "step" or "input".
+          arguments: further details to be shown with it.
         """
         start: dict[str, Any] = {"args": arguments} if arguments else {}
         self._write_event(name, "B", cat=category, **start)
@@ -77,16 +83,20 @@ class Trace:
             self._write_event(name, "E", **end)
 
     def write_past(self, name: str, category: str, start_ns: int, end_ns: int) -> None:
-        """Writes an event that has ended; times are of the monotonic clock."""
+        """Writes an event that is over; its times are in nanoseconds of the monotonic clock."""
         self._write_event(name, "X", start_ns, cat=category, dur=(end_ns - start_ns) / 1e3)
 
     def mark(self, name: str) -> None:
-        """Writes a point in time."""
+        """Writes an event without duration, at the present time."""
         self._write_event(name, "i", s="p")
 
     def trace_steps(self, call: Callable[..., _T], name: str, program: int) -> Callable[..., _T]:
-        """Returns the same callable, each call of which is an event: the step's name, and its number among the steps of
-        that name.
+        """Wraps a callable so that each call is an event, named by the step and its number, such as "train_step 3".
+
+        Args:
+          call: the callable.
+          name: name of the step; calls are numbered per name.
+          program: number of the program, shown with the event.
         """
 
         def run_traced(*args: Any) -> _T:
@@ -98,7 +108,7 @@ class Trace:
         return run_traced
 
     def trace_batches(self, elements: Iterator[_T]) -> Iterator[_T]:
-        """Yields the same elements; the wait for each is an event."""
+        """Yields the elements of an iterator; the time that each takes to arrive is an event."""
         end = object()
         while True:
             with self.open_span("next batch", "input"):
@@ -108,7 +118,7 @@ class Trace:
             yield element  # type: ignore[misc]
 
     def stop(self, reason: str) -> None:
-        """Writes the last event, which says why the trace ends here; nothing may write afterwards."""
+        """Writes a last event, which says why the trace ends; nothing may be written afterwards."""
         self._write_event(reason, "i", s="p", last=True)
         if self._is_file:
             os.close(self.descriptor)
@@ -122,7 +132,9 @@ class Trace:
             self._write({"name": name[:_NAME_LIMIT], "ph": phase, "ts": when_us, "tid": track, **fields}, rank, last)
 
     def _find_track(self) -> int:
-        """Returns the calling thread's track; the first call in a thread makes and names it."""
+        """Returns the number of the calling thread's track in the trace; a thread's first call creates and names its
+        track.
+        """
         thread = threading.get_ident()
         track = self._tracks.get(thread)
         if track is None:
@@ -150,12 +162,12 @@ class Trace:
                         self._waiting.append(json.dumps(lost).encode() + b",\n")
                         self._lost = 0
             except BlockingIOError:
-                pass  # a full pipe: they go with the next one
+                pass  # the pipe is full: the waiting lines are written with the next event
             except OSError as error:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Stops tracing with a warning: a full disk must not end the training."""
+        """Stops tracing with a warning, since an error such as a full disk must not end the training."""
         self._waiting.clear()
         if not self._broken:
             self._broken = True
@@ -163,11 +175,13 @@ class Trace:
 
 
 def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: int) -> Trace | None:
-    """Opens the trace of this process; None when nobody asks for one.
+    """Opens the trace of this process; None if no trace was asked for.
 
     Args:
+      config: the configuration, for the key ``debug.trace``.
+      place: the place of this process among the ranks.
       ranks: the ranks of this process.
-      run: how often Whale was started in this process, from 1; a later run has a file of its own.
+      run: number of times that Whale was started in this process, from 1; each has a file of its own.
 
     Raises:
       ConfigError: the file cannot be written, or ``whale run --trace`` and ``debug.trace`` both ask for a trace.
@@ -200,8 +214,10 @@ def open_trace(config: Config, place: ProcessPlace, ranks: Sequence[int], run: i
 
 
 def find_path(asked: str, place: ProcessPlace, run: int) -> Path:
-    """Returns the path of this process's own file: ``trace.json``, ``trace.rank1.json`` where there are several,
-    ``trace.run2.json``.
+    """Returns the path of this process's trace file, derived from the value of ``debug.trace``.
+
+    For "trace.json": ``trace.json`` with one process, ``trace.rank1.json`` with several, ``trace.run2.json`` if Whale
+    was started a second time.
     """
     path = Path(asked)
     rank = f".rank{place.rank}" if place.size > 1 else ""
@@ -210,5 +226,5 @@ def find_path(asked: str, place: ProcessPlace, run: int) -> Path:
 
 
 def open_span(trace: Trace | None, name: str, category: str) -> contextlib.AbstractContextManager[None]:
-    """Returns the context of an event around what is done under it; does nothing if there is no trace."""
+    """Returns a context during which an event lasts; it does nothing if there is no trace."""
     return contextlib.nullcontext() if trace is None else trace.open_span(name, category)

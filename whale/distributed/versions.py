@@ -1,5 +1,5 @@
-"""Compares the software versions and processors of ranks: other code may compute other results, and another processor
-may round them differently.
+"""Compares software versions and processors between ranks: other versions are refused, other processors may round
+differently.
 
 Decision: 0178.
 """
@@ -20,10 +20,11 @@ from whale_ops.processor import count_threads, describe_processor
 
 @dataclass(frozen=True, slots=True)
 class RankVersions:
-    """Names the software that a rank runs, and its host.
+    """Holds a rank's host and the versions of its software.
 
     Attributes:
-      versions: by name, such as TensorFlow.
+      host: name of the rank's host.
+      versions: name, such as "TensorFlow" -> version.
     """
 
     host: str
@@ -31,17 +32,17 @@ class RankVersions:
 
 
 def read_versions() -> dict[str, str]:
-    """Returns the versions of this process that have to be those of the others."""
+    """Returns the versions, by name, of this process's software that has to be the same on all ranks."""
     python = ".".join(platform.python_version_tuple()[:2])
-    package = sys.modules["whale"]  # of which this is a part: it is there
+    package = sys.modules["whale"]  # is loaded, since this module is a part of it
     return {"Whale": package.__version__, "TensorFlow": tf.__version__, "Python": python}
 
 
 def describe_rounding() -> str:
-    """Describes by what the last bits of this process's results follow; equal texts: other processes compute the same.
+    """Returns a text that is equal for processes whose results are equal to the last bit.
 
-    These are its processor, how many threads divide a sum, and variables that cap instructions. With a GPU it is "":
-    several of its kernels add in an order that is never the same.
+    It contains the processor, the number of threads that share a sum, and variables that limit instruction sets. It is
+    "" with a GPU, several of whose kernels add in a changing order.
     """
     if has_gpu():
         return ""
@@ -49,13 +50,13 @@ def describe_rounding() -> str:
 
 
 def refuse_other_versions(said: Sequence[RankVersions]) -> None:
-    """Refuses ranks of which one runs other versions than the first.
+    """Checks that all ranks run the same versions as the first one.
 
     Args:
-      said: by each rank, in order of ranks.
+      said: versions of each rank, by rank.
 
     Raises:
-      ClusterError: names what differs, the versions, and their hosts.
+      ClusterError: the message names what differs, the versions, and their hosts.
     """
     for name, version in said[0].versions.items():
         hosts: dict[str, dict[str, None]] = {}  # version -> hosts, in order of ranks

@@ -1,21 +1,22 @@
-"""Runs a thread that hears from `whale run` that another rank is gone, and reports when this rank waits for long.
+"""Runs a thread that receives news of lost and joined ranks from `whale run`, and reports this rank's long waits to it.
 
-Between the script and the worker of `whale run` beside it goes a socket with lines of JSON:
+A socket connects the script with the worker of `whale run` beside it. Both sides send lines of JSON:
 
     worker -> script   {"rank": 1, "what": "was killed by SIGKILL", "goes_on": false}   a rank is gone; null: mpirun
                        {"joined": [3], "addresses": {"0": "127.0.0.1:4321", ...}, "goes_on": true, "rank": null}
-                       {"start": ..., "history": [...], "rank": null}   to a joining rank, first: all of that so far
+                       {"start": ..., "history": [...], "rank": null}   first message to a joining rank: all news so far
                        {"all": {"0": "127.0.0.1:4321", ...}, "rank": null}   where hosts have mpiruns of their own
     script -> worker   {"joining": true}, then {"joining": false, "freeze_s": 3.5, ...}   before and after connecting
-                       {"address": ..., "start": ...}, {"ready": true}   where ranks may join: see Elastic
-                       {"members": [0, 2]}      the run goes on with these: it has acted on who is gone or has come
-                       {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    what has waited longest
-                       {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how its run ended, and with what
+                       {"address": ..., "start": ...}, {"ready": true}   where ranks may join: see whale/runtime/elastic
+                       {"members": [0, 2]}      the run goes on with these ranks: earlier news has been acted on
+                       {"stall": {"what": ..., "seconds": ..., "missing": [...]}}    the longest wait
+                       {"end": {"alone": "", "held": {"w#1/1[3]": [7, true]}}}      how this rank's run ended
                        {"counters": [...]}                                          what this rank has communicated
-                       {"progress": {...}}                                          steps so far, and what goes on
-                       {"plan": {"name": ..., "text": ...}}                         plans, where asked
+                       {"progress": {...}}                                          steps so far, and the one under way
+                       {"plan": {"name": ..., "text": ...}}                         plans, with --logdir
 
-Under other launchers there is no socket: waits are then reported on stderr, and deaths as that launcher sees them.
+Under other launchers there is no such socket: long waits are logged to stderr, and lost ranks are left to that
+launcher.
 
 Decision: 0163.
 """
@@ -44,20 +45,24 @@ from whale_ops import Communicator, Wait
 from whale_ops.communicator import NO_EXCHANGES
 
 _T = TypeVar("_T")
-_NAME_LIMIT = 100  # characters of a program's name: a session's run bears those of all its fetches
+_NAME_LIMIT = 100  # characters; the program of a session's run is named by all its fetches
 _PAGE_BYTES = resource.getpagesize()
 
 _START_S = 60.0
 _LOOK_EVERY_S = 0.5
 _TELL_EVERY_S = 1.0
-_WAITS_FROM_S = 1.0  # waits in an exchange that are told with the progress
+_WAITS_FROM_S = 1.0  # an exchange that waits longer is reported with the progress
 
 
 @dataclasses.dataclass(frozen=True)
 class RankChange:
-    """A change of a run's ranks: one is ``gone``, or some have ``joined``, by the numbers that they were started as.
+    """Describes a change of a run's ranks: one is gone, or some have joined. Ranks are numbered as they were started.
 
-    ``read_addresses``: where the ranks listen that can connect with others after it, by number as a text.
+    Attributes:
+      gone: the rank that is gone, or None.
+      joined: the ranks that have joined, or None.
+      addresses: rank, as text -> address at which it listens, for all ranks that can be connected to after the change;
+        None for a loss.
     """
 
     gone: int | None
@@ -66,25 +71,25 @@ class RankChange:
 
 
 class LauncherWatch:
-    """A thread that listens from its making to ``stop``, and looks after a communicator once it is given one.
+    """Runs the thread that listens to `whale run`, from construction to ``stop``, and that watches a communicator.
 
     Args:
-      config: for the keys under ``fault``.
-      trace: shows what is heard and reported here, if there is one.
+      config: the configuration, for the keys under ``fault``.
+      trace: records received and reported events; None: no trace.
 
     Attributes:
-      progress: counts the steps, for `whale run`; None under other launchers.
+      progress: counts steps for `whale run`; None under other launchers.
     """
 
     def __init__(self, config: Config, trace: Trace | None = None):
         self._config = config
         self._trace = trace
         self._comm: Communicator | None = None
-        self._heard: list[dict[str, Any]] = []  # in the order in which `whale run` has told all ranks
-        self._known = 0  # changes that it takes into account
+        self._heard: list[dict[str, Any]] = []  # news in the order in which `whale run` sent it, the same on all ranks
+        self._known = 0  # number of changes of ranks that the communicator takes into account
         self._start = ""
         self._all: dict[int, str] = {}
-        self._members: Sequence[int] = ()  # of the communicator, by the ranks that `whale run` has started; (): all
+        self._members: Sequence[int] = ()  # ranks of the communicator, numbered as they were started; (): all
         self._lock = threading.Condition()
         self._tell_lock = threading.Lock()
         self._launcher = _open_launcher_socket()
@@ -97,11 +102,12 @@ class LauncherWatch:
         self._thread.start()
 
     def look_after(self, comm: Communicator | None, members: Sequence[int] = (), known: int = 0) -> None:
-        """Watches this communicator: from now on its operations fail when another rank is gone, and long waits are
-        reported.
+        """Watches a communicator from now on: its operations fail when a rank is gone, and long waits are reported.
 
-        None: there is one rank. ``members``: which of the ranks that `whale run` has started it connects; all if empty.
-        ``known``: how many of ``list_changes`` it takes into account.
+        Args:
+          comm: the communicator; None: this rank is alone.
+          members: the ranks that it connects, numbered as they were started; () for all ranks of the run.
+          known: number of entries of ``list_changes`` that the communicator takes into account already.
         """
         with self._lock:
             self._comm, self._members, self._known = comm, members, known
@@ -114,9 +120,10 @@ class LauncherWatch:
         self._tell({"joining": False, **limits, "elastic": bool(config["fault.elastic"])})
 
     def list_changes(self, more_than: int, timeout_s: float) -> list[RankChange]:
-        """Returns the changes of ranks that `whale run` has told all ranks, in the order in which it told them.
+        """Returns all changes of ranks so far, in the order in which `whale run` announced them, which is the same on
+        all ranks.
 
-        Waits until there are more than ``more_than``, or the time is up.
+        Waits until there are more than `more_than`, or `timeout_s` seconds have passed.
         """
         with self._lock:
             self._lock.wait_for(lambda: len(self._list_messages()) > more_than, timeout_s)
@@ -124,64 +131,70 @@ class LauncherWatch:
 
     @property
     def is_over(self) -> bool:
-        """Tells whether a rank has come to its end, and so the run."""
+        """Returns True if a rank has ended or failed and the run does not go on without it."""
         with self._lock:
             return any(not message.get("goes_on") for message in self._heard)
 
     def start(self) -> str:
-        """Returns what the ranks have begun with, for a process that joins; one of them has told it by ``tell``.
+        """Returns the state with which the run's ranks have begun, for a joining process; a first rank has sent it by
+        ``tell``.
 
         Raises:
-          ClusterError: `whale run` does not say it.
+          ClusterError: `whale run` has not sent it within `_START_S` seconds.
         """
         with self._lock:
             if not self._lock.wait_for(lambda: self._start, _START_S):
                 raise ClusterError(
-                    "a process that joins is not told what the others have begun with",
-                    given=f"no word of `whale run` within {_START_S:g} s",
-                    expected="a run of `whale run --hosts-from`, all of whose ranks are elastic",
-                    action="look at the launcher's output",
+                    "this process is to join a run, but was not told the state with which that run has begun",
+                    given=f"no message from `whale run` within {_START_S:g} s",
+                    expected="a run of `whale run --hosts-from`, in which all ranks have called wh.init(elastic=True)",
+                    action="read in the output of `whale run` whether the other ranks have failed",
                 )
             return self._start
 
     def read_addresses(self) -> Mapping[int, str]:
-        """Returns where each rank of the run's start listens, once all have told it; empty if one is gone before."""
+        """Returns rank -> address at which it listens, once all first ranks have reported theirs; empty if a rank is
+        gone before.
+        """
         with self._lock:
             self._lock.wait_for(lambda: self._all or self._heard)
             return self._all
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Sends `whale run` a message of this rank."""
+        """Sends `whale run` a message about this rank, one of those listed at the head of this module."""
         self._tell(message)
 
     def _list_messages(self) -> list[dict[str, Any]]:
         return [message for message in self._heard if message.get("goes_on")]
 
     def tell_counters(self) -> None:
-        """Tells `whale run`, where it asks for that, what this rank has done so far; the last message counts."""
+        """Sends `whale run` what this rank has communicated, if `whale run -v` asks for it, and its steps so far.
+
+        May be called repeatedly; the last message counts.
+        """
         if self._comm is not None and COUNTERS_VARIABLE in os.environ:
             self._tell({"counters": [dataclasses.asdict(counter) for counter in self._comm.counters()]})
         if self.progress is not None and (news := self.progress.take_news(self._comm)) is not None:
             self._tell({"progress": news})
 
     def tell_plan(self, name: str, text: Callable[[], str]) -> None:
-        """Tells `whale run`, where it asks for plans, the one under which a program runs."""
+        """Sends `whale run` the plan of a program if --logdir asks for plans; else `text` is not called."""
         if self._launcher is not None and PLANS_VARIABLE in os.environ:
             self._tell({"plan": {"name": name, "text": text()}})
 
     def tell_end(self, alone: str, held: Callable[[], Said]) -> bool:
-        """Tells `whale run` how this rank's run ends; False where it was not started by that.
+        """Tells `whale run` how this rank's run ends. Returns False if the process was started by another launcher.
 
         Args:
-          alone: what the rank trained alone, if Whale has distributed nothing.
-          held: says of the variables that it holds, to compare them with those of the other ranks.
+          alone: what the rank has trained by itself, as a sentence; "" if Whale has distributed its steps.
+          held: returns descriptions of the rank's variables, which are compared between the ranks.
         """
         if self._launcher is not None:
             self._tell({"end": {"alone": alone, "held": {} if alone else held()}})
         return self._launcher is not None
 
     def stop(self) -> None:
-        """Ends the thread; the next ``LauncherWatch`` of this process finds the socket as it was."""
+        """Ends the thread, and leaves the socket open for the next ``LauncherWatch`` of this process."""
         self._tell({"joining": False})
         os.write(self._wake_writer, b"\0")
         self._thread.join()
@@ -227,7 +240,7 @@ class LauncherWatch:
             self._lock.notify_all()
             if self._comm is not None:
                 self._lose(message)
-                self.tell_counters()  # this process may be ended before it can
+                self.tell_counters()  # later may be too late: this process may be ended soon
         if self._trace is not None:
             self._trace.mark(_format_lost(message))
 
@@ -259,7 +272,7 @@ class LauncherWatch:
         if self._launcher is not None:
             self._tell({"stall": {"what": wait.what, "seconds": wait.seconds, "missing": wait.missing}})
             return
-        log.warning(f"{_format_wait(rank, wait)}; look at what is going on there")
+        log.warning(f"{_format_wait(rank, wait)}; look at what the script does on the ranks that are waited for")
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self._launcher is not None:
@@ -285,7 +298,7 @@ def _open_launcher_socket() -> socket.socket | None:
 
 
 class StepProgress:
-    """Counts the steps of this process, from any thread."""
+    """Counts the steps of this process by program, and reports them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -296,7 +309,7 @@ class StepProgress:
         self._begun_ns = time.monotonic_ns()
 
     def count_steps(self, call: Callable[..., _T], name: str) -> Callable[..., _T]:
-        """Returns the same callable, whose calls are counted under the program's name."""
+        """Wraps a callable so that its calls are counted and timed under a program's name."""
         name = name[:_NAME_LIMIT]
 
         def run_counted(*args: Any) -> _T:
@@ -315,8 +328,9 @@ class StepProgress:
         return run_counted
 
     def take_news(self, comm: Communicator | None) -> dict[str, Any] | None:
-        """Returns all of it in the form of `whale.launcher.protocol.Progress`; None where there is nothing new: no step
-        ran since it was last asked for, none runs, and no exchange waits.
+        """Returns a report as `whale.launcher.protocol.Progress`, or None if there is nothing new since the last call.
+
+        News is a step that has ended, a step under way, or an exchange that waits.
         """
         with self._lock:
             programs = dict(self._programs)

@@ -1,10 +1,13 @@
-"""Starts the ranks of a run, shows what they print, and ends them together.
+"""Implements `whale run`: starts the ranks through mpirun, prints their output, and ends all of them together.
 
-    whale run        options -> run.py: listens on TCP, starts mpirun (mpirun.py), and holds the run's loop (job/)
-      mpirun         one worker per rank
+The processes of a run, each started by the one above it:
+
+    whale run        options -> run.py: listens on TCP, starts mpirun (mpirun.py), and runs the event loop (job/)
+      mpirun         starts one worker per rank
         worker       connects to the launcher, forks the script (script.py), relays its output as frames (protocol.py)
           script     the user's program, as __main__
 
-The worker is a process of its own because it must outlive the script to say how it ended, and must be able to end it
-when the launcher is gone, whatever the script is doing. It forks before any library is loaded.
+"Launcher" means the `whale run` process. The worker is a process apart from the script, because it must outlive the
+script to report how it ended, and must be able to kill the script when the launcher is gone, whatever the script is
+doing. The worker forks before TensorFlow or any other library is loaded, since a fork with threads running is not safe.
 """

@@ -1,6 +1,7 @@
-"""Connects a worker to the launcher, and measures how far the rank's clock is ahead of the launcher's.
+"""Connects a worker to the launcher over TCP, and estimates the offset between the clocks of their hosts.
 
-Each clock counts from the start of its own machine; the offset comes of questions and answers over the connection.
+The monotonic clock of each host counts from its own boot. `whale run --trace` merges the events of all hosts into one
+timeline, so the launcher measures each host's offset by exchanging timestamps over the connection, as NTP does.
 
 Decision: 0065.
 """
@@ -17,25 +18,29 @@ from pathlib import Path
 from whale.launcher.protocol import ADDRESS_VARIABLE, WELCOME
 from whale.token_listener import keep_alive
 
-# Where TCP_INFO has the milliseconds since anything was acknowledged.
+# Offset of tcpi_last_ack_recv in struct tcp_info (linux/tcp.h): milliseconds since the last acknowledgement.
 _ACKNOWLEDGED_AT = 56
 _CONNECT_S = 30.0
 _AGAIN_S = 0.1
 
-# What a worker sends has to be acknowledged within so many seconds; once `fault.freeze_s` is known, after which the
-# launcher gives the rank up, within so many more than that.
+# A worker's connection breaks when nothing that it sent is acknowledged for `_ACKNOWLEDGED_S`, until the worker knows
+# `fault.freeze_s`, after which the launcher gives a silent rank up: then it breaks `_LATER_S` after that.
 _ACKNOWLEDGED_S, _LATER_S = 8.0, 4.0
 _SAMPLES = 8  # as many as NTP's clock filter keeps; with two questions a second that is the last four seconds
 
 
 def connect(token: str) -> socket.socket:
-    """Connects to the launcher and returns the connection once the launcher has welcomed it.
+    """Connects this worker to the launcher and returns the socket once the launcher has accepted the run's token.
 
-    The token is sent at once, since the launcher does not keep connections for long that have not shown it. When many
-    come at a time it may close even this one before the token is there: then this rank tries again.
+    The address comes from the environment variable ``WHALE_LAUNCHER_ADDRESS``. The token is sent immediately, because
+    the launcher soon closes connections that have not shown one. While very many ranks connect at once it may close
+    even a valid connection before the token arrives; then this function connects again.
+
+    Args:
+        token: the run's shared secret, as text; the launcher answers with ``WELCOME``.
 
     Raises:
-        OSError: the launcher is not reached, or closes every connection, for `_CONNECT_S`.
+        OSError: the launcher cannot be reached, or has closed every connection for `_CONNECT_S` seconds.
     """
     host, _, port = os.environ[ADDRESS_VARIABLE].rpartition(":")
     until_s = time.monotonic() + _CONNECT_S
@@ -48,7 +53,7 @@ def connect(token: str) -> socket.socket:
             if connection.recv(len(WELCOME)) == WELCOME:
                 connection.settimeout(None)
                 return connection
-            raise ConnectionResetError(f"whale run at {host}:{port} closes the connection")
+            raise ConnectionResetError(f"whale run at {host}:{port} closed the connection without accepting the token")
         except ConnectionError:
             connection.close()
             if time.monotonic() > until_s:
@@ -57,12 +62,14 @@ def connect(token: str) -> socket.socket:
 
 
 def limit_silence(connection: socket.socket, freeze_s: float) -> None:
-    """Lets a worker's connection break a moment after the launcher gives the rank up: when its host is unplugged.
+    """Sets how long a worker's connection survives while the launcher's host acknowledges nothing (TCP_USER_TIMEOUT).
 
-    Without a limit the system would send what is not acknowledged again and again, for a quarter of an hour.
+    The limit is `freeze_s` plus `_LATER_S`, so the launcher gives up a silent rank first, and the rank's own connection
+    breaks shortly after, for example when its host is unplugged. Without a limit the system would retransmit for about
+    a quarter of an hour.
 
     Args:
-        freeze_s: for how long a rank's host may be silent; 0: for ever.
+        freeze_s: seconds for which a rank's host may be silent (the key ``fault.freeze_s``); 0: no limit.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         limit_ms = round(1e3 * (freeze_s + _LATER_S)) if freeze_s else 0
@@ -70,7 +77,9 @@ def limit_silence(connection: socket.socket, freeze_s: float) -> None:
 
 
 def find_unacknowledged_s(connection: socket.socket) -> float:
-    """Returns for how many seconds the other host has acknowledged nothing; infinite where the system does not tell."""
+    """Returns how many seconds ago the other host last acknowledged data (TCP_INFO); infinity where the system does not
+    say.
+    """
     try:
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED_AT + 4)
         return 1e-3 * float(struct.unpack_from("I", told, _ACKNOWLEDGED_AT)[0])
@@ -79,7 +88,11 @@ def find_unacknowledged_s(connection: socket.socket) -> float:
 
 
 def read_identity() -> str:
-    """Returns a text that is equal for processes that read the same monotonic clock (one boot, one time namespace)."""
+    """Returns a text that is equal for two processes if they read the same monotonic clock (same boot, same time
+    namespace).
+
+    An empty text means that this is unknown, and the offset has to be measured.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
     except OSError:
@@ -87,14 +100,16 @@ def read_identity() -> str:
 
 
 class Clock:
-    """The offset of another process's monotonic clock, measured by questions and answers over a connection.
+    """Estimates the offset of another process's monotonic clock from timestamps exchanged over a connection.
 
-    The offset is that of RFC 5905: half of the sum of what both ways seem to take, one with the offset added and one
-    with it taken away. It is wrong by half the difference of the two ways at most, so of the last few answers the one
-    with the shortest round trip counts. Clocks drift, so older ones do not.
+    One question and its answer give four times. The offset is half the sum of the two apparent one-way delays, one of
+    which contains the offset with a plus sign, the other with a minus sign (RFC 5905). Its error is at most half the
+    difference of the true delays, so the answer with the shortest round trip among the last `_SAMPLES` is used. Older
+    answers are dropped, since clocks drift.
 
     Args:
-        is_ours: the other process reads the same clock; nothing is measured, and the offset is 0.
+        is_ours: whether the other process reads the same clock as this one; then the offset is 0 and nothing is
+          measured.
     """
 
     def __init__(self, is_ours: bool = False) -> None:
@@ -104,21 +119,30 @@ class Clock:
 
     @property
     def offset_ns(self) -> int | None:
-        """Returns what to subtract from the other process's times to get this one's; None before the first answer."""
+        """Returns what to subtract from the other process's times to get this process's, in ns; None before the first
+        answer.
+        """
         if self.is_ours:
             return 0
         return min(self._samples)[1] if self._samples else None
 
     def add(self, asked_ns: int, received_ns: int, answered_ns: int, heard_ns: int) -> None:
-        """Records an answer: asked and heard in this process's time, received and answered in the other's."""
+        """Records one question and its answer.
+
+        Args:
+            asked_ns: when this process sent the question, by its own clock.
+            received_ns: when the other process received the question, by the other clock.
+            answered_ns: when the other process sent the answer, by the other clock.
+            heard_ns: when this process received the answer, by its own clock.
+        """
         round_trip_ns = (heard_ns - asked_ns) - (answered_ns - received_ns)
         self._samples.append((round_trip_ns, (received_ns - asked_ns + answered_ns - heard_ns) // 2))
 
     @property
     def is_known(self) -> bool:
-        """Tells whether enough answers have come to choose one."""
+        """Returns True if the offset is as good as it gets: the clock is shared, or `_SAMPLES` answers have arrived."""
         return self.is_ours or len(self._samples) == _SAMPLES
 
     def is_due(self, now_ns: int, every_s: float) -> bool:
-        """Tells whether it is time to ask again."""
+        """Returns True if the last question is at least `every_s` seconds old, so that the next one should be sent."""
         return not self.is_ours and now_ns - self.asked_ns >= every_s * 1e9

@@ -1,4 +1,4 @@
-"""Builds the command and environment that start the ranks through Open MPI's mpirun.
+"""Builds the command line and the environment with which Open MPI's mpirun starts the ranks of `whale run`.
 
 Decision: 0072.
 """
@@ -39,59 +39,62 @@ from whale.log import LEVEL_VARIABLE
 from whale.started import APART_VARIABLE, COUNTERS_VARIABLE, GROWS_VARIABLE, PLANS_VARIABLE, RESTART_VARIABLE
 from whale_ops import _native, build
 
-PLAN_VARIABLE = "WHALE_MESH_PLAN"  # the plan under which the script's step runs
-MESH_VARIABLE = "WHALE_MESH"  # sizes of the axes of the ranks
-ANNOTATE_VARIABLE = "WHALE_MESH_ANNOTATIONS"  # file of the scopes by names
-ASKED_VARIABLES = (PLAN_VARIABLE, MESH_VARIABLE, ANNOTATE_VARIABLE)  # without wh.init() nothing comes of them
-TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when what the ranks print ends on a terminal
-# Read when an interpreter starts: a script is forked from its worker's, which mpirun starts.
+PLAN_VARIABLE = "WHALE_MESH_PLAN"  # path of the saved plan under which the script's step runs
+MESH_VARIABLE = "WHALE_MESH"  # sizes of the mesh axes
+ANNOTATE_VARIABLE = "WHALE_MESH_ANNOTATIONS"  # path of a file that puts ops into scopes by their names
+ASKED_VARIABLES = (PLAN_VARIABLE, MESH_VARIABLE, ANNOTATE_VARIABLE)  # no effect unless the script calls wh.init()
+TERMINAL_VARIABLE = "WHALE_TTY"  # "1" when the launcher prints the ranks' output to a terminal
+# Python reads it at start-up, and a script is forked from its worker, so it has to be in the worker's environment.
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
-_MOST_HASH_SEED = (1 << 32) - 1  # 0 would be no seed: the same hashes in every process
+_MOST_HASH_SEED = (1 << 32) - 1  # the least is 1, since 0 turns randomisation off
 _PROBE_TIMEOUT_S = 20.0
 MOST_RANKS = 1 << 16
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]{0,252})")
 _EMULATE_VARIABLE = "WHALE_DEBUG_EMULATE_NETWORK"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-# Variables that a rank on another host needs; on this host they are inherited.
+# Prefixes of the variables that a rank on another host needs; on this host ranks inherit all.
 _FORWARDED = "WHALE_ TF_ OMP_ XLA_ NCCL_ CUDA_ KERAS_ PYTHON EPL_ GLIBC_TUNABLES"
 _FORWARDED_PREFIXES = tuple(_FORWARDED.split())
-# Tensors in pages of 2 MiB, where the kernel gives them when asked (decision 0121).
+# Has malloc put tensors into pages of 2 MiB, where the kernel hands these out on request (decision 0121).
 MEMORY_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host and the number of ranks that it may hold."""
+    """Represents a host and the number of ranks (slots) that it may run."""
 
     name: str
     slots: int
 
     @property
     def is_local(self) -> bool:
-        """Tells whether this is the host on which the launcher runs."""
+        """Returns True if the launcher runs on this host."""
         return self.name in (*_LOCAL_NAMES, socket.gethostname())
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `whale run`.
+    """Holds the options of `whale run`.
 
     Attributes:
-        ranks: number of ranks.
-        target: path of the script, or name of the module.
-        arguments: arguments of the script.
-        as_module: the target is a module, as for ``python -m``.
-        python_options: of the ranks' interpreters, such as ``-u``.
-        hosts: where the ranks go; empty for this host.
-        threads: threads per rank, or None for the host's cores divided by its ranks.
-        verbose: show mpirun's own messages, the errors of every rank instead of the first, and what was communicated.
-        trace: the file that receives the trace of all ranks, or None.
-        max_restarts: how often the run is started again after a fault.
-        min_ranks: the least number of ranks with which it is, when hosts are lost.
-        logdir: the folder that receives TensorBoard's scalars and plans, or None.
-        metrics: address and port at which Prometheus may ask for the same, or None.
-        hosts_from: the file, or the program, that says while the run goes on which hosts it may have.
-        starts_another: the target starts the script as a process of its own, of which the launcher hears nothing.
+        ranks: number of ranks (-np).
+        target: path of the script, or name of a module if `as_module`.
+        arguments: the script's own command-line arguments.
+        as_module: whether the target is run as by ``python -m``.
+        python_options: options for the ranks' Python interpreters, such as ``-u``.
+        hosts: the hosts to fill with ranks, in order; () means this host.
+        threads: compute threads per rank; None: the host's cores divided by its ranks.
+        verbose: whether to print mpirun's own messages, every rank's errors instead of only the first, and a summary of
+          the communication.
+        trace: path of the file that receives the trace of all ranks, or None.
+        max_restarts: how often the run is started again after a failure.
+        min_ranks: the fewest ranks with which a run is started again after hosts were lost.
+        logdir: folder for TensorBoard's scalars and plans, or None.
+        metrics: (address, port) on which Prometheus can read metrics, or None.
+        hosts_from: path of a file, or of a program whose output is read, that lists the hosts the run may use; it is
+          read again and again while the run goes on, so that ranks can join and leave. None: the hosts are fixed.
+        starts_another: whether the target starts the real script in a process of its own, so that the launcher cannot
+          tell whether the script called ``wh.init()``.
     """
 
     ranks: int
@@ -112,43 +115,56 @@ class Options:
 
     @property
     def is_local(self) -> bool:
-        """Tells whether all ranks run on this host."""
+        """Returns True if all ranks run on this host."""
         return all(host.is_local for host in self.hosts)
 
     @property
     def is_one_mpirun_per_host(self) -> bool:
-        """Tells whether each host's ranks have an mpirun of their own."""
+        """Returns True if every host gets its own mpirun, so that the loss of a host does not end the others' ranks.
+
+        This is so with --hosts-from when the first host cannot hold all ranks.
+        """
         return self.hosts_from is not None and len(self.hosts) > 1 and self.ranks > self.hosts[0].slots
 
 
 def list_asked(environment: Mapping[str, str]) -> list[str]:
-    """Lists what of the command line is for wh.init(), and comes to nothing in a script that never calls it."""
+    """Lists the command-line settings that only ``wh.init()`` reads, such as "WHALE_MESH=..." and "--set key=value".
+
+    The launcher names them when the script never called ``wh.init()``, since they then had no effect.
+
+    Args:
+        environment: the launcher's environment, in which the command line has put them.
+    """
     found = [f"{name}={environment[name]}" for name in ASKED_VARIABLES if environment.get(name)]
     settings = json.loads(environment.get(SETTINGS_VARIABLE) or "{}")
     return [*found, *(f"--set {name}={text}" for name, text in settings.items())]
 
 
 def check_mesh(text: str, ranks: int) -> None:
-    """Refuses a mesh that the ranks do not fill, before they start; an axis without a size gets those that are left.
+    """Checks that the number of ranks is a multiple of the mesh's size, before any process is started.
+
+    Args:
+        text: the value of --mesh; an axis without a size takes the ranks that are left over.
+        ranks: the value of -np; 0 or less: not known yet, any mesh passes.
 
     Raises:
-        ConfigError: it cannot be read, or not as many ranks are there.
+        ConfigError: the mesh cannot be parsed, or the ranks are not a multiple of its size.
     """
     count = Mesh.parse(text).size
     if ranks > 0 and ranks % count:
         raise ConfigError(
             "the ranks do not fill the mesh",
             given=f"--mesh {text} ({count} ranks) with -np {ranks}",
-            expected=f"axes whose sizes multiply to {ranks}, or to a divisor of it",
+            expected=f"mesh axes whose sizes multiply to {ranks}, or to a divisor of it",
             action="correct --mesh or -np",
         )
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Reads ``name:slots,name:slots``; without ``:slots`` a host holds one rank.
+    """Parses a list of hosts and their slots, such as ``node1:2,node2:4``; a host without ``:slots`` has one.
 
     Raises:
-        ClusterError: a part has no name, a name stands twice, or a number of slots is not positive.
+        ClusterError: an entry has no valid name, a name occurs twice, or a number of slots is not positive.
     """
     hosts: list[Host] = []
     for part in text.split(","):
@@ -177,10 +193,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def check_options(options: Options) -> None:
-    """Refuses what is sure to fail, before a process is started.
+    """Checks the options of `whale run` for what is sure to fail, before any process is started.
 
     Raises:
-        ClusterError: no rank, too few slots, threads < 1, or a script that does not exist.
+        ClusterError: a number (ranks, threads, restarts, minimum of ranks) is out of range, the hosts have too few
+          slots, or the script does not exist.
     """
     if not 1 <= options.ranks <= MOST_RANKS:
         raise ClusterError(
@@ -191,24 +208,24 @@ def check_options(options: Options) -> None:
         )
     if options.threads is not None and options.threads < 1:
         raise ClusterError(
-            "a rank needs a thread",
+            "a rank needs a thread to compute on",
             given=f"--threads {options.threads}",
-            expected="at least 1",
-            action="give --threads 1",
+            expected="1 or more",
+            action="give --threads 1, or leave it out for the host's cores divided by its ranks",
         )
     if options.max_restarts < 0:
         raise ClusterError(
             "the number of restarts is negative",
             given=f"--max-restarts {options.max_restarts}",
-            expected="0 or more",
-            action="give --max-restarts 0",
+            expected="0 (never start again) or more",
+            action="give --max-restarts 0, or leave it out",
         )
     if not 1 <= options.min_ranks <= options.ranks:
         raise ClusterError(
-            "the minimum number of ranks is out of range",
+            "the minimum number of ranks (--min-ranks) has to be between 1 and the number of ranks (-np)",
             given=f"--min-ranks {options.min_ranks} with -np {options.ranks}",
             expected=f"1 to {options.ranks}",
-            action="lower --min-ranks",
+            action="lower --min-ranks" if options.min_ranks > options.ranks else "give --min-ranks 1",
         )
     slots = sum(host.slots for host in options.hosts)
     if options.hosts and slots < options.ranks:
@@ -216,7 +233,7 @@ def check_options(options: Options) -> None:
             "the hosts do not hold that many ranks",
             given=f"-np {options.ranks}",
             expected=f"at most {slots}: {' + '.join(f'{host.name}:{host.slots}' for host in options.hosts)}",
-            action="lower -np or raise a host's number of ranks",
+            action="lower -np, or raise the number after a host's name",
         )
     if not options.as_module and not os.path.exists(options.target):
         raise ClusterError(
@@ -229,16 +246,18 @@ def check_options(options: Options) -> None:
 
 
 def list_places(options: Options) -> list[str]:
-    """Returns the host of each rank, as mpirun fills them: one after the other; this host without any."""
+    """Returns the host of each rank, by rank: mpirun fills one host after the other. Without a list of hosts all are
+    here.
+    """
     hosts = options.hosts or (Host(socket.gethostname(), options.ranks),)
     return [host.name for host in hosts for _ in range(host.slots)][: options.ranks]
 
 
 def find_mpirun() -> str:
-    """Returns the mpirun that pip installed with this Python, else Open MPI's from PATH.
+    """Returns the path of Open MPI's mpirun: the one that pip installed beside this Python, else the one on PATH.
 
     Raises:
-        ClusterError: there is none, or that on PATH is not Open MPI.
+        ClusterError: there is none, or the one on PATH is not Open MPI's.
     """
     embedded = Path(sys.prefix) / "bin" / "mpirun"
     found = str(embedded) if embedded.exists() else shutil.which("mpirun")
@@ -262,12 +281,17 @@ def find_mpirun() -> str:
 
 
 def make_command(options: Options, mpirun: str, environment: Mapping[str, str]) -> list[str]:
-    """Returns the command line that starts one worker per rank."""
+    """Builds the command line of an mpirun that starts one worker (`whale.launcher.worker`) per rank.
+
+    Args:
+        mpirun: path of the program.
+        environment: the environment that mpirun gets; ranks on other hosts are passed the variables that they need.
+    """
     line = [mpirun, "-np", str(options.ranks), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     if options.hosts:
         line += ["--host", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
     if not options.is_local:
-        # By name only: a value, the token above all, would be seen by everybody who lists processes.
+        # By name only: a value, the token above all, could be read by every user who lists processes.
         for name in sorted(environment):
             if name.startswith(_FORWARDED_PREFIXES):
                 line += ["-x", name]
@@ -278,11 +302,12 @@ def make_command(options: Options, mpirun: str, environment: Mapping[str, str]) 
 
 @dataclass(frozen=True, slots=True)
 class MpirunStart:
-    """An mpirun that starts some of a run's ranks.
+    """Describes one mpirun process to be started, which starts some or all ranks of a run.
 
     Attributes:
-        line, environment: of its command.
-        ranks: which ones.
+        line: the command line.
+        environment: the complete environment of the process.
+        ranks: the numbers of the ranks that it starts.
     """
 
     line: list[str]
@@ -291,9 +316,10 @@ class MpirunStart:
 
 
 def list_starts(options: Options, mpirun: str, environment: dict[str, str]) -> list[MpirunStart]:
-    """Returns the mpiruns that start a run: one, or one for each host where the run can go on without a host.
+    """Returns the mpirun processes that start a run: one for all ranks, or one per host with --hosts-from.
 
-    An mpirun ends all of its ranks when it loses a host.
+    With --hosts-from the run must survive the loss of a host, and an mpirun that loses one of its hosts ends all its
+    ranks.
     """
     if not options.is_one_mpirun_per_host:
         return [MpirunStart(make_command(options, mpirun, environment), environment, range(options.ranks))]
@@ -310,10 +336,14 @@ def list_starts(options: Options, mpirun: str, environment: dict[str, str]) -> l
 
 
 def drop_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
-    """Returns the options of a run that starts again, and the hosts left out, on which mpirun can start no process.
+    """Removes the hosts on which mpirun cannot start a process, before a failed run is started again.
+
+    Returns:
+        The options with the remaining hosts and at most as many ranks as these hold, and the names of the removed
+          hosts.
 
     Raises:
-        ClusterError: the hosts that are left hold fewer ranks than the run may have.
+        ClusterError: the remaining hosts hold fewer than `Options.min_ranks` ranks.
     """
 
     def can_start_on(host: Host) -> bool:
@@ -336,8 +366,8 @@ def drop_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
     if size < options.min_ranks:
         raise ClusterError(
             "too few hosts are left to start again",
-            given=f"{', '.join(lost)} cannot be reached; the others hold {size} ranks",
-            expected=f"at least {options.min_ranks}",
+            given=f"mpirun cannot start a process on {', '.join(lost)}; the other hosts hold {size} ranks",
+            expected=f"at least {options.min_ranks} ranks (--min-ranks)",
             action="start the run with hosts that can be reached, or lower --min-ranks",
         )
     return replace(options, hosts=left, ranks=size), lost
@@ -345,23 +375,27 @@ def drop_lost_hosts(options: Options, mpirun: str) -> tuple[Options, list[str]]:
 
 @contextmanager
 def use_loopback(options: Options) -> Iterator[str | None]:
-    """Yields the library that makes mpirun listen on loopback only, while the run goes on; None with other hosts.
+    """Yields the path of the library that makes mpirun listen on loopback only, or None if ranks run on other hosts.
+
+    The library is loaded into mpirun by LD_PRELOAD, since Open MPI would otherwise listen on all addresses. Its file
+    stays open, and the path stays valid, until the context ends.
 
     Raises:
-        CommError: it is not built.
+        CommError: the library is not built.
     """
     if not options.is_local:
         yield None
         return
     with open(_native.find_library(build.LOOPBACK_NAME), "rb") as library:
-        # LD_PRELOAD ends a name at a space or a colon, which a folder's name may have.
+        # Not the library's own path: LD_PRELOAD splits at spaces and colons, which a folder's name may contain.
         yield f"/proc/{os.getpid()}/fd/{library.fileno()}"
 
 
 def draw_hash_seed(environment: Mapping[str, str] = os.environ) -> str:
-    """Draws the PYTHONHASHSEED of all ranks of a run, so that sets of text have one order; the user's value if any.
+    """Returns the PYTHONHASHSEED for all ranks of a run, so that sets of strings have the same order on every rank.
 
-    It is another one for each run, as in processes without it: nobody who sends a program its keys knows their hashes.
+    A value that the user has set is kept. Otherwise the seed is drawn anew for each run, so that, as in plain Python,
+    nobody who chooses the keys of a dictionary can know their hashes.
     """
     return environment.get(HASH_SEED_VARIABLE) or str(1 + secrets.randbelow(_MOST_HASH_SEED))
 
@@ -369,10 +403,15 @@ def draw_hash_seed(environment: Mapping[str, str] = os.environ) -> str:
 def make_environment(
     options: Options, address: str, token: str, restarts: int, library: str | None = None, hash_seed: str = ""
 ) -> dict[str, str]:
-    """Returns the environment of mpirun and, through it, of the workers; ``library`` is that of `loopback`.
+    """Builds the environment of mpirun, which the workers inherit.
 
     Args:
-        hash_seed: what `draw_hash_seed` gave the run, of which this may be a restart.
+        options: the options of `whale run`.
+        address: "host:port" at which workers reach the launcher.
+        token: the run's shared secret, which workers show when they connect.
+        restarts: how often the run has been started again so far.
+        library: the path from `use_loopback`, or None.
+        hash_seed: the run's seed from `draw_hash_seed`, kept across restarts; "": one is drawn now.
     """
     result = python.environment()
     result[HASH_SEED_VARIABLE] = hash_seed or draw_hash_seed(result)
@@ -387,7 +426,7 @@ def make_environment(
         (APART_VARIABLE, options.is_one_mpirun_per_host),
     )
     for name, wanted in asked:
-        result.pop(name, None)  # of a run within which this one is started
+        result.pop(name, None)  # set if this run was started by a rank of another run
         if wanted:
             result[name] = "1"
     if options.verbose:
@@ -396,17 +435,18 @@ def make_environment(
         result[THREADS_VARIABLE] = str(options.threads)
         result.update({name: str(count) for name, count in make_thread_variables(options.threads).items()})
     result = MEMORY_VARIABLES | result
-    # Older Open MPI asks for it in the environment as well; the rest is chatter about networks it did not find.
+    # Older Open MPI wants these beside --allow-run-as-root.
     result.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     if options.is_local:
-        # Ranks of one host talk through memory; MPI's TCP would listen on all addresses, for nobody.
+        # Ranks of one host exchange through shared memory; MPI's TCP would listen on all addresses without any use.
         result.setdefault("OMPI_MCA_btl", "^tcp")
     if library is not None:
         result[LOOPBACK_VARIABLE] = library
         result[PRELOAD_VARIABLE] = ":".join(filter(None, (library, result.get(PRELOAD_VARIABLE))))
+    # Without these two Open MPI warns of networks that it did not find.
     result.setdefault("OMPI_MCA_btl_base_warn_component_unused", "0")
     result.setdefault("OMPI_MCA_btl_base_warn_peer_error", "0")
-    # Ranks write into pipes; what draws a progress bar asks these instead of its own stdout.
+    # A rank's stdout is a pipe, so progress bars ask these variables for a terminal and its width.
     result.pop(TERMINAL_VARIABLE, None)
     if os.isatty(1):
         result[TERMINAL_VARIABLE] = "1"
@@ -415,10 +455,12 @@ def make_environment(
 
 
 def _refuse_twice(hosts: Sequence[Host]) -> None:
-    """Refuses a host that stands twice, by two names. Names that only ssh knows are left to it.
+    """Checks that no two names in the list of hosts resolve to the same address; names that do not resolve are skipped.
+
+    A name may be known to ssh alone (~/.ssh/config), so one that does not resolve is no error.
 
     Raises:
-        ClusterError: says which names.
+        ClusterError: two names are the same host; the message names both.
     """
     known: dict[str, str] = {}
     for host in hosts:
@@ -437,12 +479,13 @@ def _refuse_twice(hosts: Sequence[Host]) -> None:
 
 
 def find_listen_address(options: Options) -> str:
-    """Returns the address at which workers reach this process: loopback, or this host's towards the other hosts.
+    """Returns the address on which the launcher listens for workers: loopback, or this host's address towards other
+    hosts.
 
     Raises:
-        ClusterError: another host has no address, or one stands twice.
+        ClusterError: another host's name does not resolve, or one host is listed under two names.
     """
-    # Ranks that emulate those of several hosts are on one, under the names that it has.
+    # With an emulated network all listed hosts are this one, under several of its names.
     if "hosts=" not in os.environ.get(_EMULATE_VARIABLE, ""):
         _refuse_twice(options.hosts)
     for host in options.hosts:

@@ -1,4 +1,4 @@
-"""Implements `whale run`: starts the ranks, and starts them again after a failure as often as was asked.
+"""Implements `whale run`: starts the ranks, and restarts them after a failure up to --max-restarts times.
 
 Decisions: 0008, 0163.
 """
@@ -27,26 +27,29 @@ from whale.launcher.job.trace import TraceFile
 from whale.launcher.mpirun import PLAN_VARIABLE, Options
 from whale.launcher.scale_up import JoiningRanks
 
-# Connections that the system holds until they are accepted: a worker that finds no place among others' tries again only
-# after a second.
+# Connections that the kernel queues until they are accepted. If the queue is full, a worker's connection attempt is
+# repeated only after a second.
 _BACKLOG = 1024
 
 
 def run(options: mpirun.Options) -> int:
-    """Runs a script on every rank and waits for the end.
+    """Runs a script on every rank, waits until all of them have ended, and returns the exit code of `whale run`.
 
     Returns:
-        The exit code: 0, that of the rank that failed (128 + signal if it was killed), 128 + signal if this process
-        was told to stop, 141 if nobody reads its output any more.
+        0 on success; the failed rank's code (128 + signal if it was killed); 128 + signal if `whale run` itself was
+          told to stop by a signal; 141 if its output pipe was closed (SIGPIPE); 1 if trainable variables differ between
+          ranks at the end; 2 if settings had no effect because the ranks trained independently.
 
     Raises:
         ClusterError: the run cannot be started.
-        CommError: a library that it needs is not built.
+        CommError: a native library that the launcher needs is not built.
     """
     mpirun.check_options(options)
     cores = len(os.sched_getaffinity(0))
     if options.is_local and options.ranks > 2 * cores:
-        sys.stderr.write(f"whale run: {options.ranks} ranks share {cores} core{'s' * (cores != 1)}\n")
+        sys.stderr.write(
+            f"whale run: {options.ranks} ranks share {cores} core{'s' * (cores != 1)}, so each runs slowly\n"
+        )
     program, config = mpirun.find_mpirun(), Config()
     with contextlib.ExitStack() as stack:
         trace = files = None
@@ -109,26 +112,30 @@ def _run_attempts(
 
 
 def measure_script(plan: str, script: Sequence[str], ranks: int, steps: int, profile: str) -> tuple[bytes, list[bytes]]:
-    """Runs some steps of a script on that many ranks of this host and returns the prediction and the measurements.
+    """Runs some steps of a script under a saved plan, on ranks of this host, and returns predicted and measured times.
+
+    `whale show --analyze` compares the two.
 
     Args:
-        plan: the plan's file.
-        script: path and arguments.
-        profile: file of measurements, by which is predicted.
+        plan: path of the plan's file.
+        script: path of the script, followed by its arguments.
+        ranks: number of ranks.
+        steps: number of steps to measure.
+        profile: path of the measured profile of the hardware, from which the prediction is computed.
 
     Returns:
-        The prediction of the program that ran and each rank's measurements, as JSON (see
-        whale.planner.report.analysis).
+        The prediction for the program that ran, and each rank's measurements by rank, as JSON (see
+          whale.planner.report.analysis).
 
     Raises:
-        ClusterError: the script is gone, or the run failed.
+        ClusterError: the script does not exist any more, or the run failed.
     """
     if not script or not Path(script[0]).is_file():
         raise ClusterError(
-            "the script of the plan does not exist here",
+            "the script for which the plan was made does not exist here",
             given=script[0] if script else "a plan without a script",
-            expected="the script where it was when `whale plan -o FILE script` was called",
-            action="put it back, or make the plan again",
+            expected="the script at the path that it had when `whale plan -o FILE script` was called",
+            action="put the script back, or make the plan again",
         )
     os.environ[PLAN_VARIABLE] = os.path.abspath(plan)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,8 +145,9 @@ def measure_script(plan: str, script: Sequence[str], ranks: int, steps: int, pro
         prediction = Path(folder) / "prediction.json"
         if code or not all(path.exists() for path in (*found, prediction)):
             raise ClusterError(
-                "the run under the plan failed",
-                given=f"exit code {code}",
-                action="correct what the ranks say above",
+                "the script failed while it ran under the plan",
+                given=f"exit code {code} with {plan}",
+                expected="a script that takes its steps under this plan",
+                action="correct the error that the ranks have printed above",
             )
         return prediction.read_bytes(), [path.read_bytes() for path in found]

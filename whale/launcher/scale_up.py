@@ -1,10 +1,11 @@
-"""Starts ranks while a run goes on, where hosts have room, and tells the others of them once they are ready.
+"""Starts additional ranks while an elastic run goes on (`whale run --hosts-from`), and admits them once they are ready.
 
-A joining rank's process starts beside the run, imports what it imports and builds what it builds; nobody waits for it.
-When its script has come to where it would go on with the others, it says so. As soon as all that were started together
-have, or have ended, every rank of the run hears of them in the same message, and they become ranks like the others.
+Joining ranks are started beside the run: each imports its libraries and builds its model while the present ranks keep
+training. When the script of a joining rank reaches the point where it would go on together with the others, it reports
+that it is ready. Once all ranks of a batch (those started by one mpirun) are ready or have ended, every rank of the run
+receives the same message about them, and they become ordinary ranks.
 
-The hosts that a run may have are asked for again and again: from a file, or from a program that prints them
+The list of hosts that the run may use is read repeatedly, from a file or from a program that prints it
 (``HostSource``).
 
 Decisions: 0104, 0192.
@@ -40,23 +41,25 @@ _ANSWERS_S = 30.0
 
 @dataclass
 class _Batch:
-    """Ranks that one mpirun has started, and that come in together."""
+    """Holds the joining ranks that one mpirun has started; they are admitted to the run together."""
 
     mpirun: MpirunProcess
-    coming: set[int]  # those that have yet to say that they are ready, or have ended
+    coming: set[int]  # ranks that have neither reported that they are ready nor ended
     ready: set[int] = field(default_factory=set)
 
 
 class JoiningRanks:
-    """The starter of ranks while a run goes on.
+    """Starts joining ranks for the launcher's event loop, and admits them to the run; implements
+    `whale.launcher.job.job.Growth`.
 
     Args:
-        options: what `whale run` was asked for.
-        line: the program mpirun, and its environment for the ranks of the run's start.
-        links: the ranks of the run, to which those are added that come in.
-        ending: is told who leaves.
-        printer: shows what joining ranks print.
-        selector: that of the loop; the data of its keys are called when their file is ready.
+        options: the options of `whale run`.
+        program: path of mpirun.
+        environment: the environment with which the first ranks were started.
+        links: connections of the ranks that take part in the run; joining ranks are added when they are admitted.
+        ending: is told of ranks that have to leave, because a host may hold fewer ranks than before.
+        printer: prints the output of joining ranks.
+        selector: selector of the event loop, which calls the data of a key when its file is readable.
     """
 
     def __init__(
@@ -74,11 +77,11 @@ class JoiningRanks:
         self._at_start = self._next = options.ranks
         self._batches: list[_Batch] = []
         self._coming: dict[int, ranks.RankLink] = {}
-        self._apart = options.is_one_mpirun_per_host  # and the ranks of the start wait for each other's addresses
+        self._apart = options.is_one_mpirun_per_host  # the first ranks then wait for each other's addresses
         self._places = dict(enumerate(_fill_hosts(options.hosts, options.ranks)))
         self._slots = find_free_slots(list(self._places.values()), [])
-        self._wanted: tuple[Host, ...] | None = None  # hosts that are to be filled when the run can take ranks in
-        self._history: list[dict[str, Any]] = []  # what all ranks were told of who is gone, and who has come
+        self._wanted: tuple[Host, ...] | None = None  # hosts to be filled as soon as the run can admit ranks
+        self._history: list[dict[str, Any]] = []  # all messages to the ranks about lost and joined ranks
         assert options.hosts_from is not None
         self._hosts = HostSource(options.hosts_from)
         ending.goes_on_without = self._history.append
@@ -86,28 +89,36 @@ class JoiningRanks:
 
     @property
     def processes(self) -> list[MpirunProcess]:
-        """Returns the mpiruns of all joining ranks."""
+        """Returns the mpirun processes of all joining ranks, past and present, so that the launcher can end them."""
         return [batch.mpirun for batch in self._batches]
 
     @property
     def links(self) -> list[ranks.RankLink]:
-        """Returns the connections of joining ranks that have not come in."""
+        """Returns the connections of joining ranks that have not been admitted yet."""
         return list(self._coming.values())
 
     def close(self) -> None:
-        """Stops asking for hosts."""
+        """Stops reading the list of hosts, at the end of the run."""
         self._hosts.close()
 
     def ask(self) -> None:
-        """Reads the list of hosts now, and starts as many ranks as it says, also in place of those that are gone."""
+        """Reads the list of hosts now, and starts all ranks that are missing, including replacements for lost ones.
+
+        The launcher calls it on SIGHUP. A periodic read acts only if the list has changed.
+        """
         self._hosts.ask()
 
     def is_expecting(self, rank: int) -> bool:
-        """Tells whether a rank of this number was started, and has not come up yet."""
+        """Returns True if a joining rank with this number was started and its worker has not connected yet."""
         return any(rank in batch.coming for batch in self._batches) and rank not in self._coming
 
     def greet(self, link: ranks.RankLink, rank: int) -> bool:
-        """Takes the connection of a rank that has come up; False: it is one of the run's start."""
+        """Takes over the connection of a joining rank's worker, and tells its script what has happened in the run so
+        far.
+
+        Returns:
+            False if the rank is not a joining one; the caller then treats it as one of the first ranks.
+        """
         if not self.is_expecting(rank):
             return False
         self._coming[rank] = link
@@ -115,10 +126,13 @@ class JoiningRanks:
         return True
 
     def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> bool:
-        """Acts on a frame of a rank that has not come in; False: it is one of the run's.
+        """Handles a frame from a joining rank that has not been admitted yet.
+
+        Returns:
+            False if the rank takes part in the run already; the caller then handles the frame.
 
         Raises:
-            ValueError: no worker sends this.
+            ValueError: the frame's payload is malformed.
         """
         if rank not in self._coming:
             return False
@@ -145,11 +159,14 @@ class JoiningRanks:
         return True
 
     def lose(self, rank: int) -> bool:
-        """Handles the broken connection of a rank; False: it is one of the run's."""
+        """Handles the broken connection of a joining rank. Returns False if the rank takes part in the run already."""
         return self._forget_gone(rank, "was lost: its connection broke") if rank in self._coming else False
 
     def look(self) -> None:
-        """Starts joining ranks, or lets them come in, when it is time."""
+        """Starts or admits joining ranks if the run is ready for it: not ending, and every rank that runs is elastic.
+
+        The event loop calls it in every round.
+        """
         if self._apart:
             self._connect()
         if self._ending.has_begun or not all(link.elastic or link.exited for link in self._links.values()):
@@ -162,7 +179,10 @@ class JoiningRanks:
             self._fill(wanted)
 
     def _connect(self) -> None:
-        """Tells the ranks of the start where each of them listens, once all do."""
+        """Sends every first rank the addresses on which all of them listen, once the last one has reported its own.
+
+        Only needed with an mpirun per host, where MPI does not connect the ranks of different hosts.
+        """
         addresses = {rank: link.address for rank, link in self._links.items() if link.address}
         if len(addresses) == self._at_start:
             self._apart = False
@@ -171,7 +191,9 @@ class JoiningRanks:
 
     @property
     def _start(self) -> str | None:
-        """Returns the start that a rank of the run's start has reported, or None while none has."""
+        """Returns the text that a first rank has reported for joining ranks (the state they have to begin with), or
+        None so far.
+        """
         return next((link.start for link in self._links.values() if link.start), None)
 
     def _take_hosts(self) -> None:
@@ -180,14 +202,14 @@ class JoiningRanks:
             return
         forced, hosts = found
         if isinstance(hosts, str):
-            self._printer.say(f"whale run: the hosts stay as they are: {hosts}")
+            self._printer.say(f"whale run: the new list of hosts is not used, and the run keeps its hosts: {hosts}")
         elif forced or set(hosts) != set(self._options.hosts):
             self._options = replace(self._options, hosts=hosts)
             self._wanted = hosts
             self.look()
 
     def _fill(self, hosts: tuple[Host, ...]) -> None:
-        """Starts ranks where hosts have room, and makes the last ones leave where they have too many."""
+        """Starts ranks on hosts that have free slots, and makes the highest ranks leave on hosts that have too many."""
         here = [rank for rank, link in self._links.items() if not link.exited and rank not in self._ending.left]
         had = Counter(self._places[rank] for rank in here)
         room = {host.name: host.slots for host in hosts}
@@ -196,7 +218,7 @@ class JoiningRanks:
             name = self._places[rank]
             if had[name] > room.get(name, 0):
                 had[name] -= 1
-                reason = f"has to leave: {name} is to hold fewer ranks"
+                reason = f"has to leave: the list of hosts allows fewer ranks on {name}"
                 self._ending.fail(ranks.Failure(rank, 1, reason, gone=True, wanted=True))
                 self._links[rank].send_signal(signal.SIGKILL)
         count = sum(host.slots for host in more)
@@ -209,7 +231,7 @@ class JoiningRanks:
         self._slots += find_free_slots(placed, taken)
         numbers = range(first, first + count)
         named = f"rank{'s' * (count > 1)} {', '.join(map(str, numbers))}"
-        self._printer.say(f"whale run: {named} start{'s' * (count == 1)} beside the others")
+        self._printer.say(f"whale run: {named} start{'s' * (count == 1)}, to join the run")
         options = replace(self._options, ranks=count, hosts=more)
         environment = {
             **self._environment,
@@ -223,7 +245,9 @@ class JoiningRanks:
         self._selector.register(process.output, selectors.EVENT_READ, lambda: self._read(batch))
 
     def _read(self, batch: _Batch) -> None:
-        """Reads an mpirun's output; at its end, the ranks that it has not brought up are given up."""
+        """Reads output of a batch's mpirun; when it has ended, gives up those of its ranks whose workers never
+        connected.
+        """
         if batch.mpirun.read():
             return
         self._selector.unregister(batch.mpirun.output)
@@ -237,7 +261,7 @@ class JoiningRanks:
             if rank in batch.coming | batch.ready:
                 batch.coming.discard(rank)
                 batch.ready.discard(rank)
-                self._printer.say(f"whale run: rank {rank} {what}; it has not joined the others, who go on")
+                self._printer.say(f"whale run: rank {rank} {what}; it has not joined the run, which goes on")
         self.look()
         return True
 
@@ -255,11 +279,13 @@ class JoiningRanks:
 
 
 def find_free_slots(places: Sequence[str], taken: Iterable[tuple[str, int]]) -> list[int]:
-    """Returns the number of each new rank on its host, the lowest that is free: a rank that is gone leaves its own.
+    """Returns a local rank for each new rank: the lowest number that no rank on the same host uses.
+
+    The number of a lost rank is free again, so that a rank which takes its place gets the same GPU.
 
     Args:
-      places: the hosts of the new ranks.
-      taken: (host, number) of the ranks that are there.
+        places: the hosts of the new ranks.
+        taken: (host, local rank) of the ranks that are running.
     """
     used, found = set(taken), []
     for name in places:
@@ -270,23 +296,28 @@ def find_free_slots(places: Sequence[str], taken: Iterable[tuple[str, int]]) -> 
 
 
 def _fill_hosts(hosts: tuple[Host, ...], count: int) -> list[str]:
-    """Returns the host of each of so many ranks, as mpirun places them: one host is filled after the other."""
+    """Returns the host of each of `count` ranks; like mpirun, it fills one host after the other. Without hosts: this
+    host.
+    """
     names = [host.name for host in hosts for _ in range(host.slots)]
     return (names or [socket.gethostname()] * count)[:count]
 
 
 def read_hosts(path: str) -> tuple[Host, ...]:
-    """Reads the hosts of a file, or of a program's output: ``name slots=2`` (Open MPI, Horovod) or ``name:2`` a line.
+    """Reads the list of hosts from a file or, if the file is executable, from the output of that program.
+
+    Each line is ``name slots=2`` (as for Open MPI and Horovod) or ``name:2``; ``#`` begins a comment.
 
     Raises:
-        ClusterError: the program fails, or a line cannot be read; or no host is left.
+        ClusterError: the program fails, a line cannot be parsed, or no host is listed.
+        OSError: the file cannot be read.
     """
     if os.access(path, os.X_OK):
         try:
             done = subprocess.run(
                 [os.path.abspath(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWERS_S
             )
-            wrong = f"it ended with code {done.returncode}: {done.stderr.strip()}" if done.returncode else ""
+            wrong = f"exit code {done.returncode}: {done.stderr.strip()}" if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             wrong = str(error)
         if wrong:
@@ -294,8 +325,8 @@ def read_hosts(path: str) -> tuple[Host, ...]:
                 "the program that lists the hosts fails",
                 given=path,
                 reason=wrong,
-                expected="a line for each host, name:ranks, and exit code 0",
-                action="correct the program",
+                expected="a line name:ranks for each host, and exit code 0",
+                action=f"run {path} by hand and correct what it prints",
             )
         text = done.stdout
     else:
@@ -309,7 +340,7 @@ def read_hosts(path: str) -> tuple[Host, ...]:
         slots = next((f":{word[6:]}" for word in words[1:] if word.startswith("slots=")), "")
         try:
             hosts = parse_hosts(words[0] + slots)
-            parse_hosts(",".join(host.name for host in (*found.values(), *hosts)))  # each stands once
+            parse_hosts(",".join(host.name for host in (*found.values(), *hosts)))  # refuses a name that occurs twice
         except ClusterError as error:
             raise ClusterError(
                 error.message,
@@ -321,18 +352,18 @@ def read_hosts(path: str) -> tuple[Host, ...]:
     if not found:
         raise ClusterError(
             "no host is listed",
-            given=f"{path}, in which no line names one",
+            given=f"{path}, in which no line names a host",
             expected="a line for each host: its name, and slots=2 or :2 for its ranks",
-            action="name one",
+            action="add a line such as node1:2",
         )
     return tuple(found.values())
 
 
 class HostSource:
-    """The source of a run's hosts, asked in a thread of its own every `_EVERY_S` seconds and whenever `ask` is called.
+    """Reads the list of hosts in a thread, every `_EVERY_S` seconds and whenever `ask` is called.
 
     Attributes:
-        news: readable when there is an answer that `take` has not taken.
+        news: a socket that is readable while there is a result that `take` has not returned, for the event loop.
     """
 
     def __init__(self, path: str) -> None:
@@ -348,13 +379,17 @@ class HostSource:
         self._thread.start()
 
     def ask(self) -> None:
-        """Asks now; the answer counts as news even if it is the one before."""
+        """Reads the list now; the result is reported even if it equals the one before."""
         with self._lock:
             self._forced = True
         self._asked.set()
 
     def take(self) -> tuple[bool, tuple[Host, ...] | str] | None:
-        """Returns the latest answer (whether it was asked for; the hosts, or what is wrong in words), once."""
+        """Returns the latest result once, or None if there is no new one.
+
+        Returns:
+            (whether `ask` was called for it, the hosts or the text of an error).
+        """
         try:
             self.news.recv(1 << 12)
         except BlockingIOError:
@@ -364,7 +399,7 @@ class HostSource:
         return found
 
     def close(self) -> None:
-        """Stops asking; a program that is still at work is left to its end."""
+        """Stops the reading; a program that is still running is not waited for."""
         self._ended = True
         self._asked.set()
         self.news.close()

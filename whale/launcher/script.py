@@ -1,4 +1,4 @@
-"""Runs the user's script inside a rank as Python itself would, and reports how it failed."""
+"""Runs the user's script inside a rank as Python itself would, and reports to the worker how it failed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from whale.imports import Finder, Load
 from whale.ir.collector import suspend_garbage_collection
 from whale.launcher.protocol import CONSEQUENCE, TEXT_LIMIT
 
-# What scripts import of libraries whose interface Whale has.
+# Packages whose interface Whale provides itself -> what to do if a script imports one that is not installed.
 _OWN_INTERFACES = {
-    "horovod": "write whale.horovod for horovod (`import whale.horovod.tensorflow.keras as hvd`): the script then runs "
-    "without it; see docs/guides/horovod.md",
-    "epl": "write `import whale.epl as epl`: the script then runs without it; see docs/guides/epl.md",
+    "horovod": "write whale.horovod for horovod (`import whale.horovod.tensorflow.keras as hvd`): the script then "
+    "needs no Horovod; see docs/guides/horovod.md",
+    "epl": "write `import whale.epl as epl`: the script then needs no EPL; see docs/guides/epl.md",
 }
 
 
 def run_script(target: str, arguments: list[str], as_module: bool, report: int) -> int:
-    """Runs a script (or module) as ``__main__`` in this process.
+    """Runs a script (or module) as ``__main__`` in this process, and returns its exit code.
 
     Args:
-        target: path of the script, or name of the module if ``as_module``.
-        arguments: what follows it in ``sys.argv``.
+        target: path of the script, or name of the module if `as_module`.
+        arguments: the script's arguments, which follow `target` in ``sys.argv``.
+        as_module: whether to run it as by ``python -m``.
         report: file descriptor that receives one JSON object ``{type, message, traceback, code}`` if the script fails.
 
     Returns:
-        The exit code of the script: 0, that of ``sys.exit``, 130 after an interrupt, 1 for any other exception.
+        0 if the script ended normally, the code given to ``sys.exit``, 130 after KeyboardInterrupt, 1 for any other
+          exception.
     """
     sys.argv = [target, *arguments]
     python.take_own_packages()
@@ -49,7 +51,7 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
         return _find_exit_code(end, report)
     except BaseException as error:  # whatever ended the script is reported
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        sys.last_value = error  # as Python itself does; what runs at exit can tell a failure from an end
+        sys.last_value = error  # as Python itself does, so that atexit handlers can tell a failure from a normal end
         sys.stdout.flush()
         _send(report, type(error), str(error), _describe(error), code)
         return code
@@ -57,13 +59,18 @@ def run_script(target: str, arguments: list[str], as_module: bool, report: int) 
 
 
 def _load_without_collections(load: Load, module: ModuleType) -> None:
-    """Loads TensorFlow without garbage collection: its 3,000 modules leave no cycles worth a fifth of the time."""
+    """Imports TensorFlow with the garbage collector suspended, which saves a fifth of the time and leaks next to
+    nothing.
+    """
     with suspend_garbage_collection():
         load(module)
 
 
 def _find_exit_code(end: SystemExit, report: int) -> int:
-    """Returns Python's exit code of a SystemExit: 0 for None, a number itself, 1 for anything else, which it prints."""
+    """Returns the exit code that Python gives a SystemExit, and reports it to the worker if it is not 0.
+
+    None is 0, an integer is taken modulo 256, and anything else is printed and counts as 1.
+    """
     sys.stdout.flush()
     if end.code is None:
         return 0
@@ -78,17 +85,20 @@ def _find_exit_code(end: SystemExit, report: int) -> int:
 def _send(report: int, kind: type[BaseException] | None, message: str, text: str, code: int) -> None:
     name = "" if kind is None else kind.__qualname__
     if kind is not None and any(base.__qualname__ == CONSEQUENCE for base in kind.__mro__):
-        name = CONSEQUENCE  # also where it is of TensorFlow's class, for a script that catches it
-    # The cause stands at the end of a traceback.
+        name = CONSEQUENCE  # CommError may be raised as a subclass that is an error of TensorFlow, too
+    # A long traceback keeps its end, where the cause stands.
     report_of = {"type": name, "message": message[:TEXT_LIMIT], "traceback": text[-TEXT_LIMIT:], "code": code}
-    data = json.dumps(report_of, ensure_ascii=False).encode(errors="replace")  # names of files may be no text
+    data = json.dumps(report_of, ensure_ascii=False).encode(errors="replace")  # file names need not be valid UTF-8
     while data:
         data = data[os.write(report, data) :]
     os.close(report)
 
 
 def _describe(error: BaseException) -> str:
-    """Formats the traceback without the frames that started the script; "" if a hook of the user's has printed it."""
+    """Formats an exception's traceback without the frames of Whale that started the script.
+
+    Returns "" if the user has set ``sys.excepthook``, which is called instead.
+    """
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
@@ -100,7 +110,9 @@ def _describe(error: BaseException) -> str:
 
 
 def _advise(error: BaseException) -> str:
-    """Returns what to import in the place of a package that is not there, where Whale has its interface; else ""."""
+    """Returns a line that names Whale's own interface if the script imports ``horovod`` or ``epl``, not installed; else
+    "".
+    """
     package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return f"  next: {_OWN_INTERFACES[package]}\n" if package in _OWN_INTERFACES else ""
 

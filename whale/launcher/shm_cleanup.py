@@ -1,8 +1,8 @@
-"""Manages the folder in memory where MPI shares segments between a host's ranks: one for each run.
+"""Manages the folder in /dev/shm where the ranks of a run share memory on a host; each run has its own.
 
-Workers remove it at their end, and the launcher after them. Who is killed together with both leaves it; the next run
-on the host removes it. Whether somebody uses a folder says a lock that its workers and their scripts hold as long as
-they live.
+The workers remove the folder when they end, and the launcher removes it after them. If all of these are killed together
+the folder stays, and the next run on the host removes it. Whether a folder is still in use is told by a file lock,
+which its workers and their scripts hold for as long as they live.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ _PREFIX = "whale-"
 
 
 def find_folder(token: str) -> str:
-    """Returns the folder where the ranks of a run share memory; its name must not give the token away."""
+    """Returns the path of a run's shared-memory folder, derived from the token by a hash that does not reveal it."""
     return f"{MEMORY}/{_PREFIX}{hashlib.sha256(token.encode()).hexdigest()[:16]}"
 
 
 def open_folder(path: str) -> bool:
-    """Makes the folder, for this user alone, and holds it until the process ends, with those that it forks.
+    """Creates a run's shared-memory folder, readable by this user only, and locks it until this process and its forks
+    end.
 
-    Folders beside it that nobody holds any more are removed.
+    Also removes the folders of earlier runs beside it that nobody holds a lock on.
 
     Returns:
-        Whether there is memory to make it in.
+        False if the folder cannot be created, since there is no /dev/shm or it is full or read-only.
     """
     memory = Path(path).parent
     if not memory.is_dir():
         return False
     try:
         while not _can_hold(path):
-            continue  # another run took it for one that was left, and removed it before it was held
+            continue  # another run took the folder for an abandoned one, and removed it before it was locked
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EACCES, errno.EDQUOT):
             raise
-        return False  # what MPI makes of it, it says
+        return False  # MPI then reports what it cannot do
     for other in memory.glob(f"{_PREFIX}*"):
         if str(other) != path:
             _remove_if_left(other)
@@ -59,7 +60,7 @@ def _can_hold(path: str) -> bool:
             return True
     except FileNotFoundError:
         pass
-    os.close(descriptor)  # a lock on a folder that has just been removed is worth nothing
+    os.close(descriptor)  # the locked folder has just been removed; the path leads to another one, or to none
     return False
 
 
@@ -71,7 +72,7 @@ def _remove_if_left(folder: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid == os.getuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another may have removed it before the lock was had, and its run made and held it anew.
+            # Another process may have removed the folder before this lock was granted, and a run created it again.
             if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
     except (BlockingIOError, FileNotFoundError):

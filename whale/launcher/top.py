@@ -1,6 +1,7 @@
-"""Shows a running job in the terminal (`whale top`): its ranks, their steps, waits and memory, and what they wait for.
+"""Implements `whale top`: prints the ranks of a running job with their steps, waits and memory, and what they wait for.
 
-The launcher of each run answers on a socket of its host (job/status.py); two answers tell how fast the steps are now.
+The launcher of each run answers on a Unix socket of its host (job/status.py). Rates, such as the time of a step, are
+computed from the two latest messages of each rank.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from whale.launcher.protocol import Progress
 
 _NAME = re.compile(re.escape("@" + NAME).replace(r"\{user\}", r"(\d+)").replace(r"\{process\}", r"(\d+)") + r"\w+")
 _ANSWER_S = 10.0  # a launcher that starts its ranks again answers when they are up
-_LONG_S = 2.0  # what a rank is in for longer is said with its seconds
-_STRAGGLER = 0.5  # of the others' waits: a rank that waits less is the one that they wait for
+_LONG_S = 2.0  # a step, or a time between steps, that lasts longer is shown with its seconds
+_STRAGGLER = 0.5  # a rank that waits less than this part of the others' mean wait is the one that they wait for
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on this host: its launcher's process, the user's number, the socket's name."""
+    """Identifies a run on this host: the launcher's process number, its user's number, and its socket's name."""
 
     process: int
     user: int
@@ -41,11 +42,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates of a rank in the program it spends its time in, between two of its messages.
+    """Holds a rank's averages per step, between two of its messages.
 
     Attributes:
-        steps: of all programs since its start.
-        step_s, waits_s, sent_bytes: of a step; waits add up over exchanges, which may overlap.
+        program: name of the program in which the rank spent most time.
+        steps: number of steps of all programs since the rank's start.
+        step_s: seconds per step of that program.
+        waits_s: seconds that exchanges waited, per step; exchanges may overlap, so that this can exceed `step_s`.
+        sent_bytes: bytes sent per step.
     """
 
     program: str
@@ -56,7 +60,7 @@ class Rates:
 
 
 def list_runs() -> list[Run]:
-    """Returns the runs of this host that would answer this user, the oldest first."""
+    """Returns the runs on this host whose launchers answer this user (its own; for root all), by process number."""
     found = {}
     for line in Path("/proc/net/unix").read_text().splitlines():
         match = _NAME.fullmatch(line.rpartition(" ")[2])
@@ -66,10 +70,10 @@ def list_runs() -> list[Run]:
 
 
 def choose_run(process: int | None) -> Run:
-    """Returns the run with that launcher, or the only one.
+    """Returns the run with the given launcher, or the only run on this host if `process` is None.
 
     Raises:
-        ClusterError: there is no such run, or there are several.
+        ClusterError: there is no such run, or `process` is None and there are several.
     """
     runs = list_runs()
     chosen = [run for run in runs if process in (None, run.process)]
@@ -81,13 +85,13 @@ def choose_run(process: int | None) -> Run:
             "no run of `whale run` is there" if process is None else "there is no such run",
             given=f"whale top{f' {process}' if process is not None else ''} on {socket.gethostname()}",
             running=lines or "none",
-            expected="a run that this user has started on this host; under mpirun and srun nobody tells",
-            action="look on the host on which `whale run` was started",
+            expected="a run that this user has started on this host by `whale run` (not by mpirun or srun)",
+            action="call `whale top` on the host on which `whale run` was started",
         )
     raise ClusterError(
-        "several runs are there",
+        "several runs are there, and `whale top` shows one",
         running=lines,
-        expected="the process number of one",
+        expected="the process number of one of them",
         action=f"whale top {chosen[0].process}",
     )
 
@@ -98,12 +102,12 @@ def _describe(run: Run) -> str:
 
 
 def ask_status(run: Run) -> RunStatus | None:
-    """Returns the status of a run; None once it has ended."""
+    """Asks a run's launcher for its status; None if the run has ended or the launcher does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_S)
         try:
             connection.connect("\0" + run.name[1:])
-            if find_peer(connection)[1] != run.user:  # anybody may take a name
+            if find_peer(connection)[1] != run.user:  # any user may bind a socket of this name
                 return None
             data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         except OSError:
@@ -112,7 +116,15 @@ def ask_status(run: Run) -> RunStatus | None:
 
 
 def show_run(run: Run, every_s: float, once: bool) -> int:
-    """Prints the status of a run until it ends, in place on a terminal. Returns the exit code."""
+    """Prints the status of a run again and again until the run ends, overwriting the screen on a terminal.
+
+    Args:
+        every_s: seconds between two updates.
+        once: whether to print it only once.
+
+    Returns:
+        The exit code of `whale top`, always 0.
+    """
     in_place = sys.stdout.isatty() and not once
     status = ask_status(run)
     while status is not None:
@@ -130,11 +142,12 @@ def show_run(run: Run, every_s: float, once: bool) -> int:
 
 
 def format_status(status: RunStatus, width: int, height: int | None = None) -> list[str]:
-    """Formats a run as lines: what it is, its steps, who waits for whom, and a row for each rank.
+    """Formats a run's status as lines: the command, the step time, which rank is waited for, and a row for each rank.
 
     Args:
+        status: what the launcher has answered.
         width: columns of the terminal.
-        height: lines that there is room for; None: any number.
+        height: lines of the terminal; what does not fit is left out and counted. None: no limit.
     """
     rates = [compute_rates(rank.latest, rank.before) for rank in status.ranks]
     head = [
@@ -150,13 +163,17 @@ def format_status(status: RunStatus, width: int, height: int | None = None) -> l
         lines += _format_rank(rank, rate, width)
     if height is not None and len(lines) > height - 1:
         shown = lines[: height - 2]
-        hidden = sum(not line.startswith(" " * 6) for line in lines[height - 2 :])  # those go on with the row above
+        hidden = sum(not line.startswith(" " * 6) for line in lines[height - 2 :])  # indented lines continue a row
         lines = [*shown, f"and {hidden} more ranks: make the window higher"]
     return lines
 
 
 def compute_rates(latest: Progress | None, before: Progress | None) -> Rates | None:
-    """Returns what a rank did between two messages, or since its start where none of its steps ended between them."""
+    """Computes a rank's averages per step from its two latest messages; None if it has taken no step.
+
+    If no step ended between the two messages, or there is only one, the averages are over all steps since the rank's
+    start.
+    """
     if latest is None or not latest["programs"]:
         return None
     steps = sum(calls for calls, _ in latest["programs"].values())
@@ -175,7 +192,7 @@ def compute_rates(latest: Progress | None, before: Progress | None) -> Rates | N
 
 
 def _summarise(ranks: Sequence[RankStatus], rates: Sequence[Rates | None]) -> list[str]:
-    """Returns lines about all ranks: the step, and the rank that the others wait for."""
+    """Returns lines about the run as a whole: the step time, and the rank that the others wait for, if there is one."""
     known = {rank.rank: rate for rank, rate in zip(ranks, rates) if rate is not None}
     if not known:
         told = [rank.latest for rank in ranks if rank.latest is not None]
@@ -201,7 +218,9 @@ def _summarise(ranks: Sequence[RankStatus], rates: Sequence[Rates | None]) -> li
 
 
 def _format_rank(rank: RankStatus, rate: Rates | None, width: int) -> list[str]:
-    """Formats a row; what the rank does now goes on below where a terminal is too narrow for it."""
+    """Formats a rank's row; the last column (what the rank does now) is wrapped over further lines on a narrow
+    terminal.
+    """
     figures = f"{'':>9} {'':>9} {'':>9}"
     if rate is not None:
         figures = f"{rate.steps:>9,} {1e3 * rate.step_s:>9,.1f} {1e3 * rate.waits_s:>9,.1f}"
@@ -212,7 +231,9 @@ def _format_rank(rank: RankStatus, rate: Rates | None, width: int) -> list[str]:
 
 
 def describe_now(rank: RankStatus) -> str:
-    """Says what a rank does now: waits, is in a step, or is outside of steps."""
+    """Describes what a rank is doing now: for example "waits 3 s for rank 1 in ...", "in train_step" or "between
+    steps".
+    """
     if rank.state != "running" or rank.latest is None or rank.told_s is None:
         return rank.state
     wait, doing = rank.latest["wait"], rank.latest["doing"]

@@ -1,9 +1,10 @@
-"""Runs the process that mpirun starts for a rank: it forks the script, relays its output, reports its end.
+"""Runs the worker, the process that mpirun starts for a rank: it forks the script, relays its output, reports its end.
 
     python -m whale.launcher.worker [-m] script [arguments ...]
 
-It ends with code 0 only after the launcher has closed the connection, so that mpirun, which would stop all ranks when
-the first one is gone, leaves that to the launcher. When the connection breaks, the script's process group is killed.
+mpirun ends all ranks as soon as one of its processes is gone. So that the launcher decides this instead, the worker
+exits, always with code 0, only after the launcher has closed the connection. If the connection breaks, the worker kills
+the script's process group.
 
 Decision: 0001.
 """
@@ -60,13 +61,16 @@ _PLACE_VARIABLES = (RANK_VARIABLE, SIZE_VARIABLE, LOCAL_RANK_VARIABLE, LOCAL_SIZ
 
 
 def main() -> None:
-    """Runs one rank. Returns in the script's process (through sys.exit) and never returns in the worker's own."""
+    """Runs one rank: connects to the launcher, forks the script, and relays until the launcher closes the connection.
+
+    In the forked process this calls the script and leaves by ``sys.exit``; in the worker itself it never returns.
+    """
     arguments = sys.argv[1:]
     as_module = arguments[0] == "-m"
     target, *rest = arguments[1:] if as_module else arguments
-    # A run started inside another run's rank must not take the outer rank for its own.
+    # In a run that was started by a rank of another run, these variables tell the outer rank.
     place = process_place({name: text for name, text in os.environ.items() if name not in _PLACE_VARIABLES})
-    # Ranks before those of this mpirun, and all of them: it is that of one host, or comes while the run goes on.
+    # Set if this mpirun starts only some of the run's ranks: its first rank, and the number of all ranks.
     first = int(os.environ.pop(FIRST_VARIABLE, "0"))
     total = int(os.environ.pop(TOTAL_VARIABLE, "0")) or first + place.size
     place = replace(place, rank=first + place.rank, size=total)
@@ -74,12 +78,12 @@ def main() -> None:
     os.environ[PEERS_VARIABLE] = f"{connection.getsockname()[0]} {_derive_secret(os.environ[TOKEN_VARIABLE])}"
     segments, traced = os.environ.pop(SEGMENTS_VARIABLE), os.environ.pop(TRACE_VARIABLE, None) is not None
     _set_environment(os.environ, place)
-    os.environ.pop(FILES_VARIABLE, None)  # of a run within which this one is started
+    os.environ.pop(FILES_VARIABLE, None)  # set if this run was started by a rank of another run
     if open_folder(segments):
         os.environ[FILES_VARIABLE] = segments
         os.environ.setdefault(_MPI_SEGMENTS_VARIABLE, segments)
 
-    # stdout, stderr, report: the script's ends, then the worker's.
+    # For stdout, stderr and the report of a failure: (the worker's read end, the script's write end).
     pipes = [os.pipe() for _ in range(3)]
     greeted, greeting = os.pipe()
     control, script_control = socket.socketpair()
@@ -97,7 +101,7 @@ def main() -> None:
         if trace is not None:
             os.close(trace)
             os.environ[TRACE_PIPE_VARIABLE] = f"{os.getpid()}:{script_trace}"
-        # Whatever the script does, be it to kill this worker, the launcher knows by then whose doing it is.
+        # Waits until the worker has sent HELLO: if the script kills the worker at once, the launcher knows its rank.
         os.close(greeting)
         os.read(greeted, 1)
         os.close(greeted)
@@ -121,7 +125,7 @@ def main() -> None:
     try:
         os.setpgid(script_pid, script_pid)
     except OSError:
-        # Both sides call it, whichever is first; the script may even have ended.
+        # Both processes call setpgid, since either may come first; the script may even have ended.
         pass
     relay = Relay(connection, script_pid, [reader for reader, _ in pipes], control, trace)
     relay.run()
@@ -132,7 +136,9 @@ def main() -> None:
 
 
 def _end_daemon() -> None:
-    """Ends Open MPI's daemon on a host that its mpirun does not reach any more: it would wait for minutes."""
+    """Kills the Open MPI daemon of this host, which would otherwise try for minutes to reach an mpirun that it cannot
+    reach.
+    """
     parent = os.getppid()
     try:
         if Path(f"/proc/{parent}/comm").read_text().strip() in _DAEMONS:
@@ -142,22 +148,24 @@ def _end_daemon() -> None:
 
 
 def _derive_secret(token: str) -> str:
-    """Returns the secret by which the ranks of a run know each other; the token cannot be derived from it."""
+    """Returns the secret that ranks show each other when they connect; the run's token cannot be computed from it."""
     return hashlib.sha256(f"{token} between ranks".encode()).hexdigest()[:TOKEN_BYTES]
 
 
 def find_default_threads(local_size: int) -> int:
-    """Returns the threads for one rank: this host's usable cores divided by the ranks on it, at least one."""
+    """Returns the default number of compute threads per rank: the cores this process may use divided by the host's
+    ranks.
+    """
     return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def _set_environment(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
     values = (place.rank, place.size, place.local_rank, place.local_size)
     environment.update({name: str(value) for name, value in zip(_PLACE_VARIABLES, values)})
-    # The script is not part of the control channel, nor are processes that it starts.
+    # The script and its child processes must not talk to the launcher themselves.
     for name in (ADDRESS_VARIABLE, TOKEN_VARIABLE):
         environment.pop(name)
-    # What a script listens to is its own affair.
+    # The preloaded library is for mpirun only: the script may listen on any address.
     if (library := environment.pop(LOOPBACK_VARIABLE, None)) is not None:
         environment[PRELOAD_VARIABLE] = environment[PRELOAD_VARIABLE].removeprefix(library).removeprefix(":")
         if not environment[PRELOAD_VARIABLE]:
@@ -170,29 +178,36 @@ def _set_environment(environment: MutableMapping[str, str], place: ProcessPlace)
 
 
 def make_thread_variables(threads: int) -> Mapping[str, int]:
-    """Returns the environment variables that give a rank ``threads`` threads for computing.
+    """Returns the environment variables that give a rank `threads` compute threads, for TensorFlow and OpenMP.
 
-    Inter-op threads are two at least: while a rank waits for others at one place of its graph, it computes at
-    another, and a rank with more to do takes the core of one that waits (figures are in
+    There are at least two inter-op threads: while an op of a rank waits in an exchange, another op can run, and the
+    core of a rank that waits is used by a rank that has more to do (measured in
     docs/decisions/0004-two-inter-op-threads.md).
     """
     return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": max(2, threads), "OMP_NUM_THREADS": threads}
 
 
 def _become_script(worker_pid: int, stdout: int, stderr: int, report: int) -> None:
-    """Makes the forked process the script's: own process group, output into the pipes, default signals."""
+    """Prepares the forked process to run the script: a process group of its own, and its output into the worker's
+    pipes.
+
+    Args:
+        worker_pid: process number of the worker; the kernel kills the script when the worker dies.
+        stdout, stderr: write ends of the pipes that replace the script's output.
+        report: descriptor for the report of a failure; the script's own child processes do not inherit it.
+    """
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != worker_pid:  # the worker was killed before the line above
         os._exit(128 + signal.SIGKILL)
-    # mpirun never ends rank 0's input; to read it would be to wait for ever.
+    # mpirun never closes rank 0's stdin, so reading it would block for ever.
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)
     os.set_inheritable(report, False)
-    # A pipe is no terminal, and Python would hold back lines until the end.
+    # Python buffers whole blocks of a stdout that is a pipe, and lines are to be shown as they are printed.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()

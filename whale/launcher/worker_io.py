@@ -1,7 +1,8 @@
-"""Relays between a running script and the launcher, in a worker: the script's output and messages, and the launcher's.
+"""Relays, in a worker, between the script and the launcher: output and messages one way, signals and news the other.
 
-Twice a second it tells the launcher that it runs. That says nothing of the script, which may compute for as long as it
-likes; whether the script's process is stopped, the kernel tells its parent, and the worker the launcher.
+The worker sends a heartbeat twice a second. A heartbeat only says that the worker runs; the script may compute for any
+length of time. If the script's process is stopped (SIGSTOP), the kernel tells the worker, its parent, which tells the
+launcher.
 """
 
 from __future__ import annotations
@@ -30,28 +31,38 @@ _STREAMS = (FrameKind.STDOUT, FrameKind.STDERR)
 
 
 def trace_pipe() -> tuple[int, int]:
-    """Makes a pipe that the script writes to without ever blocking, and that the worker reads now and then."""
+    """Returns (read end, write end) of a non-blocking pipe for the script's trace; what does not fit is dropped."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     try:
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _TRACE_BYTES)
     except (AttributeError, OSError):
-        pass  # it stays as large as the system makes it; events that do not fit are counted in the trace
+        pass  # the pipe keeps its default size; events that do not fit are counted in the trace
     return reader, writer
 
 
 def is_ending(pid: int) -> bool:
-    """Tells whether the kernel tears a process down: its descriptors are closed, much of its memory not yet freed."""
+    """Returns True if the kernel is tearing a process down: its descriptors are closed, but its memory is not all
+    freed.
+    """
     with open(f"/proc/{pid}/stat") as stat:
         return bool(int(stat.read().rpartition(")")[2].split()[6]) & _PF_EXITING)
 
 
 class Relay:
-    """The worker's loop: the script's pipes -> frames; the launcher's frames -> signals.
+    """Runs the worker's loop: turns what the script writes into frames, and frames of the launcher into signals and
+    messages.
+
+    Args:
+        connection: the socket to the launcher.
+        script_pid: process number, and process group, of the script.
+        readers: read ends of the script's pipes: stdout, stderr, report of a failure.
+        control: the worker's end of the socket over which the script and the worker exchange lines of JSON.
+        trace: read end of the trace pipe, or None.
 
     Attributes:
-        is_cut_off: whether the launcher has not acknowledged what was sent, or is not reached any more.
+        is_cut_off: whether the connection broke because the launcher's host does not answer any more.
     """
 
     def __init__(
@@ -73,16 +84,16 @@ class Relay:
         self._unpacker = Unpacker()
         self._running = True
         self.is_cut_off = False
-        self._told = 0  # the signal by which this process was told to end
+        self._told = 0  # the signal that told this process to end, or 0
         self._memory_kills = count_memory_kills()
         self._next_beat_s = 0.0
-        self._deaf_from_s = math.inf  # when the launcher is told that the script has closed its end; monotonic
-        # Reading must never wait: a process that the script left behind may hold a pipe open.
+        self._deaf_from_s = math.inf  # when to report that the script has closed its control socket (monotonic time)
+        # Reading must never block: a process that the script left behind may hold a pipe open.
         for reader in self._open:
             os.set_blocking(reader, False)
 
     def run(self) -> None:
-        """Relays until the launcher closes the connection, or it breaks; then nothing of the script runs any more."""
+        """Relays until the launcher closes the connection or it breaks, and then kills the script's process group."""
         wake, wake_writer = os.pipe()
         os.set_blocking(wake_writer, False)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
@@ -131,10 +142,12 @@ class Relay:
             self._connection.sendall(pack(FrameKind.HEARTBEAT, {}))
 
     def _finish(self, status: int, held_bytes: int) -> None:
-        """Ends, after the script, what it left behind, sends all that the pipes hold, then the exit status.
+        """Handles the script's end: kills processes that it left behind, relays what the pipes still hold, reports its
+        exit.
 
         Args:
-            held_bytes: the most memory that its process held.
+            status: the status from ``os.wait4``.
+            held_bytes: the peak resident memory of the script's process.
         """
         self._kill(signal.SIGKILL)
         self._running = False
@@ -152,12 +165,12 @@ class Relay:
         self._connection.sendall(pack(FrameKind.EXIT, exit_status))
 
     def _read(self, reader: int) -> bool:
-        """Relays what a pipe holds now. Returns False when it holds nothing or was closed."""
+        """Relays what one pipe or the control socket holds now. Returns False if it is empty or was closed."""
         try:
             data = os.read(reader, _READ_BYTES)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # the script ended without having read what it was told
+        except ConnectionResetError:  # the script ended with unread messages in its socket
             data = b""
         if not data:
             self._open.discard(reader)
@@ -175,7 +188,7 @@ class Relay:
                     limit_silence(self._connection, json.loads(message).get("freeze_s", 0.0))
                 self._connection.sendall(pack(FrameKind.SCRIPT, message))
         else:
-            self._drain(self._control.fileno())  # who sees what it prints relies on what it has said before
+            self._drain(self._control.fileno())  # messages that the script sent before it printed this go first
             self._connection.sendall(pack(_STREAMS[reader == self._stderr], data))
         return True
 
@@ -191,7 +204,9 @@ class Relay:
         self._reported = b""
 
     def _relay_trace(self) -> None:
-        """Passes on what the trace's pipe holds. Writing to that pipe wakes nobody up."""
+        """Sends the content of the trace pipe to the launcher. The loop polls the pipe, so that writing an event wakes
+        no process.
+        """
         if self._trace is None:
             return
         try:
@@ -202,7 +217,9 @@ class Relay:
             self._connection.sendall(pack(FrameKind.TRACE, data))
 
     def _obey(self) -> bool:
-        """Handles what the launcher sent. Returns False when it has closed the connection."""
+        """Handles what the launcher has sent: signals, news for the script, clock questions. Returns False if it has
+        hung up.
+        """
         data = self._connection.recv(_READ_BYTES)
         received_ns = time.monotonic_ns()
         for kind, payload in self._unpacker.feed(data):
@@ -216,7 +233,7 @@ class Relay:
         return bool(data)
 
     def _kill(self, number: int) -> None:
-        if not self._running:  # by now the group's number may belong to somebody else
+        if not self._running:  # the number of the script's process group may have been given to another one
             return
         try:
             os.killpg(self._script, number)
@@ -227,13 +244,15 @@ class Relay:
         try:
             self._control.send(message + b"\n")
         except OSError:
-            # A script that never listens has nothing to be told; one that has ended is seen by its end.
+            # The script does not read its socket (which is full or closed), or has ended, which its exit reports.
             pass
 
     def _handle_signal(self, number: int, frame: object) -> None:
-        """Handles mpirun ending this rank: the script is told, and has a moment unless the launcher is gone.
+        """Handles a signal with which mpirun ends this rank: passes it on to the script, and kills the script half a
+        second later.
 
-        mpirun kills this process after a second; the script's children would then be nobody's.
+        mpirun kills the worker itself after one second; processes of the script that are then still alive would never
+        be ended. If the launcher is gone, the script is killed at once.
         """
         self._told = number
         self._kill(number)

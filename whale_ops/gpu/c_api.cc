@@ -1,8 +1,8 @@
-// What this library offers: to the core (whale_device_plugin), to whale_ops/device_library.py (the
-// GPUs' capabilities, their machine code), and to the programs of tests/whale_ops/gpu, which have
-// no TensorFlow: kernels by themselves, and one rank with one GPU, its own computation's stream,
-// and host exchanges by callback. Functions return a status code (core/base/types.h);
-// whale_cuda_last_error() is the message.
+// What this library exports: to the core (whale_device_plugin), to whale_ops/device_library.py (the
+// GPUs' capabilities, loading of kernels), and to the programs of tests/whale_ops/gpu, which run
+// without TensorFlow: single kernels, and one rank with one GPU, a stream for its computation, and
+// host exchanges by callback. Functions return a status code (core/base/types.h);
+// whale_cuda_last_error() returns the message.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -73,8 +73,8 @@ Status open(const char* transport, int rank, int size, int ordinal, size_t buffe
   return status;
 }
 
-// Memory of the GPU with values of the host, on a stream, as long as this lives. Each array is an
-// allocation of its own, of its very size, so that compute-sanitizer sees what lies beside it.
+// GPU memory filled with values of the host, for as long as this object lives. Each array is an
+// allocation of its exact size, so that compute-sanitizer detects accesses beyond it.
 class Arrays {
  public:
   explicit Arrays(CUstream stream) : stream_(stream) {}
@@ -107,7 +107,7 @@ class Arrays {
 
 size_t bytes_of(int dtype) { return whale::cuda::bytes_of(static_cast<DType>(dtype)); }
 
-// Runs `body(gpu, stream, arrays)` with the GPU's context, on a stream of its own.
+// Runs `body(gpu, stream, arrays)` with the GPU's context current, on a new stream.
 template <typename Body>
 int on_gpu(int ordinal, const Body& body) {
   const Gpu* gpu = nullptr;
@@ -137,11 +137,12 @@ const whale::DevicePlugin whale_device_plugin = {WHALE_TEXT(WHALE_CORE_DIGEST), 
 
 using WhaleCudaGather = int (*)(const void* mine, size_t bytes, void* all);
 
-// Layout shared with tests/whale_ops/gpu/cuda_rank.py. Tensors lie in the host's memory.
+// Has the same layout as the structure in tests/whale_ops/gpu/cuda_rank.py. Tensors are in host
+// memory.
 struct WhaleCudaOperation {
   int32_t kind, root, dtype, wire, reduction, repeats;
   float scale;
-  int32_t backwards;  // the group is all ranks, the last one first
+  int32_t backwards;  // the group is all ranks in reverse order
   int64_t element_bytes, largest, tensors_size, counts_size;
   void** inputs;  // of each tensor
   void** outputs;
@@ -149,8 +150,9 @@ struct WhaleCudaOperation {
   const int64_t* output_counts;
   const int64_t* counts;  // as in whale::DeviceOperation
   const int64_t* recv_counts;
-  double limit_s;  // after which the device is told to give up; 0: never
-  // Of one of `repeats`, from the first one's start to the last one's end; filled in.
+  double limit_s;  // seconds after which the device is told to give up; 0: never
+  // Seconds of one of `repeats` operations, from the start of the first to the end of the last; an
+  // output.
   double seconds;
 };
 
@@ -166,7 +168,7 @@ WHALE_EXPORT int whale_cuda_device_name(int ordinal, char* name, int bytes) {
   return report(status);
 }
 
-// 9 and 0 of an H100.
+// Returns the compute capability, such as 9 and 0 for an H100.
 WHALE_EXPORT int whale_cuda_capability(int ordinal, int* major, int* minor) {
   whale::cuda::CUdevice device = 0;
   Status status = whale::cuda::load_driver();
@@ -180,13 +182,14 @@ WHALE_EXPORT int whale_cuda_capability(int ordinal, int* major, int* minor) {
   return report(status);
 }
 
-// `image`: machine code of kernels.cu for that GPU, or PTX that ends with a zero.
+// Loads kernels onto a GPU. `image`: machine code of kernels.cu for that GPU, or PTX that ends with
+// a zero.
 WHALE_EXPORT int whale_cuda_load_kernels(int ordinal, const void* image) {
   return report(Gpu::load_kernels(ordinal, image));
 }
 
-// The kernels, with arrays of the host; `repeats`: how often each runs, and `seconds` how long one
-// of them takes.
+// The following run single kernels on arrays of the host. `repeats`: how often to run each one;
+// `seconds`: the time that one run takes.
 WHALE_EXPORT int whale_cuda_copy(int ordinal, int packs, void** tensors, const int64_t* counts,
                                  int size, int tensor, void* buffer, int dtype, float scale,
                                  int repeats, double* seconds) {
@@ -242,8 +245,9 @@ WHALE_EXPORT int whale_cuda_reduce(int ordinal, void** sources, int size, void* 
   });
 }
 
-// `bytes` from pinned memory of the host to the GPU and back, as `rows` runs with an element of two
-// bytes between them; seconds of each way. `host`: what comes back is written there.
+// Copies `bytes` bytes from pinned host memory to the GPU and back, as `rows` runs with an element
+// of two bytes between them; returns the seconds of each direction. What comes back is written to
+// `host`.
 WHALE_EXPORT int whale_cuda_pinned(int ordinal, void* host, size_t bytes, int rows,
                                    double* seconds) {
   return on_gpu(ordinal, [&](const Gpu&, CUstream, Arrays* arrays) {
@@ -277,7 +281,8 @@ WHALE_EXPORT int whale_cuda_pinned(int ordinal, void* host, size_t bytes, int ro
   });
 }
 
-// `transport`: "nccl" or "cuda-ipc". The GPU's kernels have been loaded.
+// Opens a transport; collective. `transport`: "nccl" or "cuda-ipc". The GPU's kernels must have
+// been loaded.
 WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int ordinal,
                                  size_t buffer_bytes, WhaleCudaGather gather, void** handle) {
   const whale::DeviceGather exchange = [gather, size](const std::vector<int>& group,
@@ -306,7 +311,7 @@ WHALE_EXPORT int whale_cuda_open(const char* transport, int rank, int size, int 
   return report(status);
 }
 
-// Tensors are copied to the device, exchanged there, and copied back, all on streams.
+// Copies tensors to the device, exchanges them there, and copies the results back, all on streams.
 WHALE_EXPORT int whale_cuda_run(void* handle, WhaleCudaOperation* operation) {
   auto* rank = static_cast<Rank*>(handle);
   const Current current(*rank->gpu);

@@ -6,7 +6,7 @@
 namespace whale::cuda {
 namespace {
 
-// A stream for each direction: GPUs have an engine for each, which copy at the same time.
+// A stream for each direction, since GPUs have a copy engine for each, which work in parallel.
 class Copies final : public DeviceCopies {
  public:
   explicit Copies(const Gpu& gpu) : gpu_(gpu), marks_(gpu) {}

@@ -1,5 +1,5 @@
-// A GPU that copies to the host's memory and back, beside the computation, for exchanges between
-// GPUs that reach no other one.
+// Copies between a GPU and host memory, in parallel with the computation, for exchanges between
+// GPUs that cannot reach each other directly.
 #pragma once
 
 #include <memory>

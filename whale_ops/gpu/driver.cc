@@ -14,7 +14,7 @@ namespace {
 constexpr char kLibrary[] = "libcuda.so.1";
 
 Driver* driver_calls() {
-  // Never destroyed: TensorFlow's threads may still ask while the process exits.
+  // Never destroyed, because TensorFlow's threads may still use it while the process exits.
   static auto* driver = new Driver();
   return driver;
 }
@@ -104,8 +104,8 @@ Status Gpu::load_kernels(int ordinal, const void* image) {
   std::map<std::string, CUfunction> found;
   status = current.status();
   if (status.ok()) status = check(driver().cuModuleLoadData(&module, image), "cuModuleLoadData");
-  // All now: a driver that loads a kernel when it is first asked for may wait for kernels that run,
-  // and they for other ranks.
+  // Loads all kernels now: a driver that loads a kernel on first use may wait for running kernels,
+  // and these may wait for other ranks.
   for (const std::string& name : kernel_names()) {
     if (status.ok())
       status = check(driver().cuModuleGetFunction(&found[name], module, name.c_str()),

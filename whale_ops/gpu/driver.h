@@ -1,6 +1,6 @@
-// As much of CUDA's driver API as exchanges need, found in libcuda.so.1 when a GPU is first asked
-// for: neither CUDA's headers nor its runtime have a part in building or running this. Names,
-// numbers and layouts are those of cuda.h, which has kept them since CUDA 11.
+// The part of CUDA's driver API that exchanges need, loaded from libcuda.so.1 when a GPU is first
+// asked for, so that neither CUDA's headers nor its runtime are needed to build or run this. Names,
+// numbers and layouts are those of cuda.h, unchanged since CUDA 11.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kEventInterp
 constexpr int kMemoryUnified = 4;
 constexpr int kCapabilityMajor = 75, kCapabilityMinor = 76;
 
-// (name, name in the library, its arguments)
+// (name, name in the library, parameters)
 #define WHALE_DRIVER_CALLS(CALL)                                                                   \
   CALL(cuInit, "cuInit", (unsigned flags))                                                         \
   CALL(cuGetErrorName, "cuGetErrorName", (CUresult error, const char** text))                      \
@@ -97,32 +97,33 @@ struct Driver {
 #undef WHALE_DRIVER_CALL
 };
 
-// Loads and starts the driver, the first time; an error where this machine has none, or it does not
-// answer.
+// Loads and initialises the driver, the first time; an error if this machine has none, or the
+// driver does not answer.
 Status load_driver();
 
-// The driver after `load_driver` has succeeded.
+// The driver's functions, once `load_driver` has succeeded.
 const Driver& driver();
 
-// Ends with an error that names the call.
+// Converts a CUDA error to a status that names the call.
 Status check(CUresult error, const char* call);
 
 inline CUdeviceptr address(const void* memory) { return reinterpret_cast<CUdeviceptr>(memory); }
 
-// A GPU of this process, whose primary context TensorFlow and NCCL use as well. It is kept until
-// the process ends.
+// A GPU of this process, by its primary context, which TensorFlow and NCCL use as well. It is kept
+// until the process ends.
 class Gpu {
  public:
-  // Finds the GPU of that number, and retains its context the first time. Any thread.
+  // Finds the GPU of that number, and retains its context the first time. Callable from any thread.
   static Status find(int ordinal, const Gpu** gpu);
-  // Loads the machine code of kernels.cu for that GPU (whale_ops/device_code.py makes it), the
-  // first time. Any thread.
+  // Loads the machine code of kernels.cu for that GPU (compiled by whale_ops/device_code.py), the
+  // first time. Callable from any thread.
   static Status load_kernels(int ordinal, const void* image);
 
   CUcontext context() const { return context_; }
-  // The kernel of that name; an error where no machine code was loaded.
+  // Finds a kernel by name; an error if no machine code was loaded.
   Status kernel(const std::string& name, CUfunction* found) const;
-  // Of the highest priority, beside the default one; the context is current.
+  // Creates a stream of the highest priority that does not wait for the default stream; the context
+  // has to be current.
   Status create_stream(CUstream* stream) const;
 
  private:
@@ -132,8 +133,7 @@ class Gpu {
   std::map<std::string, CUfunction> kernels_;
 };
 
-// Makes a GPU's context the calling thread's while this lives, and gives the thread its own one
-// back.
+// Makes a GPU's context the calling thread's current one for as long as this object lives.
 class Current {
  public:
   explicit Current(const Gpu& gpu)

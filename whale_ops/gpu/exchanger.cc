@@ -12,8 +12,8 @@ Status Exchanger::open(std::unique_ptr<DeviceTransport> transport, const Gpu& gp
   made->buffer_bytes_ = buffer_bytes;
   const Current current(gpu);
   Status status = current.status();
-  // First in line: other ranks wait for its small kernels, and only this GPU for those of the
-  // computation.
+  // Highest priority, since other ranks wait for the small kernels of an exchange, and only this
+  // GPU for those of the computation.
   if (status.ok()) status = gpu.create_stream(&made->stream_);
   if (status.ok()) status = check(driver().cuMemAlloc(&made->buffer_, buffer_bytes), "cuMemAlloc");
   if (status.ok()) *exchanger = std::move(made);
@@ -75,7 +75,7 @@ Status Exchanger::all_reduce(const DeviceOperation& what) {
   return status;
 }
 
-// What follows on the stream uses the buffer when this has been unpacked.
+// Packs a chunk, exchanges it and unpacks it. What follows on the stream may reuse the buffer.
 Status Exchanger::packed(const DeviceOperation& chunk) {
   std::vector<Span> inputs, outputs;
   int64_t count = 0;
@@ -85,8 +85,8 @@ Status Exchanger::packed(const DeviceOperation& chunk) {
     count += tensor.count;
   }
   void* buffer = reinterpret_cast<void*>(buffer_);
-  // Sums in float16 end at 65504: with as many ranks or more as divisor, which is a power of two,
-  // they are no larger than what is added.
+  // Sums in float16 overflow above 65504. Dividing by a power of two that is not below the number
+  // of ranks keeps them no larger than the summands.
   float divisor = 1.0f;
   if (chunk.reduction == Reduction::kSum && chunk.wire == DType::kFloat16 &&
       chunk.wire != chunk.dtype) {

@@ -1,4 +1,5 @@
-// A GPU as whale::Device: exchanges what lies in its memory, beside the computation.
+// Implements whale::Device for a GPU: exchanges tensors in its memory, in parallel with the
+// computation.
 #pragma once
 
 #include <memory>
@@ -11,14 +12,14 @@
 
 namespace whale::cuda {
 
-// Packs, sends and unpacks on a stream of its own. An operation is told to be done when its event
-// has come, so that the computation goes on meanwhile, or when the computation's stream has been
-// made to wait for that (`let_wait`). A mark is an event, of the computation first and of this
-// stream when its operation is queued. An all-reduce of one tensor that travels as it is is not
-// packed.
+// Packs, sends and unpacks on a stream of its own. An operation is reported as done when its event
+// has completed, so that the computation goes on meanwhile, or, with `let_wait`, as soon as the
+// computation's stream has been made to wait for that event. A mark is an event: first on the
+// computation's stream, and on this object's stream once the operation is queued. An all-reduce of
+// a single tensor that needs no conversion is not packed.
 class Exchanger final : public Device {
  public:
-  // `buffer_bytes`: of the packed tensors; those of longer all-reduces travel in parts.
+  // `buffer_bytes`: size of the buffer for packed tensors; longer all-reduces are cut into parts.
   static Status open(std::unique_ptr<DeviceTransport> transport, const Gpu& gpu,
                      size_t buffer_bytes, std::unique_ptr<Exchanger>* exchanger);
   ~Exchanger() override;

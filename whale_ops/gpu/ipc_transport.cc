@@ -18,11 +18,11 @@ struct Card {
   CUipcEventHandle written, taken;
 };
 
-// Every rank copies what others need into memory that all have mapped, and takes what it needs from
-// theirs; sums are made in group order: all ranks hold the same bits. An event of another process
-// orders a stream only after it was recorded there, so the ranks meet on the host after recording.
-// To wait inside a kernel instead would be a deadlock on a GPU that runs one rank's kernels at a
-// time.
+// Every rank copies what others need into memory that all ranks have mapped, and reads what it
+// needs from theirs. Sums are made in group order, so that all ranks get the same bits. A stream
+// can wait for an event of another process only after that event was recorded there, so the ranks
+// synchronise on the host after recording. Waiting inside a kernel instead would be a deadlock on a
+// GPU that runs the kernels of one rank at a time.
 class IpcTransport final : public DeviceTransport {
  public:
   IpcTransport(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather)
@@ -93,8 +93,8 @@ class IpcTransport final : public DeviceTransport {
         });
   }
 
-  // Every rank shows what it has for the others, as much of it as there is room for at a time, and
-  // each takes what is for it.
+  // Every rank copies what it has for the others into its shared memory, as much at a time as fits,
+  // and each rank reads what is for it.
   Status exchange(const DeviceOperation& what, CUstream stream) override {
     const DeviceTensor& tensor = what.tensors[0];
     switch (what.kind) {
@@ -119,8 +119,8 @@ class IpcTransport final : public DeviceTransport {
     }
   }
 
-  // Streams wait only for what was recorded before, and a lost rank's events come when its process
-  // ends.
+  // Nothing to do: streams wait only for events that were recorded before, and a lost rank's events
+  // complete when its process ends.
   void abandon() override {}
 
  private:
@@ -130,8 +130,8 @@ class IpcTransport final : public DeviceTransport {
     CUevent taken = nullptr;
   };
 
-  // Every rank has so many elements for all ranks; they come one behind the other where the rank
-  // has an output.
+  // Every rank has `counts` elements for all ranks; they are concatenated in the output of ranks
+  // that have one.
   Status from_each(const DeviceOperation& what, const std::vector<int64_t>& counts,
                    const DeviceTensor& tensor, CUstream stream) {
     const auto own = static_cast<size_t>(what.index);
@@ -161,7 +161,7 @@ class IpcTransport final : public DeviceTransport {
     return status;
   }
 
-  // Every rank has a part for each rank, which shares the room with the others.
+  // Every rank has a part for each rank; the parts share the memory.
   Status all_to_all(const DeviceOperation& what, CUstream stream) {
     const std::vector<int64_t> from = offsets_of(what.counts), to = offsets_of(what.recv_counts);
     const auto own = static_cast<size_t>(what.index);
@@ -234,7 +234,7 @@ class IpcTransport final : public DeviceTransport {
   static size_t bytes(const DeviceOperation& what, int64_t count) {
     return static_cast<size_t>(count) * what.element_bytes;
   }
-  // Elements of one of as many parts as there are ranks; each begins where any element may.
+  // Elements of one of as many parts as there are ranks; each part begins at an aligned address.
   int64_t room(const DeviceOperation& what) const {
     return static_cast<int64_t>(max_bytes_ / what.size() / kAlignmentBytes * kAlignmentBytes /
                                 what.element_bytes);
@@ -254,14 +254,14 @@ class IpcTransport final : public DeviceTransport {
     return queue_copy(to, memory_of(rank) + offset, bytes, stream);
   }
 
-  // `write` fills this rank's memory when nobody reads it any more, `read` takes of the others'
-  // when they have filled theirs. Both queue.
+  // Calls `write`, which fills this rank's memory, when nobody reads it any more, and `read`, which
+  // reads the others' memory, when they have filled it. Both queue on the stream.
   template <typename Write, typename Read>
   Status in_turn(const std::vector<int>& group, CUstream stream, const Write& write,
                  const Read& read) {
     const Peer& own = peers_[static_cast<size_t>(rank_)];
     Status status;
-    // The last operation's readers of this rank's memory, whoever they were.
+    // Waits for those who read this rank's memory in the last operation, whichever ranks they were.
     for (const Peer& peer : peers_) {
       if (status.ok() && used_)
         status = check(driver().cuStreamWaitEvent(stream, peer.taken, 0), "cuStreamWaitEvent");
@@ -281,8 +281,8 @@ class IpcTransport final : public DeviceTransport {
     return agree(group, status);
   }
 
-  // Meets the other ranks; an error of one is an error of all, so that nobody waits for who has
-  // given up.
+  // Synchronises with the other ranks. An error of one rank becomes an error of all, so that nobody
+  // waits for a rank that has given up.
   Status agree(const std::vector<int>& group, const Status& status) {
     const auto mine = static_cast<int32_t>(status.code);
     std::vector<int32_t> all(group.empty() ? peers_.size() : group.size());

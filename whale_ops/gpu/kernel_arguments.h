@@ -4,17 +4,17 @@
 
 namespace whale::cuda {
 
-constexpr int kThreads = 256;  // of a block
-constexpr int kPieces = 128;   // of one launch: its arguments may have 4 KB together
+constexpr int kThreads = 256;  // threads of a block
+constexpr int kPieces = 128;   // pieces of one launch, whose arguments may have 4 KB in all
 constexpr int kMaxSources = 64;
 
-// A tensor and where it lies in the buffer, in elements.
+// A tensor, and its place in the buffer, in elements.
 struct Piece {
   void* data;
   long long offset, count;
 };
 
-// Blocks (x, y) copy the tensor pieces[y].
+// Arguments of the copy kernels: blocks (x, y) copy the tensor pieces[y].
 struct CopyArguments {
   Piece pieces[kPieces];
   void* buffer;

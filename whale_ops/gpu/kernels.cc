@@ -7,10 +7,10 @@
 namespace whale::cuda {
 namespace {
 
-// Per tensor; a thread takes several elements of a large one.
+// Blocks per tensor; a thread handles several elements of a large tensor.
 constexpr int64_t kMaxBlocks = 1024;
 
-// None for dtypes without kernels.
+// Returns null for dtypes without kernels.
 const char* dtype_name(DType dtype) {
   switch (dtype) {
     case DType::kFloat16: return "float16";

@@ -19,19 +19,21 @@ struct Span {
 // Names of all kernels.
 std::vector<std::string> kernel_names();
 
-// Of an element; 0 for dtypes without kernels.
+// Bytes of an element; 0 for dtypes without kernels.
 size_t bytes_of(DType dtype);
 
-// Whether the kernels know the pair: equal float dtypes, or float32 tensors with a float16 or
+// Whether the kernels support this pair: equal float dtypes, or float32 tensors with a float16 or
 // bfloat16 buffer.
 bool is_supported(DType tensor, DType buffer);
 
-// The GPU's context is current in what follows.
+// The following need the GPU's context to be current.
+//
+// buffer = the tensors one after the other, multiplied by `scale`, rounded to the buffer's dtype.
 
 // buffer = the tensors one after the other, times `scale`, rounded to the buffer's dtype.
 Status pack(const Gpu& gpu, const std::vector<Span>& tensors, DType tensor, void* buffer,
             DType dtype, float scale, CUstream stream);
-// The other way; `scale` again.
+// The reverse of pack(); also multiplies by `scale`.
 Status unpack(const Gpu& gpu, const void* buffer, DType dtype, const std::vector<Span>& tensors,
               DType tensor, float scale, CUstream stream);
 // dst = sources[0] (op) sources[1] ... in this order, for `count` elements; 16-bit floats are

@@ -17,7 +17,7 @@ Status Marks::mark(void* stream, void** mark) {
       free_.pop_back();
     }
   }
-  const Current current(gpu_);  // of a thread of TensorFlow's
+  const Current current(gpu_);  // called on threads of TensorFlow
   Status status = current.status();
   if (status.ok() && event == nullptr)
     status = check(driver().cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");

@@ -1,4 +1,4 @@
-// Events as marks on streams (core/device/device.h), used again when they are given back.
+// Events as marks on streams (core/device/device.h); released events are reused.
 #pragma once
 
 #include <mutex>
@@ -11,7 +11,7 @@ namespace whale::cuda {
 
 class Marks {
  public:
-  // Any thread.
+  // Callable from any thread.
   explicit Marks(const Gpu& gpu) : gpu_(gpu) {}
   ~Marks();
   Status mark(void* stream, void** mark);

@@ -1,6 +1,6 @@
-// As much of NCCL as exchanges need, found in libnccl.so.2 when a run asks for it: no NCCL has to
-// be installed where this is compiled. Names, numbers and layouts are those of nccl.h since
-// NCCL 2.14.
+// The part of NCCL that exchanges need, loaded from libnccl.so.2 when a run asks for it, so that
+// NCCL need not be installed where this is compiled. Names, numbers and layouts are those of nccl.h
+// since NCCL 2.14.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct ncclUniqueId {
   char internal[128];
 };
 constexpr ncclResult_t ncclSuccess = 0, ncclInProgress = 7;
-// ncclConfig_t as NCCL 2.14 had it: later ones take their defaults for what they have beyond it.
+// ncclConfig_t as of NCCL 2.14; later versions use defaults for the fields that they have added.
 struct ncclConfig {
   size_t size = sizeof(ncclConfig);
   unsigned magic = 0xcafebeef;

@@ -14,7 +14,7 @@ namespace whale::cuda {
 namespace {
 
 Nccl* nccl_calls() {
-  static auto* made = new Nccl();  // never destroyed, as the driver
+  static auto* made = new Nccl();  // never destroyed, for the same reason as the driver
   return made;
 }
 const Nccl& nccl() { return *nccl_calls(); }
@@ -22,7 +22,8 @@ const Nccl& nccl() { return *nccl_calls(); }
 Status load_nccl() {
   constexpr char kLibrary[] = "libnccl.so.2",
                  kAction[] = "; pip install nvidia-nccl-cu12 (-cu13 where the driver has CUDA 13)";
-  // What the process has loaded, or what its loader finds.
+  // Finds the library that the process has loaded (such as TensorFlow's), or else the one that the
+  // loader finds.
   void* library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
     const char* error = dlerror();
@@ -39,7 +40,8 @@ Status load_nccl() {
   return Status::Ok();
 }
 
-// A communicator goes on with the call by itself where it says so: NcclTransport::settle.
+// ncclInProgress is no error: a non-blocking communicator completes the call by itself
+// (NcclTransport::settle).
 Status check_nccl(ncclResult_t result, const char* call, ncclComm_t communicator) {
   if (result == ncclSuccess || result == ncclInProgress) return Status::Ok();
   const char* more =
@@ -71,7 +73,7 @@ int operation_of(Reduction reduction) {
   return ncclSum;
 }
 
-// Several calls of NCCL that become one operation.
+// Several NCCL calls that become one operation.
 class NcclGroup {
  public:
   explicit NcclGroup(ncclComm_t communicator) : communicator_(communicator) {
@@ -81,7 +83,7 @@ class NcclGroup {
     if (status_.ok()) status_ = check_nccl(result, call, communicator_);
   }
   Status end() {
-    // Also after an error: the group must end.
+    // Also after an error, since a group has to be ended.
     const Status ended = check_nccl(nccl().ncclGroupEnd(), "ncclGroupEnd", communicator_);
     return status_.ok() ? ended : status_;
   }
@@ -91,18 +93,19 @@ class NcclGroup {
   Status status_;
 };
 
-// A communicator for each group of ranks that reduces or gathers, made when the first operation of
-// the group is launched: at that time all its ranks launch it, and no others take part, as they
-// would have to in ncclCommSplit. What goes from rank to rank needs none. Calls of communicators
-// return at once: they connect, and queue, meanwhile, and whoever waits for that also looks whether
-// a rank is gone.
+// Has an NCCL communicator for each group of ranks that reduces or gathers. It is created when the
+// first operation of the group is launched: at that time all its ranks launch that operation, and
+// no other rank has to take part, as it would in ncclCommSplit. Sends, receives and all-to-alls use
+// the communicator of all ranks. Communicators are non-blocking: calls return at once, and
+// connecting and queueing go on meanwhile, so that whoever waits for that can also check whether a
+// rank is gone.
 // Decision: 0184 (docs/decisions).
 class NcclTransport final : public DeviceTransport {
  public:
   NcclTransport(int rank, int size, DeviceGather gather, DeviceFailure failure)
       : rank_(rank), size_(size), gather_(std::move(gather)), ranks_failure_(std::move(failure)) {}
   ~NcclTransport() override {
-    // The ranks of a communicator destroy it together, and some may be gone.
+    // The ranks of a communicator destroy it together, which would wait for ranks that are gone.
     if (!failure().ok() || !ranks_failure_().ok()) abandon();
     for (const auto& [group, communicator] : communicators_) nccl().ncclCommDestroy(communicator);
   }
@@ -137,7 +140,7 @@ class NcclTransport final : public DeviceTransport {
 
   const char* name() const override { return "nccl"; }
 
-  // What NCCL's own threads have met, as a connection that is gone, while kernels wait.
+  // Reports errors that NCCL's own threads have met, such as a lost connection, while kernels wait.
   Status failure() override {
     for (const auto& [group, communicator] : communicators_) {
       ncclResult_t state = ncclSuccess;
@@ -147,8 +150,9 @@ class NcclTransport final : public DeviceTransport {
     return Status::Ok();
   }
 
-  // Its kernels wait for other ranks' as long as nobody tells them to end. All at once: to abort
-  // one alone waits for the stream, on which a kernel of another one may hang.
+  // NCCL's kernels wait for those of other ranks until they are told to end. All communicators are
+  // aborted in one group: aborting one waits for its stream, on which a kernel of another one may
+  // hang.
   void abandon() override {
     nccl().ncclGroupStart();
     for (const auto& [group, communicator] : std::exchange(communicators_, {}))
@@ -188,10 +192,10 @@ class NcclTransport final : public DeviceTransport {
     return asked.ok() ? check_nccl(*state, "an exchange through NCCL", communicator) : asked;
   }
 
-  // Returns when the communicator has done what it was last called for: when it is connected, and
-  // kernels are queued. What follows on the stream is behind them then.
+  // Waits until the communicator has completed its last call, that is, until it is connected and
+  // the kernels are queued. What follows on the stream is then behind them.
   Status settle(ncclComm_t communicator) const {
-    constexpr int kTries = 100;  // a connected one is through after a few
+    constexpr int kTries = 100;  // a connected communicator completes after a few
     constexpr auto kPause = std::chrono::microseconds(20);
     for (int number = 0;; ++number) {
       ncclResult_t state = ncclSuccess;
@@ -292,7 +296,8 @@ class NcclTransport final : public DeviceTransport {
     return calls.end();
   }
 
-  // `group`: empty for all ranks in their order. Collective in the group, the first time.
+  // Returns the communicator of a group, creating it the first time, which is collective in the
+  // group. `group`: empty for all ranks in order.
   Status communicator_of(std::vector<int> group, int index, ncclComm_t* communicator) {
     bool in_order = static_cast<int>(group.size()) == size_;
     for (size_t i = 0; i < group.size(); ++i)
@@ -307,7 +312,7 @@ class NcclTransport final : public DeviceTransport {
     ncclUniqueId mine = {};
     const ncclResult_t made = index == 0 ? nccl().ncclGetUniqueId(&mine) : ncclSuccess;
     std::vector<ncclUniqueId> all(members);
-    // Also when the first rank has none: the others wait for it.
+    // Also if the first rank has no identifier, since the others wait for it.
     Status status = gather_(group, &mine, sizeof(mine), all.data());
     if (status.ok()) status = check_nccl(made, "ncclGetUniqueId", nullptr);
     ncclConfig config;
@@ -316,7 +321,7 @@ class NcclTransport final : public DeviceTransport {
                                                         all[0], index, &config),
                           "ncclCommInitRankConfig", nullptr);
     if (!status.ok()) return status;
-    communicators_[group] = *communicator;  // given up with all others if it does not connect
+    communicators_[group] = *communicator;  // destroyed with all others if it does not connect
     return settle(*communicator);
   }
 

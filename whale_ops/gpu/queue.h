@@ -1,5 +1,5 @@
-// Copies on a stream, inside a GPU's memory or between it and memory of the host that is pinned;
-// the directions follow from the addresses.
+// Queues copies on a stream, within GPU memory or between GPU and pinned host memory; the addresses
+// tell the direction.
 #pragma once
 
 #include "whale_ops/core/device/device.h"

@@ -1,5 +1,4 @@
-// Exchanges of device memory: through NCCL between GPUs, or by reading each other's memory where
-// ranks share one.
+// Exchanges of GPU memory: by NCCL between GPUs, or by reading each other's memory on one host.
 #pragma once
 
 #include <memory>
@@ -9,34 +8,34 @@
 
 namespace whale::cuda {
 
-// One rank's end, with one GPU. Ranks make the calls that they both take part in in the same order:
-// neither NCCL nor the exchange of events finds out by itself which of several operations under way
-// a rank means.
+// One rank's end, with one GPU. Ranks make the calls that they have in common in the same order,
+// since neither NCCL nor an exchange by events can tell which of several operations a rank means.
 class DeviceTransport {
  public:
   virtual ~DeviceTransport() = default;
   virtual const char* name() const = 0;
-  // Adds `input`, of `count` elements of dtype `what.wire`, up over the ranks of `what.group`, into
-  // `output`, which may be the same, on the stream.
+  // Reduces `input`, `count` elements of dtype `what.wire`, over the ranks of `what.group` into
+  // `output`, which may be the same memory; queued on the stream.
   virtual Status all_reduce(const DeviceOperation& what, const void* input, void* output,
                             int64_t count, CUstream stream) = 0;
-  // All other kinds, from and to the operation's own tensors, whose parts lie side by side.
+  // Exchanges of all other kinds, on the operation's own tensors, whose parts are contiguous.
   virtual Status exchange(const DeviceOperation& what, CUstream stream) = 0;
-  // An error of what is under way, which would not end by itself.
+  // Returns an error of an operation under way that would not end by itself.
   virtual Status failure() { return Status::Ok(); }
-  // After an error: what is queued ends, whatever the other ranks do. Nothing follows.
+  // After an error: makes everything that is queued end, whatever the other ranks do. No calls
+  // follow.
   virtual void abandon() = 0;
 };
 
-// Ranks with a GPU each, on one host or several. Collective. An error where libnccl.so.2 is neither
-// loaded nor found. `failure`: asked while others are waited for. The GPU's context is current,
-// also whenever a transport is called.
+// For ranks with a GPU each, on one host or several. Collective. An error if libnccl.so.2 is
+// neither loaded nor found. `failure`: called while other ranks are waited for. The GPU's context
+// has to be current, also in all calls of the transport.
 Status open_nccl(int rank, int size, DeviceGather gather, DeviceFailure failure,
                  std::unique_ptr<DeviceTransport>* transport);
 
-// Ranks of one host whose GPUs can read each other's memory, or that share a GPU, which NCCL
-// refuses. `max_bytes`: of what a rank shows the others at a time. Every operation meets the other
-// ranks of its group on the host. Collective.
+// For ranks of one host whose GPUs can read each other's memory, or that share a GPU, which NCCL
+// does not allow. `max_bytes`: size of the memory that a rank shows to others. Every operation
+// synchronises the ranks of its group on the host. Collective.
 Status open_ipc(const Gpu& gpu, int rank, int size, size_t max_bytes, DeviceGather gather,
                 std::unique_ptr<DeviceTransport>* transport);
 

@@ -1,8 +1,8 @@
-// Preloaded into mpirun where all ranks are on one host: what it would listen to on all addresses,
-// it listens to on the loopback address. PRRTE 3, which Open MPI 5.0 brings, has no parameter for
+// Preloaded into mpirun if all ranks are on one host: sockets that mpirun would bind to all
+// addresses are bound to loopback. PRRTE 3, which comes with Open MPI 5.0, has no parameter for
 // that.
 //
-// Nothing happens without WHALE_LOOPBACK in the environment, which workers take out of theirs
+// It does nothing unless WHALE_LOOPBACK is in the environment, from which workers remove it
 // (whale/launcher/worker.py).
 
 #include <dlfcn.h>
@@ -22,8 +22,8 @@ int bind_v6(Bind original, int socket, sockaddr_in6 address) {
   address.sin6_addr = in6addr_loopback;
   const int result = original(socket, any, sizeof address);
   if (result == 0 || errno != EADDRNOTAVAIL) return result;
-  // The host has IPv6 sockets and no ::1: ::ffff:127.0.0.1, which only a socket of both families
-  // takes.
+  // For a host with IPv6 sockets but without ::1: binds to ::ffff:127.0.0.1, which needs a socket
+  // that takes both families.
   const int off = 0;
   setsockopt(socket, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
   const uint32_t mapped[4] = {0, 0, htonl(0xffff), htonl(INADDR_LOOPBACK)};
@@ -35,8 +35,8 @@ int bind_v6(Bind original, int socket, sockaddr_in6 address) {
 
 extern "C" __attribute__((visibility("default"))) int bind(int socket, const sockaddr* address,
                                                            socklen_t size) noexcept {
-  // Looked up each time: a static local would need the C++ library, in every program that this is
-  // loaded into.
+  // Looked up at each call: a static local variable would need the C++ library in every program
+  // into which this library is loaded.
   const auto original = reinterpret_cast<Bind>(dlsym(RTLD_NEXT, "bind"));
   if (std::getenv("WHALE_LOOPBACK") == nullptr || address == nullptr)
     return original(socket, address, size);

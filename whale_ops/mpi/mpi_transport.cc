@@ -1,8 +1,8 @@
-// MPI between processes, as a library of its own that the core loads when it is asked for.
+// The MPI transport between processes, a library of its own that the core loads on demand.
 //
-// Every message is announced on one MPI tag; small payloads travel with the announcement, others
-// follow under a tag that the announcement names. So any number of operations may be in flight, in
-// any order, without MPI's matching seeing them.
+// Every message is announced on one MPI tag. Small payloads come with the announcement; others
+// follow on a tag that the announcement names. So any number of operations may be in flight, in any
+// order, without depending on MPI's matching.
 #include <mpi.h>
 #include <sched.h>
 
@@ -21,14 +21,16 @@ namespace {
 
 constexpr int kAnnouncementTag = 1;
 constexpr int kFirstPayloadTag = 16;
-// In flight to one rank before a number comes again; below MPI's least tag limit.
+// Payloads in flight to one rank before a tag is used again; below the tag limit that MPI
+// guarantees.
 constexpr int kPayloadTags = 16384;
 constexpr size_t kMaxMessageBytes = 1u << 29;  // MPI counts are ints
 constexpr int kAnnouncementReceives = 32;
-// Of the transports that share a communicator.
+// Tags of each transport, for transports that share a communicator.
 constexpr int kTagsEach = kFirstPayloadTag + kPayloadTags;
 constexpr int kGatherTag = 2;
-// That a rank may take to say where its memory lies; it has come so far by then.
+// Seconds for a rank to send its data in a gather; ranks that reach this point are close to each
+// other in time.
 constexpr double kGatherS = 10.0;
 
 struct Announcement {
@@ -43,10 +45,10 @@ constexpr size_t kAnnouncementBytes =
 bool started_here = false;
 bool finalized_here = false;
 int open_transports = 0;
-// Made while all ranks are there, for those that will be left when others are gone: to make one
-// then would take them all.
+// A communicator that is created while all ranks are there, for the ranks that are left when others
+// are gone: creating it then would need all of them.
 MPI_Comm of_survivors = MPI_COMM_NULL;
-bool left_out = false;  // whether ranks of MPI_COMM_WORLD were: MPI_Finalize would wait for them
+bool left_out = false;  // whether ranks of MPI_COMM_WORLD were; MPI_Finalize would wait for them
 
 std::string error_text(const char* call, int code) {
   char text[MPI_MAX_ERROR_STRING];
@@ -57,8 +59,8 @@ std::string error_text(const char* call, int code) {
 
 class MpiTransport final : public Transport {
  public:
-  // `members`: the ranks of the communicator that take part; all: it is this transport's own.
-  // `number`: tells it from others.
+  // `members`: the ranks of the communicator that take part; if these are all ranks, this transport
+  // owns the communicator. `number`: distinguishes transports that share a communicator.
   MpiTransport(MPI_Comm communicator, std::vector<int> members, int number)
       : communicator_(communicator),
         members_(std::move(members)),
@@ -140,7 +142,7 @@ class MpiTransport final : public Transport {
   }
 
   void discard(const Arrival& arrival) override {
-    // Kept in pieces of one message, so that dropping a large tensor does not take a large buffer.
+    // Receives in parts, so that dropping a large tensor does not need a large buffer.
     for (size_t offset = 0; offset < arrival.header.bytes; offset += kMaxMessageBytes) {
       std::vector<char> sink_buffer(std::min(kMaxMessageBytes, arrival.header.bytes - offset));
       start(
@@ -153,8 +155,8 @@ class MpiTransport final : public Transport {
     }
   }
 
-  // Fixed-size data of all ranks. Where some were left out of the communicator, MPI's own would
-  // wait for them.
+  // Gathers fixed-size data of all ranks. If ranks were left out of the communicator, MPI's own
+  // gather would wait for them.
   Status gather(const void* mine, size_t bytes, void* all) {
     const int count = static_cast<int>(bytes);
     if (own_) {
@@ -163,7 +165,7 @@ class MpiTransport final : public Transport {
                  ? Status::Ok()
                  : Status::Error(Code::kUnavailable, error_text("MPI_Allgather", code));
     }
-    // Of this rank's own: after an error it has to stay, since what was begun may go on.
+    // Not freed after an error, since transfers that have begun may still use the memory.
     auto* data = new std::vector<char>(static_cast<const char*>(mine),
                                        static_cast<const char*>(mine) + bytes);
     auto* received = new std::vector<char>(bytes * static_cast<size_t>(size_));
@@ -191,13 +193,13 @@ class MpiTransport final : public Transport {
       return Status::Ok();
     }
     return Status::Error(Code::kUnavailable,
-                         "a rank does not say where its memory lies; look at its log");
+                         "a rank does not answer while the ranks connect; look at its log");
   }
 
   bool progress(TransportSink* sink) override {
     bool worked = complete_requests(sink);
-    // Buffers are filled in the order in which they were posted, so only the oldest is asked for:
-    // pairs of ranks keep order.
+    // Only the oldest receive is checked, since receives are completed in the order in which they
+    // were posted: this keeps messages between a pair of ranks in order.
     while (!receives_.empty() && !broken_) {
       Receive& oldest = receives_[next_receive_];
       int done = 0;
@@ -227,8 +229,8 @@ class MpiTransport final : public Transport {
     MPI_Request request = MPI_REQUEST_NULL;
   };
   struct Tracked {
-    uint64_t cookie;           // 0: nobody waits
-    std::vector<char> buffer;  // what the request reads or writes, when nobody else keeps it
+    uint64_t cookie;           // 0: nobody waits for it
+    std::vector<char> buffer;  // memory of the request, if nobody else keeps it
   };
 
   void post(Receive* receive) {
@@ -260,12 +262,13 @@ class MpiTransport final : public Transport {
     }
     requests_.push_back(request);
     tracked_.push_back({cookie, {}});
-    // Moving a vector keeps its memory in place.
+    // Moving a vector does not move its elements.
     if (buffer != nullptr) tracked_.back().buffer = std::move(*buffer);
   }
 
-  // One payload as messages that MPI can count. They share a tag: MPI keeps their order, and the
-  // last to be posted is not always the last to complete, so every part counts down.
+  // Sends or receives one payload as several messages of sizes that MPI can count. They share a
+  // tag, since MPI keeps their order; but the last one to be posted need not be the last to
+  // complete, so each of them counts down.
   template <typename Begin>
   void parts(size_t bytes, uint64_t cookie, const Begin& begin, TransportSink* sink,
              const char* call) {
@@ -291,7 +294,7 @@ class MpiTransport final : public Transport {
     }
     if (count == MPI_UNDEFINED || count <= 0) return false;
     // From the back, so that filling a hole with the last request moves none that is still to be
-    // looked at.
+    // handled.
     std::sort(finished_.begin(), finished_.begin() + count, std::greater<int>());
     std::vector<uint64_t> cookies;
     for (int i = 0; i < count; ++i) {
@@ -321,13 +324,13 @@ class MpiTransport final : public Transport {
   const std::vector<int> members_;
   const bool own_;
   const int first_tag_;
-  std::vector<int> rank_of_;  // of each rank of the communicator; -1: it does not take part
+  std::vector<int> rank_of_;  // by rank of the communicator; -1: it does not take part
   int rank_ = 0;
   int size_ = 1;
   std::vector<uint32_t> next_payload_;
   std::vector<Receive> receives_;
   size_t next_receive_ = 0;
-  bool broken_ = false;  // an error was reported; asking again would report it for ever
+  bool broken_ = false;  // an error was reported, and further calls would report it again
   std::vector<MPI_Request> requests_;
   std::vector<Tracked> tracked_;  // parallel to requests_, which MPI wants contiguous
   std::vector<int> finished_;
@@ -351,7 +354,8 @@ Status initialize() {
   } else {
     MPI_Query_thread(&provided);
   }
-  // Alone, all calls come from one thread; beside other users of MPI in this process they do not.
+  // If MPI was started here, all calls come from one thread; other users of MPI in this process may
+  // call it from other threads.
   const int needed = started_here ? MPI_THREAD_SERIALIZED : MPI_THREAD_MULTIPLE;
   if (provided < needed) {
     return Status::Error(Code::kUnavailable,

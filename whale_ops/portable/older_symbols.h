@@ -1,19 +1,19 @@
 #ifndef WHALE_OPS_PORTABLE_OLDER_SYMBOLS_H_
 #define WHALE_OPS_PORTABLE_OLDER_SYMBOLS_H_
 
-// Stands before every source of a portable build (`-include`), so that its libraries load with
-// glibc 2.28 and the libstdc++ of GCC 8, whatever they are compiled with: names that glibc and
-// libstdc++ have in several versions are bound to the old one. A name that a source does not use is
-// not asked for. What has no old version is in runtime.cc.
+// Included before every source of a portable build (`-include`), so that its libraries load with
+// glibc 2.28 and the libstdc++ of GCC 8, whatever they are compiled with: names of which glibc and
+// libstdc++ have several versions are bound to the old one. A name that a source does not use
+// causes no dependency. Names without an old version are defined in runtime.cc.
 //
-// For x86-64. `whale_ops/build_wheel.py` reads the versions that the libraries ask for, and refuses
+// For x86-64. `whale_ops/build_wheel.py` checks the versions that the libraries need, and refuses
 // newer ones.
 
 #if defined(__cplusplus)
 #include <cstddef>  // with it comes the configuration of libstdc++
 
-// A wait until a time of the steady clock would ask for functions of glibc 2.30; without them
-// libstdc++ waits by the system's clock and looks at the steady one again.
+// Waiting until a time of the steady clock would need functions of glibc 2.30; without these,
+// libstdc++ waits by the system clock and then checks the steady one.
 #undef _GLIBCXX_USE_PTHREAD_COND_CLOCKWAIT
 #undef _GLIBCXX_USE_PTHREAD_MUTEX_CLOCKLOCK
 #undef _GLIBCXX_USE_PTHREAD_RWLOCK_CLOCKLOCK
@@ -28,7 +28,7 @@ __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
 __asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
 __asm__(".symver pthread_once, pthread_once@GLIBC_2.2.5");
 __asm__(".symver pthread_setname_np, pthread_setname_np@GLIBC_2.12");
-// Without the error handling of SVID since glibc 2.29.
+// Since glibc 2.29 these have versions without SVID error handling.
 __asm__(".symver exp, exp@GLIBC_2.2.5");
 __asm__(".symver log, log@GLIBC_2.2.5");
 __asm__(".symver log2, log2@GLIBC_2.2.5");

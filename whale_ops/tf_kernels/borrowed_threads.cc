@@ -1,4 +1,4 @@
-// Pools of threads beside TensorFlow's own, on cores that other ranks of the host lend.
+// Thread pools beside TensorFlow's own, on cores that other ranks of the host lend while they wait.
 #include "whale_ops/tf_kernels/borrowed_threads.h"
 
 #include <sched.h>
@@ -18,9 +18,9 @@ namespace {
 using tensorflow::thread::ThreadPool;
 
 std::mutex pools_mutex;
-cpu_set_t lent_cores;  // none: those of this process
+cpu_set_t lent_cores;  // empty: those of this process
 
-// TensorFlow's pool behind the interface by which an executor takes another one.
+// Wraps TensorFlow's thread pool in the interface by which an executor accepts another pool.
 class OwnedPool : public tensorflow::thread::ThreadPoolInterface {
  public:
   explicit OwnedPool(std::unique_ptr<ThreadPool> pool) : pool_(std::move(pool)) {}
@@ -43,13 +43,13 @@ std::unique_ptr<ThreadPool> make_pool(const char* name, int count, bool spins) {
 }  // namespace
 
 BorrowedThreads& BorrowedThreads::of(int count) {
-  // Never destroyed: a step may still end while the process does.
+  // Never destroyed, since a step may still be ending while the process exits.
   static auto* const made = new std::map<int, BorrowedThreads>();
   const std::lock_guard<std::mutex> lock(pools_mutex);
   const auto known = made->find(count);
   if (known != made->end()) return known->second;
   BorrowedThreads& found = (*made)[count];
-  // Threads begin on the cores of the one that makes them, which may be a rank's own core only.
+  // Threads inherit the cores of the thread that creates them, which may be only this rank's own.
   std::thread([&found, count] {
     if (CPU_COUNT(&lent_cores) > 0) sched_setaffinity(0, sizeof(lent_cores), &lent_cores);
     found.within_operations = new OwnedPool(make_pool("whale_borrowed", count, true));
@@ -63,8 +63,9 @@ BorrowedThreads& BorrowedThreads::of(int count) {
 
 }  // namespace whale_ops
 
-// The cores that borrowed threads may run on: those of all ranks of the host. Before the first step
-// that borrows; later calls are for pools that are not made yet.
+// Sets the cores that borrowed threads may run on, those of all ranks of the host. To be called
+// before the first step that borrows threads; later calls affect only pools that are not created
+// yet.
 extern "C" __attribute__((visibility("default"))) void whale_lend_cores(const int* cores,
                                                                         int count) {
   const std::lock_guard<std::mutex> lock(whale_ops::pools_mutex);

@@ -1,4 +1,5 @@
-// Threads on the cores of ranks that wait, for a step that one rank computes for all of a host.
+// Threads on the cores of waiting ranks, for a step that one rank computes on behalf of all ranks
+// of a host.
 #pragma once
 
 #include <functional>
@@ -7,9 +8,9 @@
 
 namespace whale_ops {
 
-// Two pools, as TensorFlow has them: operations run on one, and divide their work among the threads
-// of the other, which may wait for nothing of the first. Made when first asked for, and kept:
-// TensorFlow's own have as many threads as the rank was started with.
+// Two pools, as TensorFlow has them: operations run on one, and share their work among the threads
+// of the other, whose work must not wait for the first. Created on demand and kept, since
+// TensorFlow's own pools have only as many threads as the rank was started with.
 struct BorrowedThreads {
   tensorflow::thread::ThreadPoolInterface* within_operations;
   std::function<void(std::function<void()>)> run_operation;

@@ -1,6 +1,6 @@
-// Call: of a function that stays a function. Hold: of a value until the step runs. The passes over
-// TensorFlow's own call op read the whole body anew at every call, also where it is to stay as it
-// is; a step calls the same few bodies very often.
+// Call: calls a function that is never inlined. Hold: keeps a value until the step runs.
+// TensorFlow's graph passes process the whole body of its own call op at every call, even if it is
+// not inlined; a step calls the same few bodies very often.
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -27,10 +27,10 @@ using tensorflow::CancellationManager;
 using tensorflow::Env;
 using tensorflow::FunctionLibraryRuntime;
 
-// What another function of the caller has to name the cause of an error in.
+// Microseconds that another function of the caller has, to report the cause of an error.
 constexpr int64_t kCauseUs = 1'000'000;
 
-// Whether an error is what the rank hears of another rank's.
+// Whether an error only follows from an error of another rank or function.
 bool is_echo(const absl::Status& status) {
   return absl::IsCancelled(status) || absl::IsAborted(status);
 }
@@ -49,15 +49,15 @@ void await_cause(CancellationManager* caller, const std::function<void()>& done)
     return;
   }
   Env::Default()->SchedClosureAfter(kCauseUs, [over, done, caller, token] {
-    if (over->exchange(true)) return;  // the caller may be gone
+    if (over->exchange(true)) return;  // checked first, since the caller may be gone
     caller->TryDeregisterCallback(token);
     done();
   });
 }
 
-// Instantiates the body once for each library that the kernel meets (the runtime knows bodies that
-// other calls have instantiated), and runs it as TensorFlow's call op does: same threads,
-// cancellation and statistics.
+// Instantiates the body once for each function library that the kernel meets (the runtime reuses
+// bodies that other calls have instantiated), and runs it as TensorFlow's call op does, with the
+// same threads, cancellation and statistics.
 class CallOp : public tensorflow::AsyncOpKernel {
  public:
   explicit CallOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
@@ -66,7 +66,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
 
   ~CallOp() override {
     for (const auto& [library, handle] : handles_) {
-      // Fails only when the library has forgotten it already.
+      // Fails only if the library has released the handle already.
       (void)library->ReleaseHandle(handle);
     }
   }
@@ -142,9 +142,9 @@ class CallOp : public tensorflow::AsyncOpKernel {
     FunctionLibraryRuntime::InstantiateOptions options;
     if (library->config_proto() != nullptr) options.config_proto = *library->config_proto();
     tensorflow::grappler::GrapplerItem::OptimizationOptions optimization;
-    // The body's own effects are among its control outputs.
+    // Safe, since the effects of the body are among its control outputs.
     optimization.allow_pruning_stateful_and_dataset_ops = true;
-    // Calls in the body optimise what they call.
+    // Functions that the body calls are optimised when they are called.
     optimization.optimize_function_library = false;
     options.optimize_graph_fn =
         std::bind(tensorflow::grappler::OptimizeGraph, std::placeholders::_1, std::placeholders::_2,
@@ -152,8 +152,8 @@ class CallOp : public tensorflow::AsyncOpKernel {
                   options.config_proto, function_, optimization, std::placeholders::_6);
     options.target = library->device()->name();
     options.is_multi_device_function = true;
-    // A kernel's int32 operands and results lie where its others do; those of a function lie in the
-    // host's memory unless this is said.
+    // By default int32 arguments and results of a function are in host memory; those of a kernel
+    // are where its other operands are.
     options.int_args_and_retvals_on_device =
         library->device()->device_type() != tensorflow::DEVICE_CPU;
     options.graph_collector = ctx->graph_collector();
@@ -163,7 +163,7 @@ class CallOp : public tensorflow::AsyncOpKernel {
           resource ? argument.scalar<tensorflow::ResourceHandle>()().device() : options.target);
     }
     for (int i = 0; i < num_outputs(); ++i) {
-      // Where a resource is, the placement of what makes it says.
+      // The device of a resource follows from the op that creates it.
       options.output_devices.push_back(output_type(i) == tensorflow::DT_RESOURCE ? ""
                                                                                  : options.target);
     }
@@ -179,7 +179,8 @@ class CallOp : public tensorflow::AsyncOpKernel {
   std::unordered_map<FunctionLibraryRuntime*, FunctionLibraryRuntime::Handle> handles_;
 };
 
-// It passes resources on; what reads them is placed when the function is instantiated.
+// The op passes resources on, so it need not be on their device; ops that read them are placed when
+// the function is instantiated.
 const tensorflow::input_colocation_exemption_registration::InputColocationExemptionRegistration
     passes_resources_on("WhaleCall");
 
@@ -229,7 +230,7 @@ REGISTER_OP("WhaleHold")
         "computed while TensorFlow optimises.");
 
 WHALE_CPU_KERNEL("WhaleHold", HoldOp);
-// Of tensors that TensorFlow keeps in a GPU's memory: they stay there.
+// For types that TensorFlow keeps in GPU memory: the tensors stay there.
 REGISTER_KERNEL_BUILDER(Name("WhaleHold")
                             .Device(tensorflow::DEVICE_GPU)
                             .TypeConstraint("T", {tensorflow::DT_HALF, tensorflow::DT_BFLOAT16,

@@ -1,1 +1,3 @@
-"""Runs the launcher's side of one run (job.py): who the ranks are, what they print, and how the run ends."""
+"""Implements the launcher's event loop for one run (job.py): accepting ranks, printing output, detecting failures,
+ending.
+"""

@@ -1,4 +1,4 @@
-"""Formats what the ranks have communicated as tables for the end of a run."""
+"""Formats what the ranks have communicated as the tables that `whale run -v` prints at the end of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOP_RANKS = 16
 
 @dataclass(slots=True)
 class _Sum:
-    """Counters added up over ranks."""
+    """Accumulates communication counters over several ranks or keys; one row of a table."""
 
     calls: int = 0
     logical_bytes: int = 0
@@ -50,11 +50,11 @@ class _Sum:
 
 
 def format_tables(counters: Mapping[int, list[Counter]], size: int, width: int) -> str:
-    """Formats the counters of all ranks as text: tables by kind of operation, by key, and by rank.
+    """Formats the counters of all ranks as three tables: by kind of operation, by key, and by rank.
 
     Args:
-        counters: rank -> its ``OpCounter`` values as mappings; ranks that were killed are missing.
-        size: number of ranks.
+        counters: rank -> its counters; ranks that were killed are missing.
+        size: number of ranks of the run.
         width: columns of the terminal.
     """
     kinds: dict[str, _Sum] = {}

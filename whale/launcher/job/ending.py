@@ -1,4 +1,4 @@
-"""Brings a run to its end: who failed or stopped it, who is told, and which signals the ranks get when.
+"""Decides how a run ends: which failure is its cause, which ranks are told, and when they are sent which signal.
 
 Decision: 0006.
 """
@@ -21,21 +21,24 @@ GRACE_S = 3.0
 
 
 class Ending:
-    """The end of one run, from the moment when something brings it about.
+    """Tracks the end of one run, from the first failure of a rank or the first signal to the launcher.
 
     Args:
-        links: the ranks that have come up; the caller adds those that follow.
-        printer: shows the traceback of every failure, when ``verbose``.
-        trace: gets a mark for each failure, or None.
-        verbose: whether every rank's errors are shown as they come.
+        links: the connections of the ranks; the caller adds those that connect later.
+        printer: prints the traceback of every failure if `verbose`.
+        trace: records each failure as an event, or None.
+        verbose: whether every rank's errors are printed as they come, and not only those of the cause.
 
     Attributes:
-        failures: in the order in which they were reported, without those that follow from being stopped.
-        stopped_by: the signal with which this process was told to stop, or None.
-        notice_s: how long the ranks have to save, where it was SIGTERM and their scripts do so; else 0.
-        left: the failures of ranks without which the run goes on, by rank.
-        goes_on_without: is given what the others are told of a rank without which they go on.
-        give_up_s: when to stop waiting for ranks that do not even end by SIGKILL; monotonic time.
+        failures: the failures in the order in which they were reported, except those that the launcher's own signals
+          caused.
+        stopped_by: the signal that told the launcher to stop, or None.
+        notice_s: seconds that the ranks have to save after SIGTERM (the largest ``fault.notice_s`` of the ranks); 0 if
+          the launcher was not stopped by SIGTERM, or no script asks for notice.
+        left: rank -> failure, of lost ranks without which an elastic run goes on.
+        goes_on_without: called with each message that tells the other ranks to go on without a lost one; `JoiningRanks`
+          keeps these messages for ranks that join later.
+        give_up_s: monotonic time at which the launcher stops waiting for ranks that even SIGKILL has not ended.
     """
 
     def __init__(
@@ -52,25 +55,29 @@ class Ending:
         self.goes_on_without: Callable[[dict[str, Any]], None] = lambda message: None
         self.give_up_s = math.inf
         self._sent: set[int] = set()  # signals that this process has sent to the ranks
-        self._due: list[tuple[float, int]] = []  # those still to be sent: when, which
+        self._due: list[tuple[float, int]] = []  # signals still to be sent: (monotonic time, signal)
 
     @property
     def has_begun(self) -> bool:
-        """Tells whether the run is being ended."""
+        """Returns True if the run is being ended, because of a failure or of a signal to the launcher."""
         return self.stopped_by is not None or bool(self.failures)
 
     @property
     def is_failure(self) -> bool:
-        """Tells whether the run ends because of a rank, and not because it was told to."""
+        """Returns True if the run ends because a rank (or mpirun) failed, and not because the launcher was told to
+        stop.
+        """
         return self.stopped_by is None and bool(self.failures)
 
     @property
     def deadlines_s(self) -> list[float]:
-        """Returns the monotonic times at which there is something to do next."""
+        """Returns the monotonic times at which the event loop has to wake up: signals that are due, and the time to
+        give up.
+        """
         return [self.give_up_s, *(when_s for when_s, _ in self._due)]
 
     def stop(self, number: int) -> None:
-        """Handles a signal that this process got: the ranks get it too, or are killed if it is not the first one."""
+        """Handles a signal that the launcher received: passes it on to the ranks, and kills them at the second one."""
         if self.stopped_by is not None:
             self._signal_ranks(signal.SIGKILL)
             return
@@ -83,7 +90,12 @@ class Ending:
         self._signal_ranks(number)
 
     def fail(self, failure: ranks.Failure) -> None:
-        """Handles a rank's failure: tells the others, and begins the run's end unless they go on without it."""
+        """Handles a rank's failure: tells the other ranks, and begins to end the run unless they can go on without that
+        rank.
+
+        Ignored are ranks that died from a signal which the launcher sent, and ranks that the run has already gone on
+        without.
+        """
         if (failure.signal and failure.signal in self._sent) or failure.rank in self.left:
             return
         if self._trace is not None:
@@ -97,7 +109,7 @@ class Ending:
             self._printer.say(f"whale run: {failure.subject} {failure.reason}; the others go on without it")
             self.tell_others(failure.rank, failure.reason, goes_on=True)
             return
-        saved = self.notice_s > 0 and failure.is_exit_by_script  # and the others go on to save
+        saved = self.notice_s > 0 and failure.is_exit_by_script  # the others go on, to save as well
         if not failure.is_consequence and not saved:
             self.tell_others(failure.rank, failure.reason)
         # The text that this rank wrote before its own failure, though after another's, explains it as well.
@@ -111,7 +123,10 @@ class Ending:
             self._find_deadline_s(now_s + GRACE_S)
 
     def settle(self) -> None:
-        """Counts ranks that were lost after the last step as failures: what they still had to do is missing."""
+        """Counts lost ranks as failures, at the end, if no other rank went on without them and they were not to leave.
+
+        Such a rank was lost after the last step, so nobody did what it still had to do, such as saving.
+        """
         if self.stopped_by is not None:
             return
         for rank, failure in list(self.left.items()):
@@ -121,7 +136,13 @@ class Ending:
                 self.failures.append(dataclasses.replace(self.left.pop(rank), reason=f"{failure.reason} {what}"))
 
     def tell_others(self, rank: int | None, what: str, goes_on: bool = False) -> None:
-        """Tells the scripts that still run what became of a rank, or of mpirun; ``what`` goes on after "rank 1"."""
+        """Tells the scripts that still run what happened to a rank.
+
+        Args:
+            rank: the rank, or None for mpirun.
+            what: what happened, as the end of a sentence that begins with "rank 1", such as "was killed by SIGKILL".
+            goes_on: whether the others are to go on without the rank, instead of failing their exchanges for good.
+        """
         if goes_on:
             self.goes_on_without({"rank": rank, "what": what, "goes_on": True})
         for other in self._links.values():
@@ -129,12 +150,14 @@ class Ending:
                 other.tell_lost(rank, what, goes_on)
 
     def _can_others_go_on(self, rank: int) -> bool:
-        """Tells whether the scripts of all other ranks still run and can go on without this one."""
+        """Returns True if the scripts of all other ranks still run, are elastic, and nothing else has begun to end the
+        run.
+        """
         others = [link for other, link in self._links.items() if other != rank and other not in self.left]
         return not self.has_begun and bool(others) and all(link.elastic and not link.exited for link in others)
 
     def send_due(self) -> None:
-        """Sends the ranks the signals whose time has come."""
+        """Sends the ranks the signals (SIGTERM, SIGKILL) whose time has come."""
         now_s = time.monotonic()
         for when_s, number in list(self._due):
             if when_s <= now_s:

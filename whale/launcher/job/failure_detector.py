@@ -1,4 +1,4 @@
-"""Detects ranks of a run that are frozen or wait in vain, and says who waits for whom."""
+"""Detects ranks that are frozen or that wait for a rank that will never come, and prints who waits for whom."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STALL_GATHER_S = 1.0  # between the first report of a wait and the line about it
 
 
 class FailureDetector:
-    """The detector of failures that no rank reports.
+    """Detects failures that no rank reports: frozen processes, silent hosts, and ranks that are waited for in vain.
 
     Args:
-        links: the ranks that have come up; the caller adds those that follow.
-        ending: is told of failures.
-        trace: asks for the ranks' time now and then, or None.
-        say: writes a line of the launcher's own.
+        links: the connections of the ranks; the caller adds those that connect later.
+        ending: receives the failures.
+        trace: the trace, whose clock offsets are refreshed from here, or None.
+        say: prints a line of the launcher's own.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FailureDetector:
 
     @property
     def deadlines_s(self) -> list[float]:
-        """Returns the monotonic times at which to look again at the latest."""
+        """Returns the monotonic times at which the event loop has to call `look` at the latest."""
         deadlines_s = [self._looked_s + HEARTBEAT_S]
         for link in self._links.values():
             if link.stopped_s is not None and link.freeze_s:
@@ -51,14 +51,18 @@ class FailureDetector:
         return deadlines_s
 
     def expect_stalls(self) -> None:
-        """Notes that a rank has reported a wait: a line about all that wait follows soon."""
+        """Notes that a rank has reported a long wait; `look` prints one line about all waits `STALL_GATHER_S` seconds
+        later.
+        """
         self._stall_report_s = min(self._stall_report_s, time.monotonic() + STALL_GATHER_S)
 
     def look(self) -> None:
-        """Finds ranks that are frozen, or that others wait for in vain; says who waits for whom when asked to."""
+        """Looks for ranks that are frozen or missing in ``wh.init``, and prints reported waits; the event loop calls it
+        often.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_s > 2 * HEARTBEAT_S:
-            # This process was stopped, or had to wait until its output was read: what it has not heard says nothing.
+            # The launcher itself was stopped, or blocked by a reader of its output: the ranks' silence means nothing.
             for link in self._links.values():
                 link.heard_s = now_s
         self._looked_s = now_s
@@ -67,14 +71,14 @@ class FailureDetector:
         for link in self._links.values():
             failure = link.find_freeze(now_s, SILENCE_S)
             if failure is not None:
-                # A silent worker will not report an end; a stopped script can still be killed, and that is reported.
+                # A silent worker will not report its script's end; that of a stopped script will, when it is killed.
                 link.exited = link.stopped_s is None
                 link.freeze_s = 0.0
                 self._ending.fail(failure)
                 link.send_signal(signal.SIGKILL)  # no other signal reaches a stopped process
         waiting = next((link.rank for link in self._links.values() if link.joining and not link.exited), None)
         for rank, link in self._links.items():
-            # One that has ended in wh.init, too: who waits for it there is told nothing before MPI has connected all.
+            # Also for a rank that ended inside wh.init: until MPI has connected all ranks, nobody tells the others.
             if waiting is not None and link.code == 0 and link.joining is not False and not self._ending.has_begun:
                 self._ending.fail(ranks.make_absent_failure(rank, waiting, called=link.joining is not None))
         if now_s >= self._stall_report_s:
@@ -83,7 +87,7 @@ class FailureDetector:
 
 
 def report_stalls(links: Mapping[int, RankLink], now_s: float) -> str:
-    """Formats the ranks' reports of their longest waits as text, and clears them.
+    """Formats the ranks' reports of their longest waits as text, and clears the reports.
 
     For example::
 
@@ -91,7 +95,7 @@ def report_stalls(links: Mapping[int, RankLink], now_s: float) -> str:
           rank 1 (node2) is running, but waits in no operation; look at what its script does
 
     Args:
-        links: the connections of all ranks; their reports are cleared.
+        links: the connections of all ranks, which hold the reports.
         now_s: monotonic time.
     """
     waits: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -123,7 +127,7 @@ def _format_state(link: RankLink, now_s: float) -> str:
     if link.exited:
         return f"({link.host}) has ended"
     if link.stopped_s is not None:
-        return f"({link.host}) is stopped since {now_s - link.stopped_s:.0f} s"
+        return f"({link.host}) has been stopped for {now_s - link.stopped_s:.0f} s; continue its process, or end it"
     if link.joining is not False:
         return f"({link.host}) is running, but has not finished wh.init"
     return f"({link.host}) is running, but waits in no operation; look at what its script does"

@@ -1,16 +1,19 @@
-"""Runs the loop of one run, which accepts workers, shows their output (reports.py), and ends the run (ending.py).
+"""Runs the launcher's event loop for one run: accepts workers, prints their output, and ends the run (ending.py).
 
-How a run ends:
+How a run ends, and with which exit code:
 
-* every rank ended with code 0: code 0; 2 if each trained alone, or never started Whale and was given a plan for it.
-* a rank failed (it raised, died, froze, or its host is gone): the others are told at once, which ends their blocked
-  steps. They have `OWN_END_S` to end by themselves, then get SIGTERM, and SIGKILL `GRACE_S` after the failure. What
-  they report meanwhile is hidden unless verbose; one line names the cause; its code is the run's. With
-  ``max_restarts`` the run then starts again, on the hosts that still answer.
-  Where all others run with ``elastic``, and its process was taken away (killed, frozen, lost), they go on without it.
-* SIGINT, SIGTERM or SIGHUP: passed on to every rank, SIGKILL after `GRACE_S`; code 128 + signal. A second one kills.
-  After SIGTERM ranks whose scripts ask `wh.preempted()` have `fault.notice_s` instead; code 0 if all end with it.
-* the launcher itself is killed: workers and mpirun see it and end (worker.py; the death signal in mpirun_process.py).
+* Every rank ended with code 0: the code is 0; 1 if trainable variables differ between the ranks; 2 if the ranks trained
+  independently, or were given a plan or settings and never called ``wh.init()``.
+* A rank failed (it raised, died, froze, or its host is gone): the others are told at once, which fails the exchanges
+  that they are blocked in. They have `OWN_END_S` to end by themselves, then get SIGTERM, and SIGKILL `GRACE_S` after
+  the failure. Their errors in that time are hidden unless `verbose`; one line names the cause, whose code is the run's.
+  With ``max_restarts`` the run then starts again, on the hosts that still answer.
+* A rank's process was taken away (killed, frozen, lost) and all other ranks are elastic: they go on without it.
+* The launcher got SIGINT, SIGTERM or SIGHUP: it passes the signal on to every rank, and kills them after `GRACE_S`; the
+  code is 128 + signal. A second signal kills them at once. After SIGTERM, ranks whose scripts ask `wh.preempted()` have
+  `fault.notice_s` instead; the code is 0 if all of them end with 0.
+* The launcher itself was killed: workers and mpirun notice it and end (worker.py; the death signal in
+  mpirun_process.py).
 """
 
 from __future__ import annotations
@@ -63,68 +66,70 @@ from whale.token_listener import TokenListener
 _HIDDEN_BYTES = 1 << 18
 _STREAM_OF = {FrameKind.STDOUT: 0, FrameKind.STDERR: 1}
 
-_MPIRUN_S = 3.0  # that mpirun has to end, after each of nothing, SIGTERM and SIGKILL, when its workers are told to
-_LOST_S = 1.0  # the same where a host or a worker is gone, which mpirun need not hear of any more
+_MPIRUN_S = 3.0  # seconds for mpirun to end after each step: its workers were told to end, SIGTERM, SIGKILL
+_LOST_S = 1.0  # the same after a host or worker was lost, since mpirun may never hear of that worker's end
 START_TIMEOUT_S = 120.0
 _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Growth(Protocol):
-    """The interface of what starts ranks while a run goes on; see whale/launcher/scale_up.py.
+    """Defines the interface of the object that starts ranks while a run goes on; `whale.launcher.scale_up.JoiningRanks`
+    is one.
 
     Attributes:
-        processes: the mpiruns of all that it has started; links: of the ranks that have yet to come in.
+        processes: the mpirun processes of all joining ranks.
+        links: the connections of joining ranks that have not been admitted yet.
     """
 
     @property
     def processes(self) -> list[MpirunProcess]:
-        """Returns the mpiruns of all ranks that it has started."""
+        """Returns the mpirun processes of all joining ranks, past and present."""
         ...
 
     @property
     def links(self) -> list[ranks.RankLink]:
-        """Returns the connections of ranks that have yet to come in."""
+        """Returns the connections of joining ranks that have not been admitted yet."""
         ...
 
     def ask(self) -> None:
-        """Reads the list of hosts now."""
+        """Reads the list of hosts now, and starts the ranks that are missing."""
 
     def look(self) -> None:
-        """Starts joining ranks, or has them come in, when it is time."""
+        """Starts or admits joining ranks if the run is ready for it; called in every round of the event loop."""
 
     def is_expecting(self, rank: int) -> bool:
-        """Tells whether a rank of this number was started, and has not come up yet."""
+        """Returns True if a joining rank with this number was started and its worker has not connected yet."""
         ...
 
     def greet(self, link: ranks.RankLink, rank: int) -> bool:
-        """Takes the connection of a rank that has come up; False: it is one of the run's start."""
+        """Takes over a joining rank's connection. Returns False if the rank belongs to the run's start."""
         ...
 
     def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> bool:
-        """Acts on a frame of a rank that has not come in; False: it is one of the run's."""
+        """Handles a frame from a joining rank. Returns False if the rank takes part in the run already."""
         ...
 
     def lose(self, rank: int) -> bool:
-        """Handles the broken connection of a rank; False: it is one of the run's."""
+        """Handles the broken connection of a joining rank. Returns False if the rank takes part in the run already."""
         ...
 
     def close(self) -> None:
-        """Stops asking for hosts."""
+        """Stops reading the list of hosts."""
 
 
 class Job:
-    """One run: accepts the workers, passes on what they say, and holds the loop in which everything happens.
+    """Runs one attempt of a run: accepts the workers, dispatches their frames, and holds the event loop.
 
     Args:
-        options: what `whale run` was asked for.
-        listener: where the workers connect; the caller closes it.
-        token: what they show that they are of this run.
-        freeze_s: for how long a rank may be stopped or silent; 0 for as long as it likes.
-        trace: takes the ranks' events, or None.
-        progress: takes what they tell of their steps.
-        status: answers who asks how the run is.
-        grows: makes what starts ranks while the run goes on, as of `Growth`; None: none come.
+        options: the options of `whale run`.
+        listener: the listening socket to which workers connect; the caller closes it.
+        token: the secret that a worker has to send first.
+        freeze_s: seconds for which a rank may be stopped or silent before it counts as frozen; 0: no limit.
+        trace: receives the ranks' events, or None.
+        progress: receives what the ranks report of their steps.
+        status: the socket on which `whale top` asks for the run's status.
+        grows: creates the object that starts joining ranks (see `Growth`); None: no ranks can join.
     """
 
     def __init__(
@@ -161,9 +166,13 @@ class Job:
         self._growth: Growth | None = None
 
     def run(self, starts: Sequence[MpirunStart]) -> int:
-        """Starts the ranks by mpirun, and returns the exit code of the run once all of it has ended.
+        """Starts the ranks, runs the event loop until all processes have ended, and returns the run's exit code.
 
-        In another thread than the main one, which alone may, it leaves signals to the program.
+        Signals are handled only if this is the main thread, since Python allows no other; else the program handles
+        them.
+
+        Args:
+            starts: the mpirun processes to start.
 
         Raises:
             ClusterError: the ranks did not start.
@@ -202,12 +211,14 @@ class Job:
 
     @property
     def has_failed(self) -> bool:
-        """Tells whether the run ended because of a rank, and not because it was told to."""
+        """Returns True if a restart may help: a rank failed, the launcher was not told to stop, and no rank trained
+        alone.
+        """
         alone = any(link.end is not None and link.end["alone"] for link in self._links.values())
-        return self._ending.is_failure and not alone  # it would do the same again
+        return self._ending.is_failure and not alone  # ranks that trained alone would do so again
 
     def say(self, text: str) -> None:
-        """Writes a line of the launcher's own."""
+        """Prints a line of the launcher's own to stderr, beginning with "whale run: "."""
         self._printer.say(f"whale run: {text}")
 
     def _register(self, source: Any, handler: Callable[[], None]) -> None:
@@ -257,8 +268,8 @@ class Job:
                     )
                 if time.monotonic() > start_by_s:
                     raise self._make_start_error(f"within {START_TIMEOUT_S:g} s")
-            # Workers stay until their connection is closed, so mpirun cannot be through before that. What they still
-            # have to say is read first.
+            # Workers stay until the launcher closes their connections, so an mpirun that has ended by now was killed or
+            # failed. What the workers have sent is read first.
             if self._mpiruns.has_ended or (self._mpiruns.has_any_ended and not self._is_complete):
                 self._mpirun_gone_s = min(self._mpirun_gone_s, time.monotonic())
                 if not ready or time.monotonic() > self._mpirun_gone_s + OWN_END_S:
@@ -273,7 +284,9 @@ class Job:
             self._ending.fail(ranks.make_gone_mpirun_failure(self._mpiruns.processes[0].returncode))
 
     def _look_after_mpirun(self) -> None:
-        """Checks whether an mpirun was stopped or killed; its ranks then fail, since none of them can end."""
+        """Checks whether an mpirun was stopped or killed; its ranks then fail, since they cannot end properly without
+        it.
+        """
         if not self._ending.has_begun:
             for failure in list(self._mpiruns.find_gone(self._is_complete, self._links)):
                 self._ending.fail(failure)
@@ -283,19 +296,19 @@ class Job:
         here = socket.gethostname()
         places = list_places(self._options)
         missing = dict.fromkeys(host for rank, host in enumerate(places) if rank not in self._links)
-        # What fails elsewhere ends this host's as well.
+        # A failure on another host ends the ranks of this host as well, so this host is named only if it is alone.
         others = [host for host in missing if host not in self._local_names]
         found = find_start_cause(said, others or list(missing), here)
         if not found.is_known and (lacks := find_missing([host for host in found.hosts if host != here])):
             cause = "; ".join(f"on {host} no file can be written in {what}" for host, what in lacks.items())
-            found = StartCause(tuple(lacks), cause, "let files be made there: make room, or mount it writable")
+            found = StartCause(tuple(lacks), cause, "make room for files in that folder, or mount it writable")
         where = f" on {', '.join(found.hosts)}" if found.hosts and not self._options.is_local else ""
         return ClusterError(
             f"the ranks did not start{where}: {when}",
-            given=f"{self._options.ranks} ranks, {len(self._links)} came up",
+            given=f"{self._options.ranks} ranks, of which {len(self._links)} have connected to the launcher",
             **({"cause": found.cause} if found.cause else {}),
             mpirun_said="\n    " + "\n    ".join(said.splitlines()) if said else "nothing",
-            expected="mpirun starts Python with whale installed, at the same path, on every host",
+            expected="on every host, Python at the same path, with Whale installed, that mpirun can start",
             action=found.action,
         )
 
@@ -321,7 +334,9 @@ class Job:
         self._register(connection, lambda: self._read_link(link))
 
     def _read_link(self, link: ranks.RankLink) -> None:
-        """Reads what a connection has sent. Nothing of it is an error here: at worst the rank counts as lost."""
+        """Reads and dispatches what a worker has sent. Malformed data is no error of the launcher: the rank counts as
+        lost.
+        """
         wrong: Exception | None = None
         try:
             data = link.connection.recv(_READ_BYTES)
@@ -378,7 +393,7 @@ class Job:
     # The end
 
     def _end_processes(self) -> None:
-        """Closes the connections, upon which workers and mpirun end, and kills what does not."""
+        """Closes all connections, upon which workers and mpirun end, and kills those that do not."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in (
                 self._wake,
@@ -386,12 +401,12 @@ class Job:
                 self._status.listener,
             ):
                 key.fileobj.close()
-        # Workers that never connected have nothing to see closed.
+        # Workers that never connected do not notice that a connection closes: their mpirun has to end them.
         processes, links = list(self._mpiruns.processes), list(self._links.values())
         if self._growth is not None:
             self._growth.close()
             processes, links = processes + self._growth.processes, links + self._growth.links
-        # A worker whose host is gone does not end, as far as its mpirun knows.
+        # mpirun would wait for ever for the end of a worker whose host is gone.
         blocked = not self._is_complete and self._probe.make_error() is not None
         lost = blocked or any(link.exited and link.code is None for link in links)
         for process in processes:
@@ -399,7 +414,7 @@ class Job:
         if blocked:
             self._probe.end_daemons([process.pid for process in processes])
         self._probe.close()
-        # A worker that was killed, or is frozen, has not ended what its script had started.
+        # A worker that was killed or is frozen has not killed the child processes of its script.
         for link in links:
             if link.code is None and link.host == socket.gethostname():
                 ranks.kill_group(link.pid, self._token)
@@ -446,7 +461,7 @@ class Job:
                 self._printer.say(self._mpiruns.output_text)
         link = self._links.get(cause.rank) if cause.rank is not None and cause.is_exit_by_script else None
         if link is not None and link.joining and link.code:
-            # Inside of wh.init nothing but MPI ends a process so; it says why through mpirun, a moment later.
+            # Inside wh.init only MPI ends a process without an exception; mpirun prints the reason a moment later.
             self._read_last_words()
             why = explain_start(self._mpiruns.output_text)
             self.say(f"{self._name(cause)} failed: MPI did not start (exit code {cause.code})\n{why}")
@@ -456,7 +471,9 @@ class Job:
         return cause.code
 
     def _name(self, failure: ranks.Failure) -> str:
-        """Returns the subject of a sentence about a failure, with the rank's host where a run is on several."""
+        """Returns the subject of a sentence about a failure: "rank 1", or "rank 1 on node2" if the run is on several
+        hosts.
+        """
         link = self._links.get(failure.rank) if failure.rank is not None else None
         several = len({other.host for other in self._links.values()}) > 1
         if link is None or not several or link.host in failure.reason:
@@ -464,7 +481,7 @@ class Job:
         return f"{failure.subject} on {link.host}"
 
     def _advise(self, failure: ranks.Failure) -> str:
-        """Returns what to do about a rank that lacks something; "" where it is not another host than the others'."""
+        """Returns what to do about a module or file that is missing on one of several hosts; else ""."""
         link = self._links.get(failure.rank) if failure.rank is not None else None
         others = {other.host for other in self._links.values() if link is not None and other.host != link.host}
         if link is None or not others:
@@ -476,13 +493,20 @@ class Job:
         return ""
 
     def _read_last_words(self) -> None:
-        """Reads what mpirun still has to say, until it has been silent for a moment."""
+        """Reads the rest of mpirun's output, until nothing has come for `OWN_END_S` seconds."""
         for process in self._mpiruns.processes:
             while select.select([process.output], [], [], OWN_END_S)[0] and process.read():
                 continue
 
     def _end_well(self, ends: list[RankEnd | None]) -> int:
-        """Returns the exit code of a run without a failure: 1 if trainable variables differ between its ranks."""
+        """Returns the exit code of a run without failures, and warns if the ranks did not train together.
+
+        The code is 1 if trainable variables differ between the ranks, 2 if settings had no effect because the script
+        never called ``wh.init()``, else 0.
+
+        Args:
+            ends: how each rank ended its run of Whale; None for a rank that has not reported it.
+        """
         if all(end is not None for end in ends):
             found, _ = find_differing([end["held"] for end in ends if end is not None])
             if found:
@@ -503,21 +527,27 @@ class Job:
 
 
 def _list_ends(links: Mapping[int, ranks.RankLink], gone: Collection[int], started: int) -> list[RankEnd | None]:
-    """Returns how each rank that is not gone ended its run; joining ranks that were never taken in are left out."""
+    """Returns how each remaining rank ended its run of Whale, leaving out joining ranks that were never admitted.
+
+    Args:
+        links: the connections of all ranks.
+        gone: lost ranks without which the run went on; they are left out.
+        started: number of ranks that the run started with.
+    """
     left = [rank for rank in sorted(links) if rank not in gone]
     return [links[rank].end for rank in left if links[rank].end or rank < started]
 
 
 class ReportHandler:
-    """The handler of frames from ranks that have come up.
+    """Handles the frames of ranks that take part in the run.
 
     Args:
-        printer: shows what they print.
-        ending: is told how they end.
-        lookout: is told when they wait.
-        trace: takes their events, or None.
-        progress: takes what they tell of their steps.
-        verbose: whether what they write to stderr is shown while the run is being ended too.
+        printer: prints the ranks' output.
+        ending: receives failures and exits.
+        lookout: is told when a rank reports a long wait.
+        trace: receives the ranks' events, or None.
+        progress: receives what the ranks report of their steps.
+        verbose: whether to print what ranks write to stderr while the run is being ended.
     """
 
     def __init__(
@@ -537,13 +567,13 @@ class ReportHandler:
         self._verbose = verbose
 
     def take(self, link: ranks.RankLink, rank: int, kind: FrameKind, payload: bytes) -> None:
-        """Acts on one frame of a rank.
+        """Handles one frame of a rank.
 
         Raises:
-            ValueError: no worker sends this.
+            ValueError: the frame's payload is malformed.
         """
         if kind in _STREAM_OF:
-            # After the first failure, or when being stopped, the ranks complain about exactly that.
+            # After the first failure, or a signal to stop, the other ranks' errors only follow from that.
             if kind is FrameKind.STDERR and self._ending.has_begun and not self._verbose:
                 link.hidden += payload[: _HIDDEN_BYTES - len(link.hidden)]
             else:
@@ -553,7 +583,7 @@ class ReportHandler:
             self._ending.fail(ranks.make_raised_failure(rank, unpack(payload, RaisedReport)))
         elif kind is FrameKind.EXIT:
             self._take_exit(link, rank, unpack(payload, ExitStatus))
-        elif kind is FrameKind.DEAF and link.joining is False:  # else it may have become another program
+        elif kind is FrameKind.DEAF and link.joining is False:  # before wh.init it may have exec'ed another program
             self._ending.fail(ranks.make_closed_failure(rank))
         elif kind is FrameKind.STOPPED:
             link.stopped_s = time.monotonic() if unpack(payload, StopReport).stopped else None
@@ -570,7 +600,7 @@ class ReportHandler:
         if status.told and status.code and not (link.elastic or self._ending.has_begun):
             self._ending.fail(ranks.make_told_failure(rank, status.told))
         elif failure is None:
-            # Ranks to which it has said good-bye know it better.
+            # Ranks that this one has left by wh.shutdown ignore the message.
             self._ending.tell_others(rank, "has ended without wh.shutdown (exit code 0)")
         elif not link.raised:
             self._ending.fail(failure)

@@ -1,4 +1,5 @@
-"""Serves `whale run --metrics-port`: Prometheus' text format at /metrics, and whether all ranks are up at /healthz.
+"""Serves `whale run --metrics-port`: /metrics in Prometheus' text format, and /healthz, which is 200 if all ranks are
+up.
 
 Decision: 0083.
 """
@@ -19,14 +20,14 @@ from whale.launcher.job.progress import RunProgress
 LOOPBACK = "127.0.0.1"
 MOST_CONNECTIONS = 16
 _READ_S = 5.0
-_FREE_S = 1.0  # the client of an answered connection may come again before its thread has ended
+_FREE_S = 1.0  # a client may connect again before the thread of its previous connection has ended
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Reads ``port`` or ``address:port``.
+    """Parses the value of --metrics-port, ``port`` or ``address:port``; the address defaults to loopback.
 
     Raises:
-        ClusterError: it is neither.
+        ClusterError: the value has neither form.
     """
     found = re.fullmatch(r"(?:([A-Za-z0-9_.-]{1,253}):)?([0-9]{1,5})", text)
     if found is None or int(found[2]) > 65535:
@@ -34,20 +35,21 @@ def parse_address(text: str) -> tuple[str, int]:
             "a port for metrics cannot be read",
             given=f"--metrics-port {text}",
             expected="PORT, which only this host can reach (9400), or ADDRESS:PORT (0.0.0.0:9400)",
-            action="give --metrics-port such a value; 0 takes any free port",
+            action="give --metrics-port 9400, for example, or 0 for any free port",
         )
     return found[1] or LOOPBACK, int(found[2])
 
 
 @contextmanager
 def serve_metrics(address: tuple[str, int], progress: RunProgress) -> Iterator[str]:
-    """Answers HTTP requests in threads of their own; what comes over a connection changes nothing of the run.
+    """Serves metrics over HTTP while the context is open, in threads of its own. Requests cannot change anything in the
+    run.
 
     Yields:
-        The address of the metrics.
+        The URL of the metrics.
 
     Raises:
-        ClusterError: nothing can listen there.
+        ClusterError: the server cannot listen at that address.
     """
     try:
         server = _MetricsServer(address, progress)
@@ -56,8 +58,8 @@ def serve_metrics(address: tuple[str, int], progress: RunProgress) -> Iterator[s
             "the port for metrics cannot be opened",
             given=f"--metrics-port {address[0]}:{address[1]}",
             reason=error.strerror or error,
-            expected="a free port on an address of this host; 0 takes any",
-            action="choose another one",
+            expected="a free port on an address of this host",
+            action="give --metrics-port another port, or 0 for any free one",
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="whale-metrics", daemon=True)
     thread.start()
@@ -83,21 +85,23 @@ class _MetricsServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection; at too many, waits a moment for one to end."""
+        """Starts a thread for a connection; if `MOST_CONNECTIONS` are open, waits a second for one to end, else
+        refuses.
+        """
         if self._free.acquire(timeout=_FREE_S):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers one connection."""
+        """Answers one connection and then frees its place among the `MOST_CONNECTIONS`."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores a client that goes away."""
+        """Ignores errors of a connection, such as a client that hangs up."""
 
 
 class _MetricsHandler(BaseHTTPRequestHandler):
@@ -106,7 +110,7 @@ class _MetricsHandler(BaseHTTPRequestHandler):
     server_version, sys_version = "whale", ""
 
     def do_GET(self) -> None:
-        """Answers a request; HTTP 1.0, so that the connection ends with it."""
+        """Answers a GET request. The protocol is HTTP 1.0, so that each connection ends after one answer."""
         progress = self.server.progress
         if self.path == "/metrics":
             self._send(200, "text/plain; version=0.0.4; charset=utf-8", progress.format_metrics())
@@ -114,7 +118,7 @@ class _MetricsHandler(BaseHTTPRequestHandler):
             up = progress.is_complete
             self._send(200 if up else 503, "text/plain", "ok\n" if up else "not all ranks are up\n")
         else:
-            self._send(404, "text/plain", "there are /metrics and /healthz\n")
+            self._send(404, "text/plain", "only /metrics and /healthz exist here\n")
 
     def _send(self, code: int, kind: str, text: str) -> None:
         data = text.encode()
@@ -125,4 +129,4 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs no requests."""
+        """Suppresses the base class's log of every request."""

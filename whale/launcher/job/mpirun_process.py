@@ -1,7 +1,7 @@
-"""Starts, watches and ends the mpiruns that hold a run's workers.
+"""Starts, watches and ends the mpirun processes of a run.
 
-MpirunProcess   one: starts it, listens to what it says, and ends it with all that it started
-Mpiruns         those of a run's start: one for all ranks, or one for each host, without which the others go on
+MpirunProcess   one mpirun: starts it, reads its output, and ends it together with what it has started Mpiruns
+the mpirun processes of a run's start: one for all ranks, or one per host so that hosts can be lost
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class MpirunProcess:
-    """An mpirun in a process group of its own, which gets a SIGTERM when this process dies.
+    """Runs one mpirun in a process group of its own; the kernel sends it SIGTERM when the launcher dies.
 
     Args:
-        line: the command.
-        environment: of the command, whole.
+        line: the command line.
+        environment: the complete environment of the process.
     """
 
     def __init__(self, line: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -50,23 +50,23 @@ class MpirunProcess:
 
     @property
     def pid(self) -> int:
-        """Returns the number of its process, which is that of its process group as well."""
+        """Returns the process number, which is also the number of the process group."""
         return self._process.pid
 
     @property
     def output(self) -> IO[bytes]:
-        """Returns the file of its stdout and stderr, to wait for; `read` takes what is there."""
+        """Returns the pipe with mpirun's stdout and stderr, for a selector; `read` reads it."""
         assert self._process.stdout is not None  # a pipe was asked for
         return self._process.stdout
 
     @property
     def has_ended(self) -> bool:
-        """Tells whether the process has ended; its last output may not have been read yet."""
+        """Returns True if the process has ended; some of its output may still be unread."""
         return self._process.poll() is not None
 
     @property
     def is_stopped(self) -> bool:
-        """Tells whether the process is stopped, as by SIGSTOP."""
+        """Returns True if the process is stopped, as by SIGSTOP."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
@@ -74,27 +74,27 @@ class MpirunProcess:
 
     @property
     def returncode(self) -> int:
-        """Returns, for an ended process, what `subprocess` does: the exit code, or minus the signal."""
+        """Returns, once the process has ended, its exit code, or minus the number of the signal that killed it."""
         return self._process.returncode
 
     @property
     def output_text(self) -> str:
-        """Returns the output so far (at least the last part of it), without space around."""
+        """Returns the last part of the output read so far (up to 40 reads), stripped."""
         return b"".join(self._said).decode(errors="replace").strip()
 
     def read(self) -> bytes:
-        """Reads new output: at least a byte once `output` is readable, nothing at its end."""
+        """Reads new output: at least one byte if `output` is readable, b"" at its end."""
         data = os.read(self.output.fileno(), _READ_BYTES)
         if data:
             self._said.append(data)
         return data
 
     def end(self, grace_s: float, by_itself: bool) -> None:
-        """Ends the process; returns once it has ended, or cannot even be killed.
+        """Ends the process with growing force, and returns once it has ended or has survived even SIGKILL.
 
         Args:
-            grace_s: how long it has after each of nothing, SIGTERM and SIGKILL.
-            by_itself: nothing is sent at first, since its workers are about to end.
+            grace_s: seconds to wait after each step: doing nothing (if `by_itself`), SIGTERM, SIGKILL.
+            by_itself: whether to wait before the first signal, because mpirun ends as soon as its workers have ended.
         """
         children = [
             pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if ranks.read_parent(pid) == self.pid
@@ -102,8 +102,8 @@ class MpirunProcess:
         for number in (0, signal.SIGTERM, signal.SIGKILL) if by_itself else (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.pid, number)
-                os.killpg(self.pid, signal.SIGCONT)  # one that is stopped would not hear of a SIGTERM
-                # Reads on while it waits, or an mpirun with much to say would never end.
+                os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not receive SIGTERM
+                # Reads while it waits: an mpirun that blocks on a full pipe would never end.
                 self._process.communicate(timeout=grace_s)
                 break
             except ProcessLookupError:
@@ -116,12 +116,15 @@ class MpirunProcess:
                     os.kill(child, signal.SIGKILL)
 
     def remove_files(self) -> None:
-        """Removes the files of Open MPI 5 in the temporary folder, which stay when it is killed; once all has ended."""
+        """Removes the temporary files that Open MPI 5 leaves behind if it was killed; called when all processes have
+        ended.
+        """
         temporary = tempfile.gettempdir()
         shutil.rmtree(_find_session_folder(self.pid), ignore_errors=True)
         if (self.returncode or 0) >= 0:
             return
-        # Ranks whose mpirun is gone make folders as processes without one do. They are empty, and of no other run.
+        # Ranks whose mpirun was killed create folders here, as processes without an mpirun do. Those that were made
+        # during this run are removed, if they are empty.
         shared = os.path.join(temporary, f"ompi.{socket.gethostname().partition('.')[0]}.{os.getuid()}")
         for folder, _, _ in os.walk(shared, topdown=False):
             try:
@@ -132,47 +135,51 @@ class MpirunProcess:
 
 
 class Mpiruns:
-    """The mpiruns of a run's start; starts them.
+    """Starts the mpirun processes of a run's start, and detects those that were stopped or killed.
 
     Args:
-        starts: their commands.
-        freeze_s: for how long one may be stopped; 0 for as long as it likes.
+        starts: the processes to start.
+        freeze_s: seconds for which an mpirun may be stopped before its ranks count as failed; 0: no limit.
     """
 
     def __init__(self, starts: Sequence[MpirunStart], freeze_s: float) -> None:
         self._starts, self._freeze_s = starts, freeze_s
-        self._stopped_s: dict[int, float] = {}  # which one, and since when
+        self._stopped_s: dict[int, float] = {}  # index of a stopped mpirun -> since when
         self.processes: list[MpirunProcess] = []
         for start in starts:
             self.processes.append(MpirunProcess(start.line, start.environment))
 
     @property
     def has_ended(self) -> bool:
-        """Tells whether all have ended."""
+        """Returns True if all mpirun processes have ended."""
         return all(process.has_ended for process in self.processes)
 
     @property
     def has_any_ended(self) -> bool:
-        """Tells whether one has ended."""
+        """Returns True if at least one mpirun process has ended."""
         return any(process.has_ended for process in self.processes)
 
     @property
     def output_text(self) -> str:
-        """Returns what they have printed, at least the last of it."""
+        """Returns the last output of all mpirun processes, one after the other."""
         return "\n".join(filter(None, (process.output_text for process in self.processes)))
 
     def find_gone(self, complete: bool, links: Mapping[int, ranks.RankLink]) -> Iterator[ranks.Failure]:
-        """Yields the failures of mpiruns that were stopped or killed: none of the ranks of such a one can end.
+        """Yields a failure for each mpirun that was stopped or killed, or, with one mpirun per host, for each of its
+        ranks.
+
+        Without its mpirun a rank cannot end properly.
 
         Args:
-            complete: whether all ranks have come up.
-            links: of the ranks.
+            complete: whether all ranks have connected.
+            links: the connections of the ranks.
         """
         now_s = time.monotonic()
         for number, (start, process) in enumerate(zip(self._starts, self.processes)):
             failure = None
             if process.has_ended:
-                # One that is alone says by its code how its ranks ended; that of a host is through after them.
+                # A single mpirun that exits by itself says by its code how its ranks ended. With one mpirun per host,
+                # none ends before its workers do.
                 if complete and (process.returncode < 0 or len(self.processes) > 1):
                     failure = ranks.make_gone_mpirun_failure(process.returncode)
             elif process.is_stopped:
@@ -193,15 +200,15 @@ class Mpiruns:
 
 
 def _find_session_folder(pid: int) -> str:
-    """Returns the folder where the mpirun of Open MPI 5 with this process number keeps its files."""
+    """Returns the temporary folder of an Open MPI 5 mpirun with this process number."""
     return os.path.join(tempfile.gettempdir(), f"ompi.{pid}")
 
 
 def _prepare_process() -> None:
-    """Does, in the process that becomes mpirun, what it needs before it starts.
+    """Prepares the forked process that becomes mpirun; it runs between fork and exec.
 
-    It asks the kernel for a SIGTERM when the launcher dies, even by SIGKILL. And it removes what an mpirun that was
-    killed left under the same process number: over such a file PMIx's listener does not start.
+    It asks the kernel for SIGTERM when the launcher dies, even by SIGKILL. It also removes files that a killed mpirun
+    with the same process number has left: PMIx cannot create its socket over such a file.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

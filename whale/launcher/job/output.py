@@ -1,4 +1,4 @@
-"""Writes what the ranks print as whole lines, each with its rank in front."""
+"""Prints the output of all ranks as whole lines, each with its rank in front."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from whale.quiet import others
 
 # A line ends with \n, or with the \r that a progress bar returns to the start of its line with.
-# A \r at the end of what has arrived may be the first half of \r\n: it waits.
+# A \r at the end of what has arrived may be the first half of \r\n, so it is not taken for a line end yet.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)(?!\Z)")
 IDLE_S = 0.1
-SHOWN = 1000  # times in a second that a rank's line on stderr is shown; more are counted
-_DISTINCT = 64  # lines of a rank that are remembered for that
+SHOWN = 1000  # how often per second the same line of a rank's stderr is printed; further ones are counted
+_DISTINCT = 64  # different lines of a rank that are remembered to recognise repetitions
 _COUNT_EVERY_S = 10.0
 _COLOURS = (b"36", b"33", b"35", b"32", b"34", b"31", b"96", b"93", b"95", b"92", b"94", b"91")
 
 
 @dataclass(slots=True)
 class _PendingText:
-    """The text that a rank has written to one stream since its last line end."""
+    """Holds what a rank has written to one stream since its last line end."""
 
     data: bytearray = field(default_factory=bytearray)
     since_s: float = 0.0
@@ -32,23 +32,30 @@ class _PendingText:
 
 @dataclass(slots=True)
 class _Cursor:
-    """The state of an output device: who wrote last, whether that line is open, and whose open lines were ended."""
+    """Tracks the cursor of an output device: who wrote last, whether that line is unfinished, and whose lines were cut
+    off.
+
+    Attributes:
+        owner: (rank, stream) of the last writer; None: the launcher itself.
+        ended_with: the last line end, newline or carriage return; b"": the line is unfinished.
+        interrupted: the (rank, stream) whose unfinished lines were ended to let another rank write.
+    """
 
     owner: tuple[int, int] | None = None
     ended_with: bytes = b"\n"
     interrupted: set[tuple[int, int]] = field(default_factory=set)
 
     def interrupt(self) -> bytes:
-        """Returns what ends the line that is open, if one is, and notes whose it was."""
+        """Returns the bytes that end an unfinished line, b"" if there is none, and notes whose line it was."""
         if self.ended_with == b"" and self.owner is not None:
             self.interrupted.add(self.owner)
         return b"" if self.ended_with == b"\n" else b"\n"
 
 
 class _RepeatFilter:
-    """The filter of lines that one rank writes to stderr over and over, which are counted.
+    """Filters lines that one rank writes to stderr over and over; these are counted instead of printed.
 
-    What a library says of a descriptor that was closed under it comes thousands of times a second.
+    Some libraries write thousands of lines a second, for example about a file descriptor that was closed under them.
     """
 
     def __init__(self) -> None:
@@ -57,7 +64,9 @@ class _RepeatFilter:
         self._said_s = time.monotonic()
 
     def filter_lines(self, lines: list[bytes]) -> list[bytes]:
-        """Returns the lines to write, now and then with a line about those that were left out."""
+        """Returns the lines to print, and about every `_COUNT_EVERY_S` seconds a line with the number of those left
+        out.
+        """
         found, now_s = [], time.monotonic()
         for line in lines:
             known = hash(line)
@@ -75,25 +84,26 @@ class _RepeatFilter:
         return found
 
     def take_rest(self) -> list[bytes]:
-        """Returns a line about the lines left out since the last such line."""
+        """Returns one line with the number of lines left out since the last such line; [] if there were none."""
         counted, self._counted, self._said_s = self._counted, 0, time.monotonic()
         text = f"whale run: {counted:,} more lines like those above, of which each came {SHOWN} times in a second\n"
         return [text.encode()] if counted else []
 
 
 class Printer:
-    """The printer that interleaves the ranks' streams on this process's stdout and stderr without mixing lines.
+    """Merges the output streams of all ranks into the launcher's stdout and stderr without mixing lines.
 
-    A line is written when it is complete; a part of a line when nothing followed it for `IDLE_S` seconds, or when it
-    is longer than `part_limit_bytes`. When another rank writes while a line is open, the line is ended first.
-
-    A line that a rank writes to stderr more than `SHOWN` times in a second is counted, and not repeated.
+    A line is printed when it is complete. An unfinished line is printed when nothing has followed it for `IDLE_S`
+    seconds, or when it is longer than `part_limit_bytes`. If another rank prints while a line is unfinished, that line
+    is ended first. A line that a rank writes to stderr more than `SHOWN` times in a second is counted instead of
+    repeated.
 
     Args:
         size: number of ranks, for the width of the prefix.
-        verbose: show TensorFlow's start-up lines.
-        outputs: file descriptors for the ranks' stdout and stderr.
-        colour: write each prefix in the rank's colour.
+        outputs: file descriptors to which the ranks' stdout and stderr go.
+        colour: whether to print each prefix in the rank's colour; None: if the output is a terminal and NO_COLOR is not
+          set.
+        verbose: whether to print TensorFlow's start-up lines.
     """
 
     part_limit_bytes = 1 << 20
@@ -115,9 +125,11 @@ class Printer:
         self._cursors = [cursors[device] for device in devices]
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Takes bytes that a rank wrote to its stdout (stream 0) or stderr (stream 1)."""
+        """Takes bytes that a rank has written to stdout (stream 0) or stderr (stream 1), and prints the lines they
+        complete.
+        """
         pending = self._pending.setdefault((rank, stream), _PendingText())
-        # Only what is new can hold a line end, but for a \r that waited.
+        # Only the new bytes can contain a line end, or the \r at the end of the old ones.
         unseen = max(0, len(pending.data) - 1)
         pending.data += data
         pending.since_s = time.monotonic()
@@ -134,36 +146,38 @@ class Printer:
             self._flush(rank, stream)
 
     def write_lines(self, rank: int, stream: int, text: str) -> None:
-        """Writes a text of whole lines for a rank, after all that it has printed before."""
+        """Prints whole lines on behalf of a rank, after everything that the rank has written before; for example a
+        traceback.
+        """
         self.flush_rank(rank)
         self._emit(rank, stream, [line.encode(errors="replace") + b"\n" for line in text.splitlines()])
 
     def say(self, text: str) -> None:
-        """Writes lines of the launcher's own to stderr."""
+        """Prints lines of the launcher's own to stderr, without a rank in front."""
         cursor = self._cursors[1]
         start = cursor.interrupt()
         cursor.owner, cursor.ended_with = None, b"\n"
         _write_all(self._outputs[1], start + text.encode(errors="replace") + b"\n")
 
     def flush_idle(self) -> None:
-        """Writes the parts of lines that have waited long enough."""
+        """Prints unfinished lines to which nothing was added for `IDLE_S` seconds."""
         limit_s = time.monotonic() - IDLE_S
         for (rank, stream), pending in self._pending.items():
             if pending.data and pending.since_s <= limit_s:
                 self._flush(rank, stream)
 
     def flush_rank(self, rank: int) -> None:
-        """Writes all that a rank has printed, complete lines or not."""
+        """Prints everything that a rank has written so far, including unfinished lines."""
         for stream in range(len(self._outputs)):
             self._flush(rank, stream)
 
     @property
     def has_pending(self) -> bool:
-        """Tells whether parts of lines wait for `flush_idle`."""
+        """Returns True if there are unfinished lines that `flush_idle` may have to print later."""
         return any(pending.data for pending in self._pending.values())
 
     def close(self) -> None:
-        """Writes everything that is left and ends open lines."""
+        """Prints everything that is left, and ends unfinished lines."""
         for rank, stream in self._pending:
             self._flush(rank, stream)
         for rank, repeats in self._repeats.items():
@@ -189,7 +203,7 @@ class Printer:
             if source in cursor.interrupted:
                 cursor.interrupted.remove(source)
                 if line in (b"\n", b"\r\n"):
-                    continue  # of a line that another rank's has ended already
+                    continue  # this line was ended before, to let another rank print
             if cursor.ended_with == b"" and cursor.owner == source:
                 parts.append(line)  # the rest of a line that was written in part
             else:

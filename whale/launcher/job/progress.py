@@ -1,4 +1,4 @@
-"""Collects what the ranks tell of their steps: for TensorBoard's files as it comes, for Prometheus, and `whale top`."""
+"""Collects the ranks' reports of their steps, for TensorBoard's files, the Prometheus metrics and `whale top`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE = Progress(
     doing=None,
     wait=None,
 )
-# Name, type, help, and what of a rank's progress.
+# (name of the metric without "whale_", type, help text, key of `Progress`)
 _PER_RANK = (
     ("logical_bytes_total", "counter", "Bytes that a rank's exchanges had to move", "logical_bytes"),
     ("sent_bytes_total", "counter", "Bytes that a rank sent", "sent_bytes"),
@@ -33,7 +33,13 @@ _PER_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The latest message of a rank, when it came (monotonic), and the one before in which steps had ended since."""
+    """Holds a rank's latest report and an earlier one to compare it with.
+
+    Attributes:
+        latest: the latest report.
+        told_s: monotonic time at which it arrived.
+        before: the last report with fewer steps; None if there is none.
+    """
 
     latest: Progress
     told_s: float
@@ -41,14 +47,14 @@ class Told:
 
 
 class RunProgress:
-    """The latest progress of each rank, across restarts. Thread-safe, since the threads of the metrics port read it.
+    """Keeps the latest report of each rank, across restarts. Thread-safe, since the metrics server reads it in threads.
 
     Args:
-        files: where scalars and plans go, or None.
+        files: TensorBoard's event files, to which scalars and plans are written, or None.
 
     Attributes:
-        begun_s: when the run was started first; monotonic.
-        restarts: how often it was started again.
+        begun_s: monotonic time at which the run was started first.
+        restarts: how often the run has been started again.
     """
 
     def __init__(self, files: EventFiles | None) -> None:
@@ -57,29 +63,35 @@ class RunProgress:
         self.begun_s = time.monotonic()
         self._size = self.restarts = 0
         self._told: dict[int, Told] = {}
-        self._before: dict[int, int] = {}  # steps of a rank's earlier processes, and of earlier runs in one
+        self._before: dict[int, int] = {}  # rank -> steps before its present wh.init, earlier processes included
         self._up: set[int] = set()
 
     def begin(self, size: int, restarts: int) -> None:
-        """Resets what is known, before the ranks are started."""
+        """Prepares for a start or restart of the run: no rank is up, and reports of ranks that no longer exist are
+        dropped.
+        """
         with self._lock:
             self._size, self.restarts = size, restarts
             self._up.clear()
             self._told = {rank: told for rank, told in self._told.items() if rank < size}
 
     def note_up(self, rank: int) -> None:
-        """Notes that a rank has come up."""
+        """Notes that a rank's worker has connected."""
         with self._lock:
             self._up.add(rank)
 
     @property
     def is_complete(self) -> bool:
-        """Tells whether all ranks have come up."""
+        """Returns True if the workers of all ranks have connected."""
         with self._lock:
             return bool(self._size) and len(self._up) == self._size
 
     def take(self, rank: int, told: Progress) -> None:
-        """Takes a rank's sums, which begin at 0 again in a new process, and with another ``wh.init``."""
+        """Records a rank's report and writes its scalars to TensorBoard's files.
+
+        The sums in a report start at 0 again after a restart and after another ``wh.init``; step numbers in the files
+        go on.
+        """
         with self._lock:
             known = self._told.get(rank)
             before = known.latest if known is not None else _NONE
@@ -96,21 +108,21 @@ class RunProgress:
             )
 
     def read_ranks(self) -> dict[int, Told]:
-        """Returns what each rank has told last."""
+        """Returns rank -> its latest report, for `whale top`."""
         with self._lock:
             return dict(self._told)
 
     def take_plan(self, rank: int, name: str, text: str) -> None:
-        """Writes a program's plan, as `whale plan` prints it."""
+        """Writes the plan of a program, as text, to TensorBoard's files."""
         if self._files is not None:
             self._files.write_text(rank, f"plan/{name}", text)
 
     def format_summary(self) -> str:
-        """Says in a sentence where scalars and plans are; "" if nowhere."""
+        """Returns a sentence that says where scalars and plans were written; "" if none were wanted."""
         return "" if self._files is None else self._files.format_summary()
 
     def format_metrics(self) -> str:
-        """Returns all of it in Prometheus' text format."""
+        """Returns the metrics of all ranks in Prometheus' text format."""
         with self._lock:
             size, restarts = self._size, self.restarts
             latest = {rank: told.latest for rank, told in sorted(self._told.items())}
@@ -138,7 +150,7 @@ def _count_steps(told: Progress) -> int:
 
 
 def _compute_changes(before: Progress, told: Progress) -> dict[str, float]:
-    """Returns the scalars, by tag, of the steps between two messages."""
+    """Returns TensorBoard's scalars, by tag, for the steps between two reports of a rank."""
     steps = _count_steps(told) - _count_steps(before)
     found: dict[str, float] = {}
     for name, (calls, seconds) in told["programs"].items():

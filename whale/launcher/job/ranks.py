@@ -1,4 +1,4 @@
-"""Keeps what the launcher knows about each rank, and describes how ranks fail.
+"""Holds what the launcher knows about each rank (`RankLink`), and describes how ranks fail (`Failure`).
 
 Decision: 0161.
 """
@@ -34,24 +34,25 @@ from whale.launcher.protocol import (
 )
 from whale.started import CONTROL_VARIABLE
 
-# A worker that was not heard for _ASKS_S is asked as often. Where its host has acknowledged something in the last
-# _REACHED_S, it has _RESUMES_S more than fault.freeze_s: TCP sends a lost heartbeat again a second later at most.
+# A worker that has sent nothing for _ASKS_S is asked for its time, again every _ASKS_S. If its host has acknowledged
+# data in the last _REACHED_S, it gets _RESUMES_S beyond fault.freeze_s: TCP resends a lost heartbeat within a second.
 _ASKS_S, _REACHED_S, _RESUMES_S = 1.0, 1.5, 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of a rank, or of mpirun.
+    """Describes the failure of a rank, or of mpirun.
 
     Attributes:
-        rank: which one; None when it is mpirun that failed.
-        code: exit code for the whole run.
-        reason: what happened, as the end of a sentence that starts with "rank 1", or with "mpirun".
-        error_type: name of the Python exception, or "".
-        traceback: text to show, or "".
+        rank: the rank that failed; None: mpirun failed.
+        code: exit code that the run gets from this failure.
+        reason: what happened, as the end of a sentence that starts with "rank 1" or "mpirun".
+        error_type: class name of the Python exception, or "".
+        traceback: text to print, or "".
         signal: the signal that killed the rank, or 0.
-        gone: whether its process has been taken away, and the script itself did nothing wrong.
-        wanted: whether the run was asked to go on with fewer ranks.
+        gone: whether the rank's process was taken away (killed, frozen, lost) through no fault of its script, so that
+          an elastic run can go on without it.
+        wanted: whether the rank was ended on purpose, because the list of hosts allows fewer ranks.
     """
 
     rank: int | None
@@ -70,29 +71,31 @@ class Failure:
 
     @property
     def is_exit_by_script(self) -> bool:
-        """Tells whether the script has ended with that code itself, as by sys.exit."""
+        """Returns True if the script itself ended with a non-zero code, as by ``sys.exit``, not by an exception or a
+        signal.
+        """
         return not (self.error_type or self.signal)
 
     @property
     def is_consequence(self) -> bool:
-        """Tells whether this failure only says that another rank is gone."""
+        """Returns True if this failure is only a CommError, which reports that another rank has failed."""
         return self.error_type == CONSEQUENCE
 
 
 def make_raised_failure(rank: int, report: RaisedReport) -> Failure:
-    """Returns the failure that a worker's FAILURE frame describes."""
+    """Creates the failure of a rank whose script raised an exception or called ``sys.exit`` with a non-zero code."""
     code, kind = report.code, report.type
     if not kind:
         return Failure(rank, code, f"failed: exit code {code}")
     first_line = report.message.strip().partition("\n")[0]
-    if first_line == "in user code:":  # of AutoGraph, before where it was; what it is stands last
+    if first_line == "in user code:":  # AutoGraph's message begins with the place and ends with the error itself
         first_line = report.message.strip().rpartition("\n")[2].strip().removeprefix(f"{kind}: ")
     what = f"{kind}: {first_line}" if first_line else kind
     return Failure(rank, code, f"failed: {what} (exit code {code})", kind, report.traceback)
 
 
 def make_exit_failure(rank: int, host: str, status: ExitStatus) -> Failure | None:
-    """Returns the failure that a worker's EXIT frame describes, or None for exit code 0."""
+    """Creates the failure of a rank whose process has ended with this status; None for exit code 0."""
     if status.signal:
         how = f"was killed by {signal_name(status.signal)}"
         if status.memory is not None:
@@ -106,13 +109,15 @@ def make_exit_failure(rank: int, host: str, status: ExitStatus) -> Failure | Non
 
 
 def make_told_failure(rank: int, number: int) -> Failure:
-    """Returns the failure of a run whose mpirun ends its ranks, of which this is the first one."""
-    how = f"was told to end by {signal_name(number)}, or the worker of rank {rank} was"
+    """Creates the failure of an mpirun that ends its ranks by a signal, which `rank` was the first to receive."""
+    how = f"was told to end by {signal_name(number)}, or the worker process of rank {rank} was"
     return Failure(None, 128 + number, how)
 
 
 def _describe_memory_kill(host: str, kill: MemoryKill) -> str:
-    """Describes why the kernel has killed a rank, as the end of a sentence that starts with "rank 1"."""
+    """Describes that the kernel has killed a rank for lack of memory, as the end of a sentence that starts with "rank
+    1".
+    """
     held = f"its process held up to {kill.held_bytes / 2**20:.0f} MiB"
     where = (
         f"{host} was out of memory"
@@ -123,59 +128,75 @@ def _describe_memory_kill(host: str, kill: MemoryKill) -> str:
 
 
 def make_lost_failure(rank: int, host: str) -> Failure:
-    """Returns the failure of a rank whose worker is gone without a word."""
-    what = f"was lost: its connection from {host} broke, the process was killed or the host is gone"
+    """Creates the failure of a rank whose worker's connection broke without a report of the script's end."""
+    what = f"was lost: its connection from {host} broke, since its process was killed or the host is gone"
     return Failure(rank, 1, what, gone=True)
 
 
 def make_unreadable_failure(rank: int, host: str, why: object) -> Failure:
-    """Returns the failure of a rank whose worker sends what no worker sends."""
-    return Failure(rank, 1, f"was lost: what came over its connection from {host} is no message of a worker: {why}")
+    """Creates the failure of a rank whose connection delivers data that is no frame; `why` is the parser's error."""
+    return Failure(rank, 1, f"was lost: its connection from {host} delivered data that is no message of a rank: {why}")
 
 
 def make_stopped_failure(rank: int, seconds: float) -> Failure:
-    """Returns the failure of a rank whose process was stopped, as by SIGSTOP, and did not go on."""
+    """Creates the failure of a rank whose process was stopped (as by SIGSTOP) for longer than ``fault.freeze_s``."""
     return Failure(rank, 1, f"is frozen: its process has been stopped for {seconds:.1f} s", gone=True)
 
 
 def make_closed_failure(rank: int) -> Failure:
-    """Returns the failure of a rank whose script has closed what belongs to Whale and to MPI."""
-    return Failure(rank, 1, "cannot be reached: its script goes on, and has closed descriptors that it has not opened")
+    """Creates the failure of a rank whose script closed file descriptors that belong to Whale and MPI, and runs on."""
+    what = "has closed file descriptors that it did not open (those of Whale and MPI)"
+    return Failure(rank, 1, f"cannot be reached: its script goes on, and {what}")
 
 
 def make_stopped_mpirun_failure(seconds: float) -> Failure:
-    """Returns the failure of a run whose mpirun was stopped, as by SIGSTOP: none of its ranks could end."""
+    """Creates the failure of an mpirun that was stopped (as by SIGSTOP), so that none of its ranks could end."""
     return Failure(None, 1, f"is frozen: its process has been stopped for {seconds:.1f} s")
 
 
 def make_gone_mpirun_failure(code: int) -> Failure:
-    """Returns the failure of a run whose mpirun has ended before the ranks; the code is as `subprocess` has it."""
+    """Creates the failure of an mpirun that ended before its ranks.
+
+    Args:
+        code: its exit code, or minus the number of the signal that killed it, as in ``subprocess``.
+    """
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"has ended with code {code} before the ranks"
     return Failure(None, 1, how)
 
 
 def make_lost_with_mpirun_failure(rank: int, host: str, mpirun: Failure) -> Failure:
-    """Returns the failure of a rank whose host's mpirun is gone, or stopped."""
+    """Creates the failure of a rank whose host has an mpirun of its own that was stopped or killed."""
     return Failure(rank, 1, f"was lost: the mpirun of {host} {mpirun.reason}", gone=True)
 
 
 def make_silent_failure(rank: int, host: str, seconds: float) -> Failure:
-    """Returns the failure of a rank whose worker does not answer."""
+    """Creates the failure of a rank whose worker has sent nothing, not even heartbeats, for so many seconds."""
     return Failure(rank, 1, f"is frozen: nothing was heard from {host} for {seconds:.1f} s", gone=True)
 
 
 def make_absent_failure(rank: int, waiting: int, called: bool) -> Failure:
-    """Returns the failure of a rank whose script ended well but alone, while the others wait for it at their start."""
+    """Creates the failure of a rank whose script ended with code 0 while another rank waits for it in ``wh.init``.
+
+    Args:
+        rank: the rank that has ended.
+        waiting: a rank that waits for it.
+        called: whether the rank ended inside ``wh.init``; False: it never called it.
+    """
     where = "inside wh.init" if called else "without calling wh.init"
     reason = f"has ended {where}, in which rank {waiting} waits for it"
     return Failure(rank, 1, reason)
 
 
 def kill_group(pid: int, token: str) -> None:
-    """Kills a script and its children on this host: the process group of that number, if it is one of this run.
+    """Kills the process group of a script on this host: the script and its children.
 
-    The script itself may have ended already, and its number may be another's by now. What the worker started still has
-    the token in its first environment, and what the script started has the number in its own.
+    The script may have ended, and its number may have been reused for an unrelated process group. So a group is killed
+    only if the environment of one of its processes contains the run's token, or names the script's process in
+    ``WHALE_CONTROL``.
+
+    Args:
+        pid: process number of the script, which is the number of its group.
+        token: the run's token.
     """
     marks = token.encode(), f"{CONTROL_VARIABLE}={pid}:".encode()
     for folder in Path("/proc").iterdir():
@@ -190,7 +211,7 @@ def kill_group(pid: int, token: str) -> None:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Returns the fields of a process of this host from /proc (state, parent and so on); [] if there is none."""
+    """Returns the fields of /proc/<pid>/stat from the state on (state, parent, ...); [] if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -198,7 +219,7 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def read_parent(pid: int) -> int:
-    """Returns the parent of a process of this host; 0 if it has ended."""
+    """Returns the number of a process's parent; 0 if the process has ended."""
     return int(found[1]) if (found := _read_stat(pid)) else 0
 
 
@@ -207,7 +228,7 @@ def _read_state(pid: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as SIGKILL for 9."""
+    """Returns the name of a signal, such as "SIGKILL" for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -215,35 +236,39 @@ def signal_name(number: int) -> str:
 
 
 def find_cause(failures: list[Failure]) -> Failure:
-    """Returns the failure that the others follow from: the first that is no consequence, else the first."""
+    """Returns the failure that caused the others: the first one that is no CommError, else the first one."""
     return next((failure for failure in failures if not failure.is_consequence), failures[0])
 
 
 @dataclass(slots=True)
 class RankLink:
-    """The connection to one worker, and what it has reported.
+    """Represents the connection to one worker, with everything its rank has reported. Times are the launcher's
+    monotonic time.
 
     Attributes:
-        rank: known after the greeting.
-        pid: the script's process on its host.
-        raised: its script has reported how it failed; the exit code that follows is no news.
-        exited: its script has ended, or the worker is lost.
-        hidden: what the rank wrote to stderr after another rank's failure.
-        code: of the script's end, once it is known.
-        heard_s: when the worker was heard last; monotonic clock of this process, as all times here.
-        stopped_s: since when the script's process is stopped, or None.
-        freeze_s: for how long it may be; 0 for as long as it likes.
-        notice_s: how long its script has to save once it is told to end; 0 where it saves nothing then.
-        elastic: its script goes on when other ranks are gone.
-        members: the ranks that the run was of when it last went on with others than before, as the script has them.
-        address: where others reach it that were not started with it, or "".
-        start: what all ranks of the run have begun with, where this one says it; or "".
-        joining: its script is in wh.init, waiting for the others; None before, False after.
-        clock: how much its host's clock is ahead of this one; known after the greeting.
-        trace: what has come of it and is not yet in the launcher's.
-        counters: what its script has communicated, once it is known.
-        end: how its run of Whale ended: what it trained alone, what its variables hold.
-        stall: the latest report of a wait: what for, for how long, for which ranks.
+        connection: the socket to the worker.
+        unpacker: splits received bytes into frames.
+        rank: the rank's number; None until the worker has greeted.
+        host: name of the rank's host, as the host knows it.
+        raised: whether the script has reported how it failed, so that its exit code adds nothing.
+        exited: whether the script has ended, or the worker is lost.
+        hidden: what the rank wrote to stderr after another rank's failure, not printed so far.
+        code: exit code of the script, once it has ended.
+        pid: process number of the script on its host.
+        heard_s: when data last arrived from the worker.
+        stopped_s: since when the script's process has been stopped (SIGSTOP), or None.
+        freeze_s: seconds for which the rank may be stopped or silent before it counts as frozen; 0: no limit.
+        notice_s: seconds that the script has to save after SIGTERM; 0: the script does not ask for notice.
+        elastic: whether the script can go on when other ranks are gone.
+        members: the ranks that took part after the last change that this rank has acted on; () before any change.
+        address: "host:port" where ranks that were not started together with this one can connect to it, or "".
+        start: the state that joining ranks have to begin with, if this rank has reported it; else "".
+        joining: True while the script waits for the others in ``wh.init``; None before, False afterwards.
+        stall: the latest report of a long wait, or None.
+        trace: events received but not yet written to the trace file.
+        clock: the offset of the clock of the rank's host.
+        counters: what the rank has communicated, once reported.
+        end: how the rank's run of Whale ended, once reported.
     """
 
     connection: socket.socket
@@ -269,13 +294,17 @@ class RankLink:
     clock: Clock = field(default_factory=Clock)
     counters: list[Counter] | None = None
     end: RankEnd | None = None
-    _asked_s: float = -math.inf  # when a silent worker was last asked for a sign of life
-    _silent_s: float = math.inf  # since when it is taken for frozen, unless a second look finds otherwise
+    _asked_s: float = -math.inf  # when a silent worker was last asked for its time
+    _silent_s: float = math.inf  # since when the worker seems frozen; counts only if a second look agrees
 
     def greet(self, kind: FrameKind, payload: bytes, size: int, comes: Callable[[int], bool] | None) -> int | None:
-        """Handles the first frame; returns the rank, or None when it does not come from a worker of this run.
+        """Handles the first frame of a connection; returns the rank, or None if the frame is not from a worker of this
+        run.
 
-        ``comes``: whether a rank of this number was started while the run goes on.
+        Args:
+            kind, payload: the frame, which has to be a `Hello`.
+            size: number of ranks that the run was started with.
+            comes: tells whether a joining rank of this number is expected; None if no ranks can join.
         """
         try:
             hello = unpack(payload, Hello)
@@ -289,26 +318,31 @@ class RankLink:
         return self.rank
 
     def send_signal(self, number: int) -> None:
-        """Asks the worker to send a signal to its script; does nothing if the worker is gone."""
+        """Asks the worker to send a signal to its script's process group; does nothing if the worker is gone."""
         self._send(FrameKind.SIGNAL, {"signal": int(number)})
 
     def tell_lost(self, rank: int | None, what: str, goes_on: bool = False) -> None:
-        """Tells the script that another rank, or mpirun (None), is gone; ``what`` ends a sentence about it.
+        """Tells the script that another rank is gone.
 
-        ``goes_on``: the run does so without that rank.
+        Args:
+            rank: that rank, or None for mpirun.
+            what: what happened, as the end of a sentence that begins with "rank 1".
+            goes_on: whether the run goes on without that rank.
         """
         self.tell({"rank": rank, "what": what, "goes_on": goes_on})
 
     def tell_start(self, start: str, history: Sequence[dict[str, Any]]) -> None:
-        """Tells the script of a joining rank what the others have begun with, and who is gone and has come since."""
+        """Tells the script of a joining rank the state to begin with, and all earlier messages about lost and joined
+        ranks.
+        """
         self.tell({"rank": None, "start": start, "history": list(history)})
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Tells the script something, in the form that whale/distributed/watch.py reads."""
+        """Sends the script a message, in the form that whale/distributed/watch.py reads."""
         self._send(FrameKind.LOST, message)
 
     def take(self, message: ScriptMessage) -> None:
-        """Keeps what the script says of itself."""
+        """Stores what a message of the script says about its rank."""
         for name in ("joining", "freeze_s", "notice_s", "elastic", "members", "address", "start"):
             if (said := getattr(message, name)) is not None:
                 setattr(self, name, said)
@@ -316,12 +350,20 @@ class RankLink:
         self.counters = message.counters or self.counters
 
     def ask_clock(self) -> None:
-        """Asks the worker for its time."""
+        """Asks the worker for the time of its clock, which also shows whether the worker is alive."""
         self.clock.asked_ns = time.monotonic_ns()
         self._send(FrameKind.CLOCK, {"asked_ns": self.clock.asked_ns})
 
     def find_freeze(self, now_s: float, silence_s: float) -> Failure | None:
-        """Returns a failure if this rank's process is stopped, or its worker silent, for longer than it may be."""
+        """Returns a failure if this rank's process has been stopped, or its worker silent, for too long; else None.
+
+        A worker that is merely starved of CPU time, or whose host acknowledges data again after an outage, gets more
+        time.
+
+        Args:
+            now_s: monotonic time.
+            silence_s: seconds that a worker may always be silent, even if `freeze_s` is shorter.
+        """
         if self.rank is None or self.exited or not self.freeze_s:
             return None
         if self.stopped_s is not None and now_s - self.stopped_s >= self.freeze_s:
@@ -333,7 +375,7 @@ class RankLink:
         if quiet_s < most_s or self._is_starved() or (quiet_s < most_s + _RESUMES_S and self._is_reached()):
             self._silent_s = math.inf
             return None
-        # A second look: what its worker has sent meanwhile may be on the way, and its process asleep again.
+        # Looks a second time, a moment later: data that the worker has just sent may still be on the way.
         self._silent_s = min(self._silent_s, now_s)
         return (
             make_silent_failure(self.rank, self.host, now_s - self.heard_s)
@@ -342,11 +384,13 @@ class RankLink:
         )
 
     def _is_reached(self) -> bool:
-        """Tells whether another host acknowledges again: what was lost in a cut is sent once more within moments."""
+        """Returns True if the rank's host, another one than this, acknowledges data again, so that TCP soon resends
+        what was lost.
+        """
         return self.host != socket.gethostname() and find_unacknowledged_s(self.connection) < _REACHED_S
 
     def _is_starved(self) -> bool:
-        """Tells whether the worker is on this host and ready to run but gets no processor; False on other hosts."""
+        """Returns True if the worker, on this host, is ready to run but gets no processor; False on other hosts."""
         return self.host == socket.gethostname() and _read_state(read_parent(self.pid)) == "R"
 
     def _send(self, kind: FrameKind, content: dict[str, Any]) -> None:

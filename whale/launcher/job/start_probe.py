@@ -1,8 +1,8 @@
-"""Finds out why ranks of a run did not start: from what MPI, mpirun and ssh printed, and by asking their hosts.
+"""Finds out why the ranks of a run did not start, from the output of mpirun, MPI and ssh, and by asking their hosts.
 
-Hosts whose ranks do not come up are asked whether they reach the launcher, and daemons of Open MPI that are left there
-are ended. A firewall that lets only ssh through is said by nobody: what mpirun has started on a host tries to connect
-for minutes.
+A firewall that lets only ssh through causes no error message: what mpirun has started on a host tries for minutes to
+connect. So hosts whose ranks do not come up are asked, over ssh, whether they can connect to the launcher. Open MPI
+daemons that are left on such hosts are ended.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from whale.errors import ClusterError
 from whale.ir.plan_text import format_bytes
 from whale.launcher.shm_cleanup import MEMORY
 
-AFTER_S = 5.0  # without a rank; workers connect before their scripts begin, so that slow scripts are no reason
+# Hosts are asked when ranks have not connected for so long. Workers connect before their scripts begin, so that slow
+# scripts are no reason for a delay.
+AFTER_S = 5.0
 _CONNECT_S = 4.0
 _ANSWER_S = 8.0
 _LOOKS_S = 0.1
-_CLOSED = 7  # the exit code of what asks, where it does not reach the launcher
-SILENT = 124  # that of an ssh that says nothing at all
-_BEGUN = "whale asks"  # said by a shell, before Python is there
+_CLOSED = 7  # exit code of the program _ASKS if it cannot connect to the launcher
+SILENT = 124  # stands for the exit code of an ssh that has not even reached a shell
+_BEGUN = "whale asks"  # printed by the host's shell before it starts Python
 _ASKS = """
 import socket, sys
 try:
@@ -51,7 +53,7 @@ for pid in filter(str.isdecimal, os.listdir("/proc")):
         pass
 """
 
-# What mpirun's daemon needs of a host, and ends without a word where it is missing.
+# Checks what mpirun's daemon needs on a host: where it is missing, the daemon ends without a message.
 _LOOKS = """
 import os, resource, tempfile
 for folder in (os.environ.get("TMPDIR", "/tmp"), "/dev/shm"):
@@ -72,7 +74,8 @@ _NAMED_HOSTS = re.compile(r"(?:Remote host|Node|Host):\s+(\S+)")
 _LOCAL_HOST = re.compile(r"Local host:\s+(\S+)")
 _NOT_EXECUTABLE = re.compile(r"Executable:\s+(\S+)")
 
-# What ssh, a shell or Python says, and what to do; the first that is found counts. {host}, {here}, {python}, {prefix}.
+# (pattern of what ssh, a shell or Python prints, what to do), with {host}, {here}, {python} and {prefix} to be filled
+# in; the first pattern that matches a line counts.
 _CAUSES = (
     (
         r"Permission denied \(|Too many authentication failures",
@@ -112,9 +115,10 @@ _RETRY = "try `ssh {host} true` on {here}, then `{python} -m whale doctor` on {h
 
 
 def run_on_host(host: str, program: str) -> tuple[int, str]:
-    """Runs a program of Python on a host by what mpirun uses; returns exit code and output.
+    """Runs a Python program on a host, by the same remote shell as mpirun (usually ssh), and returns (exit code,
+    output).
 
-    Without an answer the code is 255, or SILENT if not even a shell there has said a word.
+    The code is 255 if there was no answer, and `SILENT` if not even the host's shell has started.
     """
     agent = os.environ.get("PRTE_MCA_plm_ssh_agent") or os.environ.get("OMPI_MCA_plm_rsh_agent") or "ssh"
     command = f"echo {_BEGUN}; {shlex.join([sys.executable, '-I', '-S', '-c', program])}"
@@ -136,19 +140,23 @@ def run_on_host(host: str, program: str) -> tuple[int, str]:
 
 
 def find_missing(hosts: Sequence[str], run: Callable[[str, str], tuple[int, str]] = run_on_host) -> dict[str, str]:
-    """Returns what hosts lack that mpirun's daemon needs, in words, by host; those that lack nothing are left out."""
+    """Checks what mpirun's daemon needs on each host, such as a writable temporary folder.
+
+    Returns:
+        host -> what is missing, in words; hosts that lack nothing, or do not answer, are left out.
+    """
     with ThreadPoolExecutor(min(32, max(1, len(hosts)))) as pool:
         answers = dict(zip(hosts, pool.map(lambda host: run(host, _LOOKS), hosts)))
     return {host: said.replace("\n", ", ") for host, (code, said) in answers.items() if code == 0 and said}
 
 
 class StartProbe:
-    """Asks each of some hosts, in threads, whether it reaches the launcher.
+    """Asks hosts, in threads, whether they can connect to the launcher.
 
     Args:
-        hosts: others than this one.
-        address: where the launcher listens.
-        run: runs a program on a host.
+        hosts: the hosts to ask, other than this one.
+        address: (host, port) at which the launcher listens.
+        run: runs a Python program on a host, as `run_on_host` does.
     """
 
     def __init__(
@@ -163,7 +171,12 @@ class StartProbe:
         self._told: list[str] = []
 
     def find_deadline_s(self, begun_s: float) -> float:
-        """Returns the monotonic time at which to ask, or to look for answers, in a start that began then."""
+        """Returns the monotonic time at which the event loop has to ask the hosts, or look for their answers; else
+        infinity.
+
+        Args:
+            begun_s: monotonic time at which the run was started.
+        """
         if self._is_asking:
             return time.monotonic() + _LOOKS_S
         return begun_s + AFTER_S if self._hosts and self._pool is None else math.inf
@@ -173,7 +186,7 @@ class StartProbe:
         return any(not future.done() for future in self._asked.values())
 
     def ask(self) -> None:
-        """Begins to ask, once."""
+        """Starts asking the hosts, the first time it is called."""
         if self._pool is None and self._hosts:
             address, port = self._address
             program = _ASKS.format(address=address, port=port, timeout_s=_CONNECT_S, code=_CLOSED)
@@ -181,7 +194,9 @@ class StartProbe:
             self._asked = {host: self._pool.submit(self._run, host, program) for host in self._hosts}
 
     def make_error(self) -> ClusterError | None:
-        """Returns what is wrong, once all hosts have answered, or None if all of these reach the launcher."""
+        """Returns an error about hosts that cannot connect to the launcher; None if there are none, or not all have
+        answered.
+        """
         if not self._asked or self._is_asking:
             return None
         answers = {host: future.result() for host, future in self._asked.items()}
@@ -190,7 +205,7 @@ class StartProbe:
         )
 
     def take_silent(self) -> list[str]:
-        """Returns, once, the hosts on which ssh has not come as far as to a shell."""
+        """Returns the hosts on which ssh has not even reached a shell; each is returned once."""
         if not self._asked or self._is_asking:
             return []
         silent = [host for host, future in self._asked.items() if future.result()[0] == SILENT]
@@ -199,7 +214,10 @@ class StartProbe:
         return found
 
     def end_daemons(self, mpiruns: Sequence[int]) -> None:
-        """Ends, on hosts that have answered, what these mpiruns have started there and cannot reach."""
+        """Kills, on hosts that have answered, the Open MPI daemons that the given mpirun processes have started there.
+
+        The mpirun processes cannot do it themselves if a firewall blocks their connections.
+        """
         if self._pool is None:
             return
         names = [f"prterun-{socket.gethostname()}-{pid}@" for pid in mpiruns]
@@ -208,13 +226,18 @@ class StartProbe:
         wait([self._pool.submit(self._run, host, _ENDS.format(mark=name)) for host in answered for name in names])
 
     def close(self) -> None:
-        """Waits for nobody any more."""
+        """Stops asking; answers that are still to come are dropped."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def make_blocked_error(reasons: Mapping[str, str], address: tuple[str, int]) -> ClusterError | None:
-    """Returns the error of hosts that cannot connect to the launcher, by host; None without one."""
+    """Returns an error about hosts that cannot connect to the launcher, or None if there are none.
+
+    Args:
+        reasons: host -> the error that it got when it tried to connect.
+        address: (host, port) at which the launcher listens.
+    """
     if not reasons:
         return None
     try:
@@ -233,13 +256,13 @@ def make_blocked_error(reasons: Mapping[str, str], address: tuple[str, int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class StartCause:
-    """The cause of ranks that did not start.
+    """Describes why ranks did not start.
 
     Attributes:
-        hosts: where; (): it is not known.
-        cause: in the words of who has said it; "": nobody.
+        hosts: the hosts concerned; () if unknown.
+        cause: the line of output that tells the cause; "" if there is none.
         action: what to do next.
-        is_known: whether it is one of those that are understood here.
+        is_known: whether the output matches one of the known causes (`_CAUSES`).
     """
 
     hosts: tuple[str, ...]
@@ -249,12 +272,12 @@ class StartCause:
 
 
 def find_start_cause(said: str, missing: Sequence[str], here: str) -> StartCause:
-    """Returns what kept ranks from starting.
+    """Returns the most likely reason why ranks did not start.
 
     Args:
-        said: what mpirun has printed, and ssh through it.
+        said: output of mpirun, which includes that of ssh.
         missing: the hosts of ranks that did not come up.
-        here: the launcher's host.
+        here: name of the launcher's host.
     """
     local = set(_LOCAL_HOST.findall(said))
     named = dict.fromkeys(host for host in _NAMED_HOSTS.findall(said) if host not in local)
@@ -271,10 +294,10 @@ def find_start_cause(said: str, missing: Sequence[str], here: str) -> StartCause
 
 
 def explain_start(said: str) -> str:
-    """Returns lines that say why MPI did not start, and what to do.
+    """Returns lines for the user that say why MPI did not start, and what to do.
 
     Args:
-        said: what mpirun and MPI printed.
+        said: output of mpirun and MPI.
     """
     if found := _NO_SPACE.search(said):
         folder = MEMORY if found["path"].startswith(f"{MEMORY}/") else os.path.dirname(found["path"])

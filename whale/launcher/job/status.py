@@ -1,7 +1,7 @@
-"""Tells `whale top` of a run over a socket of this host: its ranks, what they have done, and what they wait for.
+"""Answers `whale top` on a Unix socket of this host with the status of a run: its ranks, their steps, and their waits.
 
 The socket has a name in Linux's abstract namespace, so that nothing is left of it however the launcher ends:
-"whale-run-<user>-<process>-<random>". The user of the run is answered, and root; what they send is not read.
+"whale-run-<user>-<process>-<random>". Only the user of the run and root get an answer; what a client sends is not read.
 
 Decision: 0163.
 """
@@ -29,12 +29,13 @@ _BACKLOG = 8
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """A rank of a run as its launcher knows it.
+    """Describes a rank of a run as its launcher knows it.
 
     Attributes:
         state: "starting", "in wh.init", "running", "stopped", "ended", or "running without wh.init".
-        told_s: how long ago it told of its steps; None: it never did.
-        latest, before: what it told then, and the time before that.
+        told_s: seconds since its latest report about its steps; None: there was none.
+        latest: that report.
+        before: an earlier report with fewer steps, to compute rates from; None if there is none.
     """
 
     rank: int
@@ -46,7 +47,15 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """A run as its launcher knows it; ``up_s`` since it was started."""
+    """Describes a run as its launcher knows it.
+
+    Attributes:
+        process: process number of the launcher.
+        command: the script and its arguments.
+        up_s: seconds since the run was started first.
+        restarts: how often it has been started again.
+        ranks: the status of each rank.
+    """
 
     process: int
     command: str
@@ -56,10 +65,10 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 class StatusSocket:
-    """The socket, from construction to ``close``. `answer` is called when somebody has connected.
+    """Listens on the socket that `whale top` connects to, from construction to ``close``.
 
     Attributes:
-        listener: becomes readable then.
+        listener: the listening socket; when it is readable, the event loop calls `answer`.
     """
 
     def __init__(self) -> None:
@@ -69,7 +78,12 @@ class StatusSocket:
         self.listener.setblocking(False)
 
     def answer(self, read: Callable[[], RunStatus]) -> None:
-        """Sends the run's status to who has connected, in a thread: who does not read it holds nothing up."""
+        """Accepts one client and sends it the run's status, in a thread, so that a slow client does not block the event
+        loop.
+
+        Args:
+            read: returns the run's status.
+        """
         try:
             connection, _ = self.listener.accept()
         except OSError:
@@ -81,7 +95,7 @@ class StatusSocket:
         threading.Thread(target=_send, args=(connection, data), name="whale-status", daemon=True).start()
 
     def close(self) -> None:
-        """Ends it; who has connected and was not answered hears the end."""
+        """Closes the socket; clients that still wait for an answer see the end of their connection."""
         self.listener.close()
 
 
@@ -95,13 +109,19 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def find_peer(connection: socket.socket) -> tuple[int, int]:
-    """Returns the process and the user at the other end of a socket of this host, as the kernel says."""
+    """Returns (process number, user number) of the process at the other end of a Unix socket, from the kernel."""
     process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return process, user
 
 
 def make_status(options: Options, links: Mapping[int, RankLink], progress: RunProgress) -> RunStatus:
-    """Returns what the launcher knows of a run; `links` are the ranks that have come up."""
+    """Creates the status of a run from what the launcher knows.
+
+    Args:
+        options: the options of `whale run`.
+        links: the connections of the ranks that have come up.
+        progress: the ranks' reports about their steps.
+    """
     now_s = time.monotonic()
     told = progress.read_ranks()
     ranks = []

@@ -1,10 +1,10 @@
-"""Writes TensorBoard's files of a run without TensorFlow: scalars and texts of each rank, and the profile of a trace.
+"""Writes TensorBoard's files of a run without TensorFlow: scalars and texts of each rank, and a profile from the trace.
 
-An event file is a row of records (length, its checksum, data, their checksum); a record is an ``Event`` of
-tensorflow/core/util/event.proto. A profile is an ``XSpace`` for each rank, beside the scalars, of
-tensorflow/tsl/profiler/protobuf/xplane.proto: spans of one track become events of one line; what a trace says beside
-their names and times, their statistics. Messages are encoded by hand: the launcher has neither TensorFlow nor its
-messages.
+An event file is a sequence of records (length, checksum of the length, data, checksum of the data), each of which is an
+``Event`` of tensorflow/core/util/event.proto. A profile is one ``XSpace`` per rank
+(tensorflow/tsl/profiler/protobuf/xplane.proto), in a folder beside the scalars: each track of the trace becomes a line,
+each span an event, and a span's arguments its statistics. The protobuf messages are encoded by hand, since the launcher
+loads neither TensorFlow nor protobuf.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import msgspec
 from whale.errors import ClusterError
 
 _DT_STRING = 7
-_PLANE = "/host:CPU"  # of threads of a host, to those who show profiles
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # kinds of fields on the wire
+_PLANE = "/host:CPU"  # the name under which profile viewers look for the threads of a host
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
 
 
 class EventFiles:
-    """The event files of a run, open from construction to ``close``; a rank's file is made with its first record.
+    """Writes the event files of a run, from construction to ``close``; a rank's file is created with its first record.
 
     Args:
-        folder: what TensorBoard is given as ``--logdir``.
+        folder: the folder that TensorBoard is given as ``--logdir``; created if it does not exist.
 
     Raises:
-        ClusterError: it cannot be made, or written to.
+        ClusterError: the folder cannot be created or written to.
     """
 
     def __init__(self, folder: str) -> None:
@@ -49,12 +49,12 @@ class EventFiles:
                 "TensorBoard's files cannot be written",
                 given=f"--logdir {folder}",
                 reason=error,
-                expected="a folder, or a place where one can be made",
-                action="correct the path",
+                expected="a folder that can be written to, or created",
+                action="give --logdir another folder",
             ) from error
 
     def write_scalars(self, rank: int, step: int, values: Mapping[str, float]) -> None:
-        """Writes values of a rank at a step, by tag."""
+        """Writes scalars (tag -> value) of a rank at a step."""
         found = [
             _encode_string(1, tag) + _encode_field(2, _FIXED32, struct.pack("<f", value))
             for tag, value in values.items()
@@ -62,26 +62,29 @@ class EventFiles:
         self._write(rank, step, found)
 
     def write_text(self, rank: int, tag: str, text: str) -> None:
-        """Writes a text of a rank, which TensorBoard shows as it is under Text."""
+        """Writes a text of a rank, which TensorBoard shows verbatim on its Text page."""
         shown = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown leaves indented lines alone
         tensor = _encode_number(1, _DT_STRING) + _encode_message(2, b"") + _encode_string(8, shown)
         metadata = _encode_message(1, _encode_string(1, "text"))
         self._write(rank, 0, [_encode_string(1, tag) + _encode_message(8, tensor) + _encode_message(9, metadata)])
 
     def format_summary(self) -> str:
-        """Says in a sentence what was written."""
+        """Returns a sentence for the end of the run: where the files are, or why there are none."""
         if not self._files and self._error is None:
             return f"nothing for TensorBoard is in {self._folder}: no rank has run a step that Whale distributes"
         text = f"scalars and plans are in {self._folder}: tensorboard --logdir {self._folder}"
         return text if self._error is None else f"{text}; then they could not be written: {self._error}"
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes all files."""
         for file in self._files.values():
             file.close()
 
     def _write(self, rank: int, step: int, values: list[bytes]) -> None:
-        """Writes values; an error (a full disk) is kept for `format_summary` and does not end the run."""
+        """Writes one event with the given values; after an error, such as a full disk, nothing more is written.
+
+        The error does not end the run; `format_summary` reports it.
+        """
         if self._error is not None:
             return
         try:
@@ -126,7 +129,7 @@ _CRC32C = _make_crc_table()
 
 
 def _compute_checksum(data: bytes) -> bytes:
-    """Returns the CRC-32C, masked as in TensorFlow's records (tensorflow/core/lib/hash/crc32c.h)."""
+    """Returns the masked CRC-32C of TensorFlow's record format, 4 bytes (tensorflow/core/lib/hash/crc32c.h)."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
@@ -136,7 +139,13 @@ def _compute_checksum(data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Track:
-    """A track's encoded events that have ended, and those under way as (name, start, arguments)."""
+    """Holds one track of the trace, in general a thread.
+
+    Attributes:
+        name: the track's name.
+        events: ended events, encoded as protobuf messages.
+        open: events that have begun and not ended, as (name, start in us, arguments), innermost last.
+    """
 
     name: str = ""
     events: list[bytes] = field(default_factory=list)
@@ -145,7 +154,14 @@ class _Track:
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank's tracks by their numbers; names of events and of statistics -> numbers; the latest time, in us."""
+    """Converts a rank's trace events to an ``XSpace``.
+
+    Attributes:
+        tracks: the rank's tracks, by number.
+        names: names of events -> their numbers in the profile.
+        keys: names of event arguments -> their numbers in the profile.
+        end_us: the latest time that occurs, in microseconds.
+    """
 
     tracks: dict[int, _Track] = field(default_factory=dict)
     names: dict[str, int] = field(default_factory=dict)
@@ -153,7 +169,7 @@ class _Rank:
     end_us: float = 0.0
 
     def take(self, event: dict[str, Any]) -> None:
-        """Takes one event of the trace."""
+        """Adds one event, a JSON object of Chrome's trace format."""
         track = self.tracks.setdefault(int(event.get("tid", 0)), _Track())
         kind, name, args = event.get("ph"), str(event.get("name", "")), dict(event.get("args") or {})
         if kind == "M":
@@ -170,7 +186,7 @@ class _Rank:
             self._add(track, name, start_us, start_us + float(event.get("dur", 0.0)), args)
 
     def encode(self, rank: int) -> bytes:
-        """Returns all of it encoded; what was under way at the end of the trace ends there."""
+        """Returns the rank's encoded ``XSpace``. Events that never ended get the end of the trace as their end."""
         for track in self.tracks.values():
             while track.open:
                 name, start_us, args = track.open.pop()
@@ -203,14 +219,14 @@ class _Rank:
 
 
 def write_profile(trace: str, folder: str) -> str:
-    """Writes the profile of a finished trace.
+    """Converts a finished trace to a profile that TensorBoard shows.
 
     Args:
-        trace: the file that `whale run --trace` has written, an event a line.
-        folder: what TensorBoard is given as ``--logdir``.
+        trace: path of the file that `whale run --trace` has written, one event per line.
+        folder: the folder that TensorBoard is given as ``--logdir``.
 
     Returns:
-        Why it could not be written, as a sentence; "" if it was.
+        "" on success, else a sentence that says why the profile could not be written.
     """
     ranks: dict[int, _Rank] = {}
     into = os.path.join(folder, "plugins", "profile", time.strftime("%Y_%m_%d_%H_%M_%S"))
@@ -222,7 +238,7 @@ def write_profile(trace: str, folder: str) -> str:
             with open(os.path.join(into, f"rank{rank}.xplane.pb"), "wb") as file:
                 file.write(found.encode(rank))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return f"the trace could not be made a profile: {error}"
+        return f"the trace {trace} could not be made a profile for TensorBoard: {error}"
     return ""
 
 
@@ -234,14 +250,14 @@ def _read_events(trace: str) -> Iterator[dict[str, Any]]:
 
 
 def _encode_entry(at: int, key: int, name: str) -> bytes:
-    """Encodes an entry of a map from numbers to messages that hold the number and a name."""
+    """Encodes an entry of a protobuf map from a number to a message that holds the same number and a name."""
     return _encode_message(
         at, _encode_number(1, key) + _encode_message(2, _encode_number(1, key) + _encode_string(2, name))
     )
 
 
 def _encode_varint(value: int) -> bytes:
-    """Encodes a whole number that is not negative, seven bits a byte."""
+    """Encodes a non-negative integer as a protobuf varint, seven bits per byte."""
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)
@@ -250,12 +266,12 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _encode_field(number: int, kind: int, payload: bytes) -> bytes:
-    """Encodes a field, whose payload is encoded already as its wire type wants it."""
+    """Encodes a protobuf field from its number, its wire type (`kind`) and its payload, which is encoded already."""
     return _encode_varint(number << 3 | kind) + payload
 
 
 def _encode_number(at: int, value: int) -> bytes:
-    """Encodes a protobuf field that holds a whole number, 0 or more."""
+    """Encodes a protobuf field that holds a non-negative integer."""
     return _encode_field(at, _VARINT, _encode_varint(value))
 
 
@@ -265,5 +281,5 @@ def _encode_message(number: int, payload: bytes) -> bytes:
 
 
 def _encode_string(number: int, content: str) -> bytes:
-    """Encodes a protobuf field that holds a text."""
+    """Encodes a protobuf field that holds a string."""
     return _encode_message(number, content.encode(errors="replace"))

@@ -1,7 +1,7 @@
-"""Writes the trace of a run: the events of all ranks in one file, in the launcher's time.
+"""Writes the trace of a run: the events of all ranks in one file, in the time of the launcher's clock.
 
-The file is a JSON array in Chrome's trace format. It is written as the events come, so that it can be looked at while
-the run goes on, and after the launcher itself was killed: viewers do without the closing bracket.
+The file is a JSON array in Chrome's trace format. Events are appended as they arrive, so that the file can be opened
+while the run goes on, and after the launcher was killed: viewers accept a missing closing bracket.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from whale.launcher.protocol import HEARTBEAT_S, ClockAnswer, FrameKind, unpack
 
 
 class TraceFile:
-    """The trace file, which collects the ranks' events from construction to ``close``, across restarts of the run.
+    """Collects the ranks' events in the trace file, from construction to ``close``, across restarts of the run.
 
     Raises:
-        ClusterError: the file cannot be written.
+        ClusterError: the file cannot be created.
     """
 
     def __init__(self, path: str) -> None:
@@ -40,26 +40,28 @@ class TraceFile:
                 given=f"--trace {path}",
                 reason=error,
                 expected="the path of a file in a folder that exists",
-                action="correct the path",
+                action="give --trace another path",
             ) from error
 
     def greet(self, link: RankLink) -> None:
-        """Asks a rank that has come up for its time, if it has a clock of its own."""
+        """Asks a rank for the time of its clock, unless the offset of that clock is known well enough."""
         if not link.clock.is_known:
             link.ask_clock()
 
     def look_after(self, links: Iterable[RankLink]) -> None:
-        """Asks ranks whose clocks may drift for their time again."""
+        """Asks ranks on other hosts for the time of their clocks again, every `HEARTBEAT_S`, since clocks drift."""
         now_ns = time.monotonic_ns()
         for link in links:
             if not link.exited and link.clock.is_due(now_ns, HEARTBEAT_S):
                 link.ask_clock()
 
     def take(self, link: RankLink, kind: FrameKind, payload: bytes) -> None:
-        """Handles a frame of kind CLOCK or TRACE.
+        """Handles a frame of kind CLOCK (an answer about a clock) or TRACE (events).
+
+        Events are written once the offset of the rank's clock is known.
 
         Raises:
-            ValueError: it is no answer.
+            ValueError: the payload of a CLOCK frame is malformed.
         """
         if kind is FrameKind.CLOCK:
             answer = unpack(payload, ClockAnswer)
@@ -71,19 +73,19 @@ class TraceFile:
             self._write_lines(link)
 
     def end(self, links: Iterable[RankLink]) -> None:
-        """Writes, once the ranks have ended, the events that still waited for a better estimate of their clocks."""
+        """Writes, once the ranks have ended, events that still waited for an estimate of their clocks' offsets."""
         for link in links:
             self._write_lines(link)
             self._unreadable += link.trace.count(b"\n")
 
     def mark(self, rank: int, what: str) -> None:
-        """Marks that something has happened to a rank just now."""
+        """Writes an instant event for a rank, at the present time."""
         when_us = (time.monotonic_ns() - self._zero_ns) / 1e3
         event = {"name": what, "ph": "i", "s": "p", "pid": rank, "tid": 1, "ts": when_us}
         self._write([json.dumps(event).encode()])
 
     def format_summary(self) -> str:
-        """Says what is in the file, as the end of a sentence."""
+        """Returns a sentence for the end of the run: the number of events, where the file is, and what went wrong."""
         text = f"{self._events:,} events of the trace are in {self._path}; open it at https://ui.perfetto.dev"
         if self._unreadable:
             text += f"; {self._unreadable:,} could not be read"
@@ -92,7 +94,7 @@ class TraceFile:
         return text
 
     def close(self) -> None:
-        """Ends the JSON array."""
+        """Closes the JSON array and the file."""
         if self._error is None:
             self._put(b"\n]\n" if self._events else b"[]\n")
         self._file.close()
@@ -126,7 +128,7 @@ class TraceFile:
             self._put(b"".join(parts))
 
     def _put(self, data: bytes) -> None:
-        """Writes text to the file; a full disk must not end the run."""
+        """Writes bytes to the file; an error, such as a full disk, is kept for the summary and does not end the run."""
         view = memoryview(data)
         try:
             while view:

@@ -1,4 +1,4 @@
-// The bits of a float32.
+// Conversions between a float32 and its bits.
 #pragma once
 
 #include <cstdint>

@@ -12,8 +12,8 @@
 
 namespace whale {
 
-// Element types as the core knows them. kRaw has no arithmetic: data movement of any fixed-size
-// element. The numbers are part of the C ABI (whale_ops/_native.py).
+// Element types of the core. kRaw elements have no arithmetic: they have a fixed size and are only
+// moved. The numbers are part of the C ABI (whale_ops/_native.py).
 enum class DType : int32_t {
   kRaw = 0,
   kFloat16 = 1,
@@ -48,7 +48,7 @@ enum class OpKind : int32_t {
 
 enum class Code : int32_t {
   kOk = 0,
-  kInvalidArgument = 1,  // what this rank, or the ranks together, asked for cannot be done
+  kInvalidArgument = 1,  // an argument is wrong, or the ranks' arguments do not match
   kAborted = 2,          // some rank called abort
   kCancelled = 3,        // TensorFlow cancelled the step
   kUnavailable = 4,      // a rank has left, or the transport failed
@@ -79,12 +79,12 @@ inline const char* name_of(OpKind kind) {
   return "unknown operation";
 }
 
-// Operations of two ranks; all others are those of a group.
+// Send and Recv connect two ranks; all other operations are those of a group.
 inline bool is_point_to_point(OpKind kind) {
   return kind == OpKind::kSend || kind == OpKind::kRecv;
 }
 
-// Operations whose schedule depends on which ranks share a host.
+// Whether the operation's schedule depends on which ranks share a host.
 inline bool knows_hosts(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kAllGather ||
          kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
@@ -100,7 +100,7 @@ inline const char* name_of(Reduction reduction) {
   return "unknown reduction";
 }
 
-// "0, 1 and 3"
+// Ranks in words, such as "0, 1 and 3".
 inline std::string join_ranks(const std::vector<int>& ranks) {
   std::string out;
   for (size_t i = 0; i < ranks.size(); ++i) {

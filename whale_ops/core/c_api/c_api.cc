@@ -1,7 +1,7 @@
 // The C ABI (c_api.h) that whale_ops/_native.py calls through ctypes. Every function returns a
-// status code (types.h, Code); the message of the latest failure of the calling thread is
-// whale_last_error(). Blocking functions release nothing themselves: ctypes gives up Python's lock
-// around them.
+// status code (types.h, Code); whale_last_error() returns the message of the calling thread's
+// latest failure. Blocking functions need not release Python's lock: ctypes does so around every
+// call.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -38,11 +38,12 @@ int report(const Status& status) {
 struct Communicator {
   std::shared_ptr<Endpoint> endpoint;
   const whale::MpiPlugin* mpi = nullptr;
-  // For the good-byes of other processes, since what this one has sent may be under way.
+  // Whether leave() waits for the good-byes of other processes, since messages to them may still be
+  // under way.
   bool waits_at_end = mpi != nullptr;
 };
 
-// An outcome that one thread waits for and the engine's thread sets.
+// The outcome of an operation, which the engine's thread sets and one other thread waits for.
 struct Pending {
   std::mutex mutex;
   std::condition_variable condition;
@@ -70,8 +71,8 @@ struct Bytes {
   std::vector<std::string> parts;
 };
 
-// After a timeout the ranks no longer agree on what comes next, so the communicator is aborted as a
-// whole.
+// After a timeout the ranks no longer agree on which operation comes next, so the whole
+// communicator is aborted.
 int wait_for(Communicator* communicator, const PendingHandle& pending, const std::string& purpose,
              double timeout_s, void** result) {
   if (!pending->wait(timeout_s)) {
@@ -122,7 +123,8 @@ Status load_mpi(const char* path, const whale::MpiPlugin** plugin) {
   return Status::Ok();
 }
 
-// Libraries stay loaded. `core`: digest of the headers that this core was built from.
+// Loads a device's library, which stays loaded. `core`: digest of the core's headers, compared with
+// the one that the library was built from.
 Status load_device_library(const char* path, const char* core, const whale::DevicePlugin** plugin) {
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   void* symbol = library == nullptr ? nullptr : dlsym(library, "whale_device_plugin");
@@ -148,7 +150,8 @@ Status check_hosts(int hosts, const whale::Transport& network) {
                            std::to_string(network.size()) + "; give every rank a host");
 }
 
-// The library of MPI, if all ranks had left when this process left its last communicator.
+// The MPI library, to be finalised at the end of the process; null unless all ranks had left when
+// this process left its last communicator.
 const whale::MpiPlugin* finalizable = nullptr;
 
 }  // namespace
@@ -157,7 +160,8 @@ extern "C" {
 
 WHALE_EXPORT const char* whale_last_error() { return last_error.c_str(); }
 
-// `hosts`: of each rank, or null; ranks of different ones count as ranks of different machines.
+// `hosts`: the host of each rank, or null; ranks with different numbers count as on different
+// machines.
 WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32_t* hosts,
                                          void** handles) {
   std::vector<int> host_of;
@@ -171,9 +175,8 @@ WHALE_EXPORT int whale_in_process_create(const char* name, int size, const int32
   return report(Status::Ok());
 }
 
-// `share_memory`: whether ranks of one machine speak through memory; `notes` says where they
-// cannot, and why. `hosts`: as above, or no host at all. `members`, `number`: as of MpiPlugin's
-// open.
+// `share_memory`: whether ranks of one machine exchange through shared memory; `notes` says where
+// they cannot, and why. `hosts`: as above, or null. `members`, `number`: as for MpiPlugin::open.
 WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int share_memory,
                                   const int32_t* hosts, int hosts_size, const int32_t* members,
                                   int members_size, int number, void** handle, void** notes) {
@@ -188,7 +191,7 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
     status = plugin->open({members, members + members_size}, number, &transports[0]);
     if (status.ok()) status = check_hosts(hosts_size, *transports[0]);
     if (!status.ok()) return;
-    // Nobody has to be asked, who might be gone.
+    // The gather would wait for all ranks, some of which may be gone.
     if (members_size != 0 && share_memory == 0) return;
     const auto gather = [plugin, network = transports[0].get()](const void* mine, size_t bytes,
                                                                 void* all) {
@@ -207,8 +210,8 @@ WHALE_EXPORT int whale_mpi_create(const char* name, const char* plugin_path, int
   return report(Status::Ok());
 }
 
-// The end of `rank` of a communicator between processes that `sockets` connect, by rank, which it
-// takes over. `share_memory`, `hosts`, `notes`: as above.
+// Creates the end of `rank` of a communicator between processes. `sockets`: connected sockets, by
+// rank, which the communicator takes over. `share_memory`, `hosts`, `notes`: as above.
 WHALE_EXPORT int whale_sockets_create(const char* name, int rank, const int32_t* sockets, int size,
                                       int share_memory, const int32_t* hosts, int hosts_size,
                                       void** handle, void** notes) {
@@ -305,7 +308,7 @@ WHALE_EXPORT int whale_submit(void* handle, const WhaleOperation* operation,
   return report(Status::Ok());
 }
 
-// Waits for whale_submit's operation and frees it, unless the time runs out.
+// Waits for the operation that whale_submit started, and frees it, unless the time runs out.
 WHALE_EXPORT int whale_wait(void* pending_handle, double timeout_s) {
   auto* pending = static_cast<PendingHandle*>(pending_handle);
   if (!(*pending)->wait(timeout_s)) {
@@ -323,8 +326,8 @@ WHALE_EXPORT int whale_abort(void* handle, const char* message) {
   return report(Status::Ok());
 }
 
-// Says good-bye. Between processes it then waits up to timeout_s for the other ranks' good-byes,
-// unless one of them was lost; `all_left` tells whether they came.
+// Says good-bye to the other ranks. Between processes it then waits up to timeout_s for their
+// good-byes, unless one of them was lost; `all_left` says whether all have come.
 WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
@@ -339,7 +342,8 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   *all_left = communicator->endpoint->closed() ? 1 : 0;
-  // Others than those of MPI end no MPI, but where one of their ranks is gone it would wait for it.
+  // MPI_Finalize would wait for ranks that are gone, so a rank that is missing in any communicator
+  // prevents it.
   if (!*all_left || communicator->endpoint->misses()) {
     finalizable = nullptr;
   } else if (communicator->mpi != nullptr) {
@@ -348,8 +352,8 @@ WHALE_EXPORT int whale_leave(void* handle, double timeout_s, int* all_left) {
   return report(status);
 }
 
-// Ends MPI, at the end of the process: it cannot start again. Not where ranks are missing, for
-// which it would wait.
+// Finalises MPI at the end of the process; it cannot start again. Does nothing if ranks are
+// missing, for which MPI would wait.
 WHALE_EXPORT int whale_finalize() {
   Status status = Engine::check_not_forked();
   if (status.ok() && finalizable != nullptr) status = finalizable->finalize_if_last();
@@ -363,8 +367,8 @@ WHALE_EXPORT int whale_device_count(const char* library, const char* core, int* 
   return report(status);
 }
 
-// Collective. `library`: empty for a rank that has no device. `ordinal`, `buffer_bytes`: as in
-// whale::DevicePlugin.
+// Opens a rank's device; collective. `library`: path of the device's library, empty for a rank
+// without a device. `ordinal`, `buffer_bytes`: as for whale::DevicePlugin.
 WHALE_EXPORT int whale_device_open(void* handle, const char* library, const char* core,
                                    const char* transport, int ordinal, int64_t buffer_bytes) {
   const auto& endpoint = static_cast<Communicator*>(handle)->endpoint;
@@ -406,8 +410,8 @@ WHALE_EXPORT int whale_set_algorithm(void* handle, const char* name) {
                                          "halving-doubling, tree, hierarchical or leader"));
 }
 
-// Three parts for each operation that waits: what it is, since how many seconds, for which ranks
-// ("1,3").
+// Returns three strings for each operation that waits: what it is, for how many seconds it has
+// waited, and the ranks that it waits for ("1,3").
 WHALE_EXPORT void* whale_waits(void* handle) {
   auto* bytes = new Bytes();
   const int64_t now = whale::now_ns();
@@ -422,7 +426,7 @@ WHALE_EXPORT void* whale_waits(void* handle) {
   return bytes;
 }
 
-// Another rank is known to be gone: Endpoint::lose.
+// Tells the endpoint that another rank is gone (Endpoint::lose).
 WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what) {
   const Status status = Engine::check_not_forked();
   if (!status.ok()) return report(status);
@@ -430,8 +434,8 @@ WHALE_EXPORT int whale_lose(void* handle, int peer, const char* what) {
   return report(Status::Ok());
 }
 
-// A piece at a time: the engine's thread has others to serve. 0 bytes: only whether there is
-// anything to read there.
+// Reads one piece per turn of the engine's thread, which has other ranks to serve. 0 bytes: only
+// checks whether the peer's memory can be read.
 WHALE_EXPORT int whale_read_lent(void* handle, int peer, int64_t place, void* to, int64_t bytes) {
   constexpr int64_t kTurnBytes = 4 << 20;
   Endpoint* const endpoint = static_cast<Communicator*>(handle)->endpoint.get();

@@ -1,6 +1,5 @@
-// The C ABI of the core. It is a header so that libraries and sources that disagree about it are
-// told apart: the digest of the headers is compared when a library is loaded
-// (whale_ops/_native.py).
+// The C ABI of the core. It is a header of the core so that a change of it changes the digest of
+// the headers, which is compared when a library is loaded (whale_ops/_native.py).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@
 
 extern "C" {
 
-// Layout shared with whale_ops/_native.py.
+// Has the same layout as the structure in whale_ops/_native.py.
 struct WhaleOperation {
   int32_t kind;
   int32_t dtype;

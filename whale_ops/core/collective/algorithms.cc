@@ -15,7 +15,7 @@ constexpr int kPeersPerStep = 16;          // all-to-all: peers addressed at onc
 
 }  // namespace
 
-// The last rank of the ring to add to block r is rank r, which keeps the result. Partial sums
+// Ring reduce-scatter: rank r is the last one to add to block r, and keeps the result. Partial sums
 // travel through two scratch slots, so the input is never written. Patarasuk and Yuan, "Bandwidth
 // optimal all-reduce algorithms", JPDC 2009.
 void ring_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
@@ -89,7 +89,7 @@ void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, 
 
 namespace {
 
-// `only_direct`: not along a ring.
+// `only_direct`: whether a ring is ruled out.
 BlockWay block_way(const Problem& p, const Hosts& hosts, const Chunking& c, bool only_direct) {
   const bool direct = only_direct || c.offsets.back() * p.element_bytes <= kSmallBytes;
   const BlockWay flat = direct ? BlockWay::kDirect : BlockWay::kRing;
@@ -172,7 +172,7 @@ Schedule broadcast(const Problem& p) {
   const int position = (p.rank - p.root + p.size) % p.size;
   Schedule schedule{"binomial tree", std::vector<Lane>(c.lanes), 0};
   const Buffer source = position == 0 ? Buffer::kInput : Buffer::kOutput;
-  // Children are position + 1, 2, 4, ... below the position's lowest set bit.
+  // The children of a position are at position + 1, 2, 4, ... below the position's lowest set bit.
   int children_below = 1;
   while (children_below < p.size && (position & children_below) == 0) children_below *= 2;
   for (int64_t chunk = 0; chunk < c.chunks; ++chunk) {
@@ -246,7 +246,7 @@ int64_t logical_bytes(const Problem& p) {
   const int64_t others = p.size - 1;
   switch (p.kind) {
     case OpKind::kAllReduce: {
-      // 2(p-1)T shared out so that the parts add up exactly.
+      // Divides 2(p-1)T bytes so that the ranks' parts add up exactly.
       const int64_t total = 2 * others * p.counts[0] * p.element_bytes;
       return total / p.size + (p.rank < total % p.size ? 1 : 0);
     }

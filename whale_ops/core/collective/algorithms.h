@@ -8,7 +8,8 @@
 
 namespace whale {
 
-// kWide: scratch memory whose elements are the float32 sums of 16-bit floats.
+// Where the elements of a slice lie. kWide: scratch memory that holds float32 sums of 16-bit
+// floats.
 enum class Buffer : uint8_t { kInput, kOutput, kScratch, kWide };
 
 // A run of elements inside one of the operation's buffers.
@@ -30,15 +31,15 @@ struct Transfer {
   Slice slice;
 };
 
-// dst = sources[0] (op) sources[1] ...; a single source is a copy.
+// dst = sources[0] (op) sources[1] ...; with a single source it is a copy.
 struct Local {
   Slice dst;
   std::vector<Slice> sources;
 };
 
-// All messages of a step are in flight together; `locals` run, in order, after all of them have
-// completed. What arrives in scratch memory is read by the locals of the same step only: it need
-// not be copied there.
+// One step of a lane. All its messages are in flight together; `locals` run, in order, after all of
+// them have completed. What arrives in scratch memory is read only by the locals of the same step,
+// so it need not be copied there.
 struct Step {
   std::vector<Transfer> sends;
   std::vector<Transfer> recvs;
@@ -47,7 +48,7 @@ struct Step {
 
 using Lane = std::vector<Step>;  // steps of one lane run one after the other
 
-// Lanes are independent of each other: while one reduces, another one transfers.
+// Lanes are independent of each other: while one of them reduces, another one transfers.
 struct Schedule {
   const char* algorithm = "";
   std::vector<Lane> lanes;
@@ -55,8 +56,8 @@ struct Schedule {
   int64_t wide_count = 0;     // elements of kWide
 };
 
-// How all-reduces are carried out, and other collectives over several hosts. kAuto: the one with
-// the least predicted time.
+// Algorithms of all-reduces, and of other collectives over several hosts. kAuto: the one with the
+// least predicted time.
 enum class Algorithm : uint8_t {
   kAuto = 0,
   kDirect = 1,
@@ -68,12 +69,13 @@ enum class Algorithm : uint8_t {
   kLeader = 7
 };
 
-// Seconds until a message is seen, seconds of handling one, and bytes per second of one rank
-// (between hosts: of one host). They only have to rank the algorithms.
+// What messages cost: seconds until a message is seen by its receiver, seconds of CPU time to
+// handle one, and bytes per second of one rank (between hosts: of one host). The figures only have
+// to be good enough to rank the algorithms.
 struct Costs {
   double step_s, message_s, bytes_per_s;
 };
-// An estimate for machines on Ethernet of 10 Gbit/s, where it was not measured.
+// Default for links between hosts that were not measured: Ethernet of 10 Gbit/s.
 constexpr Costs kNetwork{30e-6, 5e-6, 1.2e9};
 
 struct Problem {
@@ -82,10 +84,11 @@ struct Problem {
   int size = 1;
   int root = 0;  // Broadcast: index of the source; Send, Recv: index of the other rank
   int64_t element_bytes = 1;
-  // 16-bit float: every sum is made in one go, so that it is rounded once.
+  // Whether elements are 16-bit floats: every sum is then made in one go, so that it is rounded
+  // once.
   bool narrow_float = false;
 
-  // Of each rank, numbered from 0; empty: every rank has one of its own.
+  // The host of each rank, numbered from 0; empty: every rank has a host of its own.
   std::vector<int> hosts;
   Algorithm algorithm = Algorithm::kAuto;
   Costs network = kNetwork;  // between hosts
@@ -98,14 +101,14 @@ struct Problem {
 };
 
 WHALE_EXPORT const char* name_of(Algorithm algorithm);
-// Predicted seconds of an all-reduce; infinite where the algorithm cannot serve the problem.
+// Predicts the seconds of an all-reduce; infinity if the algorithm cannot serve the problem.
 WHALE_EXPORT double all_reduce_s(const Problem& problem, Algorithm algorithm);
 
 WHALE_EXPORT Schedule make_schedule(const Problem& problem);
 
-// Bytes that this rank's part of the operation moves, by the reshard table of the design: the sum
-// over the ranks is 2(p-1)T for AllReduce, (p-1)T for AllGather, ReduceScatter and Broadcast, what
-// changes its owner for AllToAll, T for Send.
+// Returns the bytes that this rank's part of the operation has to move. The sum over the ranks is
+// 2(p-1)T for AllReduce, (p-1)T for AllGather, ReduceScatter and Broadcast, the bytes that change
+// their owner for AllToAll, T for Send.
 WHALE_EXPORT int64_t logical_bytes(const Problem& problem);
 
 }  // namespace whale

@@ -1,4 +1,4 @@
-// All-reduces by the algorithm of least predicted time.
+// All-reduces, with the choice of the algorithm of least predicted time.
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -10,9 +10,10 @@
 namespace whale {
 namespace {
 
-// Each step halves the part of the chunk that a rank adds up, with a partner half as far away; then
-// the parts come together again the other way. Thakur et al., "Optimization of collective
-// communication operations in MPICH", 2005, section 4.4.
+// Recursive halving and doubling: each step halves the part of the chunk that a rank adds up,
+// together with a partner at half the previous distance; then the parts are gathered by the same
+// steps in reverse. Thakur et al., "Optimization of collective communication operations in MPICH",
+// 2005, section 4.4.
 void halving_doubling(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
                       Lane* lane) {
   const int64_t base = c.begin(0, chunk), n = c.count(0, chunk);
@@ -44,7 +45,7 @@ void halving_doubling(const Problem& p, const Chunking& c, int64_t lane_index, i
   }
 }
 
-// Sums go up a binomial tree to the first rank, and the result comes down again.
+// Partial sums go up a binomial tree to the first rank, and the result comes down again.
 void tree(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk, Lane* lane) {
   const auto round = static_cast<size_t>(chunk / c.lanes);
   const uint32_t up = message_id(lane_index, 2 * round),
@@ -85,7 +86,7 @@ Schedule direct_all_reduce(const Problem& p) {
   return {name_of(Algorithm::kDirect), {{std::move(step)}}, n * p.size};
 }
 
-// In the order in which they are preferred where they take the same time.
+// All algorithms; of those that take the same time, the first one is chosen.
 constexpr Algorithm kAllReduces[] = {
     Algorithm::kDirect, Algorithm::kPairwise,     Algorithm::kRing,  Algorithm::kHalvingDoubling,
     Algorithm::kTree,   Algorithm::kHierarchical, Algorithm::kLeader};
@@ -137,7 +138,7 @@ Schedule all_reduce(const Problem& p) {
 
 namespace {
 
-// Tensors that leave the busiest host, all in all.
+// How many times the size of the tensor leaves the busiest host.
 double leaving(const Problem& p, const Hosts& hosts, Algorithm algorithm) {
   const double size = p.size;
   std::vector<double> out(hosts.members.size(), 0);
@@ -165,8 +166,8 @@ double leaving(const Problem& p, const Hosts& hosts, Algorithm algorithm) {
 
 }  // namespace
 
-// The alpha-beta formulas of cost_model/kernels/collectives.py, with what each message costs a
-// rank, since one thread handles all, and with one link for all ranks of a host.
+// The alpha-beta formulas of cost_model/kernels/collectives.py, plus the time of handling a message
+// on a rank, since one thread handles them all; and with one link that all ranks of a host share.
 double all_reduce_s(const Problem& p, Algorithm algorithm) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   const bool power_of_two = (p.size & (p.size - 1)) == 0;
@@ -181,19 +182,19 @@ double all_reduce_s(const Problem& p, Algorithm algorithm) {
   const Costs& costs = one_host ? kMemory : p.network;
   const double others = p.size - 1, rounds = std::ceil(std::log2(p.size));
   const double bytes = static_cast<double>(p.counts[0] * p.element_bytes);
-  // Within a host every rank moves its own part; a host's link is shared by its ranks.
+  // Within a host every rank moves its own part; between hosts the ranks of a host share its link.
   const double parts_s = one_host ? 2 * others / p.size * bytes / costs.bytes_per_s
                                   : leaving(p, hosts, algorithm) * bytes / costs.bytes_per_s;
   switch (algorithm) {
-    // Each rank adds all of it, once it has arrived; the others add their part of one block while
-    // the next one arrives.
+    // Each rank adds up the whole tensor once it has arrived; in the other algorithms ranks add up
+    // one block while the next one arrives.
     case Algorithm::kDirect:
       return costs.step_s +
              others * (costs.message_s + (one_host ? 2 : 1) * bytes / kMemory.bytes_per_s) +
              (one_host ? 0 : 2 * parts_s);
     case Algorithm::kPairwise:
-      // Between machines as many flows as ranks meet at each receiver: they get less of its link
-      // than one after the other.
+      // Between machines, as many flows as there are ranks meet at each receiver, which together
+      // get less of its link than one after the other would.
       return 2 * (costs.step_s + others * costs.message_s) +
              (one_host || p.size == 2 ? 1.0 : 1.2) * parts_s;
     case Algorithm::kRing: return 2 * others * (costs.step_s + costs.message_s) + parts_s;

@@ -1,4 +1,4 @@
-// Collectives in two levels: within hosts through memory, between hosts through the network.
+// Collectives in two levels: within hosts through shared memory, between hosts through the network.
 // Decisions: 0005, 0175 (docs/decisions).
 #include <algorithm>
 #include <cmath>
@@ -17,15 +17,17 @@ int owners_of(const Hosts& hosts, Algorithm algorithm) {
 }
 
 struct Between {
-  // Each owner sends its host's whole sum of a block; else sums are divided and gathered again.
+  // Whether each owner sends its host's sum of a whole block; else the sums are reduce-scattered
+  // and gathered again.
   bool whole;
   double seconds;
 };
 
-// Between the owners of one block, all owners of a host at once. `bytes`: of the tensor.
+// The cheaper way between the owners of one block, with all owners of a host working at once.
+// `bytes`: size of the tensor.
 Between between(const Problem& p, int hosts, double bytes) {
   const double others = hosts - 1, message_s = others * p.network.message_s;
-  // Sums travel in float32.
+  // Sums travel as float32.
   const double sums = p.narrow_float ? kWideBytes / static_cast<double>(p.element_bytes) : 1;
   const double whole_s =
       p.network.step_s + message_s + others * sums * bytes / p.network.bytes_per_s;
@@ -34,11 +36,11 @@ Between between(const Problem& p, int hosts, double bytes) {
   return {whole_s <= parts_s, std::min(whole_s, parts_s)};
 }
 
-// The messages of a chunk. A rank that is no owner has nothing to do between the hosts, so ids are
-// numbered by phase.
+// The phases of a chunk. Ids of messages are numbered by phase, not by step, since ranks that own
+// no block skip the phases between hosts.
 enum Phase { kInside, kWholeSums, kPartSums, kParts, kOutside, kPhases };
 
-// This rank's view of the hosts.
+// This rank's view of its host.
 struct Place {
   const std::vector<int>& here;  // ranks of its host
   int host;
@@ -55,7 +57,8 @@ Slice part_of(Slice whole, int part, int parts) {
   return {whole.buffer, whole.offset + begin, end - begin};
 }
 
-// Sends the chunk of each block to its owner here; what this rank owns is added up in rank order.
+// Sends this rank's chunk of each block to the block's owner on this host; an owner adds up what it
+// receives in the order of ranks.
 Step add_inside(const Place& at, const Chunking& c, int64_t chunk, uint32_t id, int64_t scratch,
                 Slice sum) {
   Step step;
@@ -75,8 +78,8 @@ Step add_inside(const Place& at, const Chunking& c, int64_t chunk, uint32_t id, 
   return step;
 }
 
-// Adds what the owners of the block have, host by host in the same order everywhere, so that all
-// hosts hold the same bits.
+// Adds up what the owners of a block on all hosts have, in the same order of hosts everywhere, so
+// that all hosts get the same bits.
 void add_between(const Hosts& hosts, const Place& at, const Chunking& c, uint32_t first_id,
                  int64_t scratch, int64_t wide, Slice sum, Slice result, Lane* lane) {
   Step add, gather;
@@ -122,8 +125,8 @@ double hierarchical_s(const Problem& p, const Hosts& hosts, Algorithm algorithm)
   if (hosts.count() == 1 || hosts.most == 1) return std::numeric_limits<double>::infinity();
   const double bytes = static_cast<double>(p.counts[0] * p.element_bytes),
                most = static_cast<double>(hosts.most);
-  // An owner reads its block of every other rank of the host, and every rank reads the blocks that
-  // it does not own.
+  // An owner reads its block from every other rank of the host, and every rank reads the blocks
+  // that it does not own.
   const double memory_s = ((most - 1) / owners + 1) * bytes / kMemory.bytes_per_s;
   const double messages = (most - 1 + owners - 1) / 2;  // an owner's, there and back
   return 2 * (kMemory.step_s + messages * kMemory.message_s) + memory_s +
@@ -159,7 +162,8 @@ Schedule hierarchical(const Problem& p, Algorithm algorithm) {
       lane->push_back(add_inside(at, c, chunk, first_id + kInside, scratch, {}));
     } else {
       const Slice result = c.global(Buffer::kOutput, at.index, chunk);
-      // 16-bit sums stay in float32 until all of them are added: they are rounded once.
+      // Sums of 16-bit floats stay in float32 until all of them are added, so that they are rounded
+      // once.
       const Slice sum =
           at.narrow ? Slice{Buffer::kWide, wide + host * c.slot, result.count} : result;
       lane->push_back(add_inside(at, c, chunk, first_id + kInside, scratch, sum));
@@ -183,13 +187,13 @@ Own own_of(const Hosts& hosts, int rank) {
           static_cast<int>(std::find(here.begin(), here.end(), rank) - here.begin())};
 }
 
-// The rank of a host that deals with those of other hosts that have this index.
+// The rank of another host that exchanges with the ranks of index `index` on other hosts.
 int partner(const Hosts& hosts, int host, int index) {
   const auto& there = hosts.members[host];
   return there[index % there.size()];
 }
 
-// The ranks of other hosts with which `rank` deals.
+// The ranks of other hosts with which `rank` exchanges.
 std::vector<int> dealt_with(const Hosts& hosts, int rank) {
   std::vector<int> found;
   for (int host = 0; host < hosts.count(); ++host) {
@@ -208,8 +212,8 @@ bool are_in_a_row(const std::vector<int>& ranks) {
 
 }  // namespace
 
-// What an all-gather or a reduce-scatter of T bytes takes of the busiest link: each rank meets all
-// others, or the next one, or one of each other host.
+// Seconds that an all-gather or reduce-scatter of T bytes keeps the busiest link occupied: each
+// rank exchanges with all others, with the next one, or with one rank of each other host.
 double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way) {
   const double size = p.size, others = size - 1, most = static_cast<double>(hosts.most);
   const double count = hosts.count(),
@@ -230,7 +234,7 @@ double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way) {
     return p.network.step_s + (size - most) * p.network.message_s + (most - 1) * kMemory.message_s +
            most * (size - most) / size * bytes / p.network.bytes_per_s;
   }
-  // Sums travel in float32.
+  // Sums travel as float32.
   const double sums = p.kind == OpKind::kReduceScatter && p.narrow_float
                           ? kWideBytes / static_cast<double>(p.element_bytes)
                           : 1;
@@ -240,8 +244,8 @@ double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way) {
          (most - 1) * (1 + dealt) * kMemory.message_s + bytes / kMemory.bytes_per_s;
 }
 
-// Each block crosses to each other host once, from its owner to the rank there that deals with the
-// owner's index, which gives it to the others of its host.
+// Each block goes to each other host once: from its owner to the owner's partner there, which
+// passes it on to the other ranks of its host.
 Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts) {
   const Chunking c(p.counts, p.element_bytes, hosts.max_lanes());
   const auto own = own_of(hosts, p.rank);
@@ -277,17 +281,17 @@ Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts) {
   return schedule;
 }
 
-// The way back: what a host has for a rank of another one is added up by who deals with that
-// rank's index, and crosses once.
+// The reverse of the all-gather: the blocks that a host's ranks have for a rank of another host are
+// added up by that rank's partner here, and the sum is sent once.
 Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts) {
   const Chunking c(p.counts, p.element_bytes, hosts.max_lanes());
   const auto own = own_of(hosts, p.rank);
   const auto& here = hosts.members[own.host];
   const std::vector<int> dealt = dealt_with(hosts, p.rank);
-  std::vector<int> added = dealt;  // whose blocks this rank adds up; its own one last
+  std::vector<int> added = dealt;  // whose blocks this rank adds up; its own block last
   added.push_back(p.rank);
-  // Of a lane: parts of `added` from each rank here, then sums of other hosts, then own sums, which
-  // are in float32 where elements are of 16 bits.
+  // Scratch memory of a lane: the parts of `added` from each rank of this host, then sums from
+  // other hosts, then own sums, which are in float32 if elements have 16 bits.
   const auto mates = static_cast<int64_t>(here.size()), count = static_cast<int64_t>(added.size());
   const int64_t parts = count * mates, per_lane = (parts + hosts.count() + count) * c.slot;
   const Buffer sums = p.narrow_float ? Buffer::kWide : Buffer::kScratch;
@@ -341,7 +345,8 @@ Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts) {
   return schedule;
 }
 
-// Hosts of as many ranks in a row each, which all send as much to each other.
+// Whether hosts have equal numbers of ranks, each host's ranks have consecutive numbers, and all
+// ranks send each other equal amounts.
 bool can_pack(const Problem& p, const Hosts& hosts) {
   return p.even && hosts.count() > 1 && hosts.most > 1 && hosts.most == hosts.least &&
          std::all_of(hosts.members.begin(), hosts.members.end(), are_in_a_row);
@@ -358,15 +363,15 @@ double all_to_all_s(const Problem& p, const Hosts& hosts, bool packed) {
          (hosts.count() - 1) * p.network.message_s + 2 * bytes / kMemory.bytes_per_s;
 }
 
-// What the ranks of a host have for those of one index elsewhere comes together at the rank of this
-// index here, so that one message goes to each of those.
+// What the ranks of a host have for the ranks of one index on other hosts is collected by the rank
+// of this index here, so that one message goes to each of those.
 Schedule packed_all_to_all(const Problem& p, const Hosts& hosts) {
   const auto own = own_of(hosts, p.rank);
   const auto& here = hosts.members[own.host];
   const auto mates = static_cast<int64_t>(here.size());
   const int64_t each = p.counts[0];
   const auto to = [&](int rank) { return Slice{Buffer::kInput, rank * each, each}; };
-  const int64_t packed = hosts.count() * mates * each;  // where the packed blocks begin
+  const int64_t packed = hosts.count() * mates * each;  // offset of the packed blocks
   const auto place = [&](int64_t begin, int host, int64_t i) {
     return Slice{Buffer::kScratch, begin + (host * mates + i) * each, each};
   };

@@ -27,7 +27,7 @@ inline float widen(Half x) {
   if (exponent == (0x1fu << 23)) {
     bits += (128u - 16u) << 23;  // infinity and NaN keep an all-ones exponent
   } else if (exponent == 0) {
-    // Subnormal: renormalised by the subtraction.
+    // Subnormal: the subtraction renormalises the number.
     bits = bits_of(float_of(bits + (1u << 23)) - float_of(113u << 23));
   }
   return float_of(bits | (static_cast<uint32_t>(x.bits & 0x8000u) << 16));
@@ -50,7 +50,8 @@ inline void narrow(float value, Half* out) {
   if (bits >= ((127u + 16u) << 23)) {
     half = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
   } else if (bits < (113u << 23)) {
-    // Subnormal or zero: adding this constant makes the FPU shift and round to nearest even.
+    // Subnormal or zero: adding this constant makes the FPU shift the mantissa and round it to
+    // nearest even.
     const uint32_t magic = ((127u - 15u) + (23u - 10u) + 1u) << 23;
     half = bits_of(float_of(bits) + float_of(magic)) - magic;
   } else {
@@ -85,7 +86,7 @@ inline T add(T a, T b) {
 template <typename T>
 inline T multiply(T a, T b) {
   if constexpr (std::is_integral_v<T>) {
-    // 64 bits: a 16-bit unsigned product would be promoted to a signed int that overflows.
+    // In 64 bits, because a product of uint16_t would be promoted to a signed int, and overflow.
     return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
   } else {
     return a * b;
@@ -110,8 +111,8 @@ inline T combine(T a, T b) {
   if constexpr (R == Reduction::kMax) return maximum(a, b);
 }
 
-// One block of elements at a time: the accumulator stays in the first-level cache however many
-// sources there are.
+// Elements that are reduced at a time, so that the accumulator stays in the first-level cache
+// however many sources there are.
 constexpr size_t kBlock = 1024;
 
 template <Reduction R, typename T, typename Source>
@@ -231,7 +232,7 @@ void reduce(DType dtype, Reduction reduction, void* dst, bool dst_wide,
     case DType::kUInt32: return reduce_ordered<uint32_t>(reduction, dst, dst_wide, sources, count);
     case DType::kUInt64: return reduce_ordered<uint64_t>(reduction, dst, dst_wide, sources, count);
     case DType::kBool: {
-      // Bytes 0 and 1: "or" is max, "and" is min.
+      // Bytes are 0 or 1, so "or" is max and "and" is min.
       const bool is_or = reduction == Reduction::kSum || reduction == Reduction::kMax;
       return reduce_ordered<uint8_t>(is_or ? Reduction::kMax : Reduction::kMin, dst, dst_wide,
                                      sources, count);

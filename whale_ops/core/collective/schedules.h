@@ -1,4 +1,4 @@
-// What the schedules of the collectives are put together from.
+// Building blocks of the collectives' schedules.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace whale {
 
-// Fits the second-level cache, large enough to amortise a message.
+// A chunk fits into the second-level cache, and is large enough to amortise a message.
 constexpr int64_t kChunkBytes = 256 << 10;
-// Chunks in flight. Between hosts as many as fill a link of 1 Gbit/s whose answers take 20 ms.
+// Chunks in flight. Between hosts as many as fill a link of 1 Gbit/s with a round trip of 20 ms.
 constexpr int64_t kMaxLanes = 4, kMaxLanesBetweenHosts = 16;
 
 inline uint32_t message_id(int64_t lane, size_t step) {
@@ -27,13 +27,13 @@ inline std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
   return offsets;
 }
 
-// Divides the elements of every block into `chunks` parts; chunk c is then the same part of each
-// block.
+// Divides the elements of every block into `chunks` parts; chunk c consists of the c-th part of
+// each block.
 struct Chunking {
-  std::vector<int64_t> offsets;  // of the blocks, one more than blocks
+  std::vector<int64_t> offsets;  // where each block begins, and the end of the last one
   int64_t chunks = 1;
   int64_t lanes = 1;
-  int64_t slot = 0;  // largest chunk, elements
+  int64_t slot = 0;  // elements of the largest chunk
 
   Chunking(const std::vector<int64_t>& counts, int64_t element_bytes, int64_t max_lanes = kMaxLanes)
       : offsets(offsets_of(counts)) {
@@ -45,7 +45,7 @@ struct Chunking {
   int64_t count(int block, int64_t chunk) const {
     return begin(block, chunk + 1) - begin(block, chunk);
   }
-  // Position of the chunk relative to its block.
+  // Where the chunk begins within its block.
   int64_t begin(int block, int64_t chunk) const {
     const int64_t n = offsets[block + 1] - offsets[block];
     return std::min(n, chunk * ceil_div(n, chunks));
@@ -60,13 +60,13 @@ struct Chunking {
 
 inline Step copy_step(Slice dst, Slice src) { return {{}, {}, {{dst, {src}}}}; }
 
-// One chunk's part of a collective, appended to the lane.
+// Each appends one chunk's part of a collective to the lane.
 void ring_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
                          int64_t output_base, Lane* lane);
 void ring_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
                      Lane* lane);
-// Every rank receives all parts of its own block and adds them in rank order: the bytes of the ring
-// in one step.
+// Every rank receives all parts of its own block and adds them in rank order: the same bytes as
+// with a ring, in one step.
 void direct_reduce_scatter(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
                            int64_t output_base, Lane* lane);
 void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, int64_t chunk,
@@ -74,35 +74,36 @@ void direct_all_gather(const Problem& p, const Chunking& c, int64_t lane_index, 
 
 Schedule all_reduce(const Problem& p);
 
-// An estimate for ranks of one machine.
+// Default for ranks of one machine, which exchange through memory.
 constexpr Costs kMemory{10e-6, 3e-6, 8e9};
 
-// The ranks of a problem by host.
+// The ranks of a problem, by host.
 struct Hosts {
   explicit Hosts(const Problem& p);
   std::vector<std::vector<int>> members;  // of each host, in rank order
   std::vector<int> of;                    // each rank's host
-  size_t most = 1, least = 1;             // ranks of a host
+  size_t most = 1, least = 1;             // the most and the fewest ranks that a host has
 
   int count() const { return static_cast<int>(members.size()); }
   int64_t max_lanes() const { return count() > 1 ? kMaxLanesBetweenHosts : kMaxLanes; }
 };
 
-// Ranks of one host add up in memory what they have, `owners` ranks of each host then add that
-// between the hosts, each a block of its own, and the other ranks of the host get it from them. As
-// many owners as the smallest host has ranks keep all ranks at work; one owner, the host's leader,
-// needs fewer messages.
+// Two-level all-reduce. Ranks of a host add up what they have through memory; `owners` ranks of
+// each host, each with a block of its own, then add up between hosts; the other ranks get the
+// result from them. As many owners as the smallest host has ranks keep all ranks busy; one owner,
+// the host's leader, needs fewer messages.
 Schedule hierarchical(const Problem& p, Algorithm algorithm);
 double hierarchical_s(const Problem& p, const Hosts& hosts, Algorithm algorithm);
 
-// All-gathers and reduce-scatters: a rank meets all others, or the next one in a ring, or one rank
-// of each other host.
+// Ways of all-gathers and reduce-scatters: a rank exchanges with all others, with the next one in a
+// ring, or with one rank of each other host.
 enum class BlockWay : uint8_t { kDirect, kRing, kHierarchical };
 Schedule hierarchical_all_gather(const Problem& p, const Hosts& hosts);
 Schedule hierarchical_reduce_scatter(const Problem& p, const Hosts& hosts);
 double blocks_s(const Problem& p, const Hosts& hosts, BlockWay way);
 
-// All-to-alls: to each rank of the others a message, or to one rank of each other host.
+// All-to-all between hosts: `packed` sends one message to one rank of each other host, else one to
+// every rank.
 Schedule packed_all_to_all(const Problem& p, const Hosts& hosts);
 double all_to_all_s(const Problem& p, const Hosts& hosts, bool packed);
 

@@ -12,14 +12,14 @@
 namespace whale {
 namespace {
 
-// Values that are folded side by side: as many as four vectors of AVX2 have.
+// Number of partial results that are kept side by side: four vectors of AVX2.
 constexpr int kLanes = 32;
 
-// exp(x) of x <= 0, within 2 units in the last place, without a jump; 0 where it is below the
-// smallest normal number, and no number of what is none. x = n log(2) + r with |r| <= log(2) / 2,
-// log(2) in two parts, and a polynomial of r (S. Moshier, Cephes, expf.c).
+// exp(x) for x <= 0, within 2 units in the last place, without branches; 0 if the result is below
+// the smallest normal number, NaN for NaN. x = n log(2) + r with |r| <= log(2) / 2, log(2) in two
+// parts, and a polynomial of r (S. Moshier, Cephes, expf.c).
 WHALE_INLINE float exponential(float x) {
-  // 1.5 * 2^23: the sum has no bits for a fraction, and n in its last ones.
+  // 1.5 * 2^23: a sum with it has no bits for a fraction, and n in its last bits.
   constexpr float kRound = 12582912.0f;
   const float rounded = x * 1.44269504088896341f + kRound;
   const float n = rounded - kRound;
@@ -32,14 +32,14 @@ WHALE_INLINE float exponential(float x) {
   p = p * r + 5.0000001201e-1f;
   const float y = p * (r * r) + r + 1.0f;
   const uint32_t scaled = bits_of(y) + (bits_of(rounded) << 23);  // times 2^n
-  // As masks: choices become jumps.
+  // Selects by masks, since the compiler turns choices into branches.
   const uint32_t normal = -static_cast<uint32_t>(x >= -87.3f),
                  none = -static_cast<uint32_t>(x != x);
   return float_of((scaled & normal) | (bits_of(x) & none));
 }
 
 WHALE_INLINE float of_row(const float* logits, int64_t classes, int64_t label, float* gradient) {
-  const float own = logits[label];  // the gradient may have the logits' memory
+  const float own = logits[label];  // read before the gradient may overwrite the logits
   float lanes[kLanes];
   const int64_t whole = classes / kLanes * kLanes;
   std::fill_n(lanes, kLanes, -std::numeric_limits<float>::infinity());
@@ -76,7 +76,7 @@ float anywhere(const float* logits, int64_t classes, int64_t label, float* gradi
 }
 
 #if defined(__x86_64__)
-// Of the processor that is here: libraries are compiled for any.
+// Compiled for AVX2, and called only if the processor has it: the library itself runs anywhere.
 __attribute__((target("avx2"))) float with_avx2(const float* logits, int64_t classes, int64_t label,
                                                 float* gradient) {
   return of_row(logits, classes, label, gradient);

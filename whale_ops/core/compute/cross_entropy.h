@@ -1,4 +1,4 @@
-// The loss of a softmax of logits against the number of a class.
+// The cross-entropy loss of logits against the number of the true class.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace whale {
 
-// Of one row of logits: the loss log(sum(exp(logits))) - logits[label], and its gradient
-// softmax(logits) - 1 at the label. A logit of -inf has no share, and no gradient. `gradient` may
-// be where the logits are.
+// For one row of logits: returns the loss log(sum(exp(logits))) - logits[label], and writes its
+// gradient softmax(logits) - onehot(label). A logit of -inf contributes nothing and has gradient 0.
+// `gradient` may be the same memory as the logits.
 WHALE_EXPORT float cross_entropy(const float* logits, int64_t classes, int64_t label,
                                  float* gradient);
 

@@ -10,34 +10,34 @@
 namespace whale {
 namespace {
 
-constexpr int kMostTaps = 3;  // of a row of the filter, and
-// Of channels: so many sums, and what is multiplied, have room in sixteen registers.
+constexpr int kMostTaps = 3;  // filter taps of a row that are handled together
+// Vectors of channels that are handled together: their sums, and the operands, fit into sixteen
+// registers.
 constexpr int kMostVectors = 4;
-// What a tile reads of a few vectors of channels stays in the first level cache, while each row of
-// the filter goes over it.
+// Pixels of a tile: what it reads of a few vectors of channels stays in the first-level cache while
+// each row of the filter goes over it.
 constexpr int64_t kTilePixels = 96;
 
-constexpr int64_t kLineBytes = 64;  // of a cache
+constexpr int64_t kLineBytes = 64;  // size of a cache line
 
-// The pixels that a few taps of one row of the filter see, with what came back for each. Strides
-// are in elements.
+// The pixels that a few taps of one filter row are applied to, together with the incoming gradient
+// of each. Strides are in elements.
 template <typename T>
 struct Walk {
-  const T* input;  // what the first tap sees first
+  const T* input;  // the first tap's first input
   const T* out;
   int64_t images, rows, columns;
   int64_t input_image, input_row, input_column, input_tap;
   int64_t out_image, out_row, out_column;
-  // Asked of memory at each pixel, for later walks: this one goes over it in strides that
-  // processors do not foresee.
+  // What is prefetched at each pixel for later walks: the present walk has strides that the
+  // processor's prefetcher does not recognise.
   const char* ahead;
   int64_t ahead_step;
 };
 
-// V: a vector, or one element. Sums of a walk are in registers, and are added to those of other
-// walks at its end: of a long chain of additions each one rounds by what is there already. A
-// product and its addition in one instruction are no faster here, and round otherwise than on
-// processors without it.
+// V: a vector, or one element. The sums of a walk are in registers, and are added to those of other
+// walks at its end: short chains of additions lose less to rounding. Fused multiply-add would not
+// be faster here, and would round otherwise than on processors without it.
 template <typename T, typename V, int kTaps, int kVectors>
 WHALE_INLINE void add_walk(const Walk<T>& walk, T* sums, int64_t sums_tap) {
   typedef V Loose __attribute__((aligned(alignof(T)), may_alias));
@@ -112,7 +112,7 @@ void add_anywhere(int taps, int vectors, const Walk<T>& walk, T* sums, int64_t s
 }
 
 #if defined(__x86_64__)
-// Of the processor that is here: libraries are compiled for any.
+// Compiled for AVX2, and called only if the processor has it: the library itself runs anywhere.
 template <typename T>
 __attribute__((target("avx2"))) void add_avx2(int taps, int vectors, const Walk<T>& walk, T* sums,
                                               int64_t sums_tap) {
@@ -132,7 +132,7 @@ Adder<T> choose_adder() {
 }
 #endif
 
-// What the next tile reads, in the order of memory.
+// What the next tile reads, in the order of memory, to be prefetched.
 class Ahead {
  public:
   template <typename T>
@@ -141,8 +141,8 @@ class Ahead {
     end_[stream] = reinterpret_cast<const char*>(end);
   }
 
-  // A walk asks for two lines at each pixel; where nothing is left, for what it has anyway: an
-  // address that is nowhere costs time.
+  // A walk prefetches two lines at each pixel. If nothing is left to prefetch, it uses addresses
+  // that it reads anyway, since prefetching an invalid address takes time.
   template <typename T>
   void give_to(Walk<T>* walk) {
     const int stream = end_[0] - next_[0] > end_[1] - next_[1] ? 0 : 1;
@@ -164,18 +164,18 @@ class Ahead {
   const char* end_[2] = {};
 };
 
-// Some rows of one image, or all rows of some, as they are read by vectors: an input channel for
-// each that comes back.
+// Some output rows of one image, or all rows of several, with input and incoming gradient read by
+// vectors: one input channel per output channel.
 template <typename T>
 struct Tile {
-  const T* input;  // first image, first column, first channel, of the row `first_row`
+  const T* input;  // first image, row `first_row`, first column and channel
   const T* out;    // first image, first of `rows`, first channel
   int64_t images, first_row;
   Span rows;  // of each image
   int64_t input_image, input_row, input_column;
 };
 
-// Where a tap falls into an image: the places [begin, end) of what comes back, of those of `all`.
+// The range of output positions, within `all`, for which a filter tap falls inside the image.
 Span inside(Span all, int64_t tap, int64_t pad, int64_t stride, int64_t size) {
   const int64_t before = pad - tap, most = size + pad - tap;
   return {std::max(all.begin, before > 0 ? (before + stride - 1) / stride : 0),
@@ -187,7 +187,7 @@ class Sums {
  public:
   Sums(const DepthwiseSizes& sizes, T* sums) : sizes_(sizes), sums_(sums) {}
 
-  // Of `vectors` vectors of channels, from this one of the tile's on.
+  // For `vectors` vectors of channels, beginning with channel `channel` of the tile.
   void add(const Tile<T>& tile, Add<T> add, int vectors, int64_t channel, Ahead* ahead) const {
     const int64_t channels = sizes_.out_channels();
     Walk<T> walk;
@@ -208,12 +208,12 @@ class Sums {
       const T* out = tile.out + channel + (rows.begin - tile.rows.begin) * walk.out_row;
       T* sums = sums_ + row * sizes_.filter_width * channels + channel;
       for (int64_t column = 0; column < sizes_.out_width; column += walk.columns) {
-        // What the first tap sees.
+        // The input column under the first tap.
         const int64_t first = column * sizes_.stride_width - sizes_.pad_left;
         const Span taps{std::max<int64_t>(0, -first),
                         std::min(sizes_.filter_width, sizes_.width - first)};
         walk.columns = 1;
-        // All columns in which all taps see something are one walk.
+        // Consecutive columns for which all taps fall inside the image are one walk.
         if (taps.size() == sizes_.filter_width) {
           const int64_t fitting =
               (sizes_.width - sizes_.filter_width - first) / sizes_.stride_width + 1;
@@ -235,7 +235,8 @@ class Sums {
   T* sums_;
 };
 
-// The input channels of a tile, each as often as there are channels that come back for it.
+// Copies the input channels of a tile, each one repeated `multiplier` times, so that input and
+// output channels correspond.
 template <typename T>
 void repeat(const DepthwiseSizes& sizes, Span channels, Tile<T>* tile, std::vector<T>* memory) {
   const int64_t above = tile->rows.begin * sizes.stride_height - sizes.pad_top;
@@ -261,7 +262,7 @@ void repeat(const DepthwiseSizes& sizes, Span channels, Tile<T>* tile, std::vect
   tile->input = memory->data();
 }
 
-// How many rows of the input are read for the first rows of what comes back.
+// Returns how many input rows are read for the first `rows` output rows.
 int64_t input_rows(const DepthwiseSizes& sizes, int64_t rows) {
   if (rows == 0) return 0;
   const int64_t image = (rows - 1) / sizes.out_height, row = (rows - 1) % sizes.out_height;
@@ -269,7 +270,7 @@ int64_t input_rows(const DepthwiseSizes& sizes, int64_t rows) {
   return image * sizes.height + std::clamp<int64_t>(seen, 0, sizes.height);
 }
 
-// The tile that begins at this row: whole images, or rows of one.
+// Returns the tile that begins at row `at`: whole images, or some rows of one.
 template <typename T>
 Tile<T> tile_at(const DepthwiseSizes& sizes, const T* input, const T* out, int64_t at,
                 int64_t end) {
@@ -296,12 +297,11 @@ void add_filter_gradient(const DepthwiseSizes& sizes, const T* input, const T* o
   static const Adder<T> best_adder = choose_adder<T>();
   const Sums<T> found(sizes, sums + channels.begin);
   const int64_t vectors = channels.size() / best_adder.width;
-  // Of vectors, as alike as can be.
+  // Divides the vectors into blocks of nearly equal size.
   const int64_t blocks = (vectors + kMostVectors - 1) / kMostVectors;
   const int64_t input_row = sizes.width * sizes.channels,
                 out_row = sizes.out_width * sizes.out_channels();
-  // Else only some of what lies in the order of memory is read, or it is read in this order
-  // already.
+  // Prefetching pays only if all channels are read, in another order than that of memory.
   const bool look_ahead = sizes.multiplier == 1 && channels.size() == sizes.channels;
   std::vector<T> repeated;
   Ahead ahead;

@@ -1,4 +1,4 @@
-// Arithmetic on elements that lie side by side, as vectors of the processor, for run_loop.cc.
+// Arithmetic on consecutive elements, by vectors of the processor, for run_loop.cc.
 #pragma once
 
 #include <cmath>
@@ -10,8 +10,8 @@
 
 #define WHALE_INLINE __attribute__((always_inline)) inline
 
-// Vectors are handed to what is always inlined: no call has them as arguments. (Where templates are
-// compiled, at the end, it has to hold, too.)
+// Functions that take vectors are always inlined, so no calling convention for vectors is needed.
+// (This has to hold at the end of the file as well, where templates are instantiated.)
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace whale {
@@ -39,7 +39,7 @@ struct Bits<double> {
   static constexpr double kTanhIsOne = 20.0;
 };
 
-// Vectors of so many bytes, and what they are made of.
+// Vectors of kBytes bytes, and of which integers and numbers they consist.
 template <typename T, int kBytes>
 struct Lanes {
   using Int = typename Bits<T>::Int;
@@ -61,7 +61,7 @@ struct Lanes {
   // exp(x) = 2^n exp(r) with |r| <= log(2) / 2, log(2) in two parts.
   struct Exponential {
     V less_one;  // exp(r) - 1
-    I power;     // n, in the place of an exponent
+    I power;     // n, shifted to the bits of the exponent
   };
   static WHALE_INLINE Exponential exponential_of(V x) {
     const V rounded = x * T(1.44269504088896340736) + B::kRound;
@@ -75,7 +75,7 @@ struct Lanes {
       p = p * r + T(4.1665795894e-2);
       p = p * r + T(1.6666665459e-1);
       p = p * r + T(5.0000001201e-1);
-    } else {  // Taylor's series; what is left out is below 4e-18
+    } else {  // Taylor's series; its remainder is below 4e-18
       p = splat(T(1.0 / 6227020800.0));
       p = p * r + T(1.0 / 479001600.0);
       p = p * r + T(1.0 / 39916800.0);
@@ -99,7 +99,7 @@ struct Lanes {
     const V most = pick(x > B::kLargest, splat(std::numeric_limits<T>::infinity()), in_range);
     return pick(x != x, x, most);
   }
-  // exp(x) - 1 of x whose power of two is a normal number.
+  // exp(x) - 1, for x whose power of two is a normal number.
   static WHALE_INLINE V exp_less_one(V x) {
     const Exponential e = exponential_of(x);
     const V scale = (V)((I)splat(T(1)) + e.power);
@@ -148,8 +148,8 @@ struct Lanes {
                 return V(expression);                                                 \
               });
 
-  // `n` elements that lie side by side; operands that the operation lacks may be anything that can
-  // be read. `to` may be an operand.
+  // Computes `n` consecutive elements. Operands that the operation does not have may point to any
+  // readable memory. `to` may be an operand.
   static WHALE_INLINE void apply(LoopOp op, T* to, const T* a, const T* b, const T* c, int64_t n) {
     switch (op) {
       case LoopOp::kCopy:

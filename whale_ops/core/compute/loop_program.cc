@@ -31,7 +31,7 @@ bool parse_op(const std::string& word, LoopOp* op) {
   return false;
 }
 
-// A number of digits that `text` has at `*at`, behind the letter `before`; `*at` is then behind it.
+// Parses a number at `*at`, after the letter `before` (0: none), and moves `*at` behind it.
 bool parse_number(const std::string& text, char before, size_t* at, int64_t* found) {
   if (*at >= text.size() || (before != 0 && text[*at] != before)) return false;
   if (before != 0) ++*at;
@@ -109,7 +109,7 @@ void reach(LoopProgram* program, const LoopStep& step) {
 
 Status parse_loop(const std::vector<std::string>& lines, LoopProgram* program) {
   *program = {};
-  size_t left = 0;  // steps that the last block still lacks
+  size_t left = 0;  // steps that the last block still needs
   for (const std::string& line : lines) {
     std::istringstream words(line);
     std::string word;
@@ -142,7 +142,7 @@ Status parse_loop(const std::vector<std::string>& lines, LoopProgram* program) {
   }
   if (left > 0)
     return Status::Error(Code::kInvalidArgument, "a block of a loop lacks steps at the end");
-  // A state has both forms.
+  // The state before and after a turn has the same size.
   auto& before = program->elements[static_cast<int>(LoopBuffer::kState)];
   auto& after = program->elements[static_cast<int>(LoopBuffer::kNext)];
   before.resize(std::max(before.size(), after.size()));

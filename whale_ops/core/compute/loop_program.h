@@ -20,9 +20,9 @@
 
 namespace whale {
 
-// One letter in the text: x0 is the turn's slice of the first sliced tensor, w0 the first tensor
-// that stays the same, s0 the first state as the turn before left it, n0 as this one leaves it, y0
-// the turn's slice of the first stacked result, t0 the first temporary.
+// Kinds of buffers, each with a letter in the text: x0 is the turn's slice of the first sliced
+// tensor, w0 the first tensor that stays the same, s0 the first state before the turn, n0 the same
+// state after the turn, y0 the turn's slice of the first stacked result, t0 the first temporary.
 enum class LoopBuffer : int { kSlice, kSame, kState, kNext, kStacked, kTemporary, kNumber };
 constexpr int kLoopBuffers = 6;
 constexpr char kLoopLetters[] = "xwsnyt";
@@ -34,7 +34,8 @@ struct LoopView {
   double number = 0;
 };
 
-// Operations of one, two and three operands on elements; what reduces a matrix; products.
+// Operations on elements, with one, two and three operands; reductions of a matrix; matrix
+// products.
 enum class LoopOp : int {
   kCopy,
   kNeg,
@@ -61,15 +62,15 @@ enum class LoopOp : int {
   kMax,
   kMin,
   kSquaredDifference,
-  kTanhGrad,     // of the result, and the gradient, as TensorFlow orders them
-  kSigmoidGrad,  // likewise
+  kTanhGrad,     // operands: result and gradient, as TensorFlow orders them
+  kSigmoidGrad,  // as kTanhGrad
   kSqrtGrad,
   kRsqrtGrad,
   kReciprocalGrad,
-  kReluGrad,  // of the gradient, and the features
+  kReluGrad,  // operands: gradient and features
   kRelu6Grad,
-  kEluGrad,       // of the gradient, and the result
-  kSoftplusGrad,  // of the gradient, and the features
+  kEluGrad,       // operands: gradient and result
+  kSoftplusGrad,  // operands: gradient and features
   kLess,
   kLessEqual,
   kEqual,
@@ -77,8 +78,8 @@ enum class LoopOp : int {
   kAnd,
   kOr,
   kSelect,
-  kSumRows,     // of all rows: one row
-  kSumColumns,  // of all columns: one column
+  kSumRows,     // sum over all rows: one row
+  kSumColumns,  // sum over all columns: one column
   kMatMul,
 };
 
@@ -87,7 +88,7 @@ inline int operands_of(LoopOp op) {
   return op == LoopOp::kSelect ? 3 : 2;
 }
 
-// True for what computes each element of its result by itself.
+// Whether each element of the result is computed independently of the others.
 inline bool is_elementwise(LoopOp op) { return op < LoopOp::kSumRows; }
 
 struct LoopStep {
@@ -96,7 +97,7 @@ struct LoopStep {
   int64_t rows = 0, columns = 0, summed = 0;
 };
 
-// Steps `begin` to `end`, without the last.
+// Steps [begin, end) that go over their rows together.
 struct LoopBlock {
   size_t begin = 0, end = 0;
 };
@@ -104,7 +105,7 @@ struct LoopBlock {
 struct LoopProgram {
   std::vector<LoopStep> steps;
   std::vector<LoopBlock> blocks;
-  std::vector<int64_t> elements[kLoopBuffers];  // that steps reach of each buffer
+  std::vector<int64_t> elements[kLoopBuffers];  // elements of each buffer that the steps reach
 
   int count(LoopBuffer kind) const {
     return static_cast<int>(elements[static_cast<int>(kind)].size());

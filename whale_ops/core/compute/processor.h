@@ -12,9 +12,9 @@ namespace whale {
 
 enum class ProcessorCode { kAnywhere, kAvx2, kAvx512 };
 
-// The codes that this processor has and ONEDNN_MAX_CPU_ISA allows, the fastest one first. One
-// variable caps oneDNN's kernels and these: the names are oneDNN's (SSE41, AVX, AVX2, AVX2_VNNI,
-// AVX512_CORE, ..., DEFAULT).
+// Returns the code paths that this processor supports and ONEDNN_MAX_CPU_ISA allows, the fastest
+// first. The variable limits oneDNN's kernels and these alike; its values are oneDNN's (SSE41, AVX,
+// AVX2, AVX2_VNNI, AVX512_CORE, ..., DEFAULT).
 WHALE_EXPORT std::vector<ProcessorCode> processor_codes();
 
 inline bool has_avx2() { return processor_codes().front() != ProcessorCode::kAnywhere; }

@@ -6,8 +6,8 @@
 
 #include "whale_ops/core/compute/small_products.h"
 
-// A product and its addition in one instruction, where the processor has it: in this file only,
-// which is compiled together with others.
+// Allows fused multiply-add where the processor has it, in this file only, which is compiled
+// together with others.
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #else
@@ -20,7 +20,7 @@
 namespace whale {
 namespace {
 
-constexpr int64_t kChunk = 256;  // elements of an operand that is repeated or scattered
+constexpr int64_t kChunk = 256;  // elements of an operand that are copied at a time
 constexpr int64_t kLoopBlockBytes =
     1 << 14;  // of a temporary, so that those of a block stay in the cache
 constexpr size_t kCacheLine = 64;
@@ -60,7 +60,7 @@ ApplyLoop<T> choose_loop_code(ProcessorCode) {
 }
 #endif
 
-// AlignedMemory that begins where a line of the cache does, and is not filled.
+// Uninitialised memory that begins at a cache line.
 template <typename T>
 class AlignedMemory {
  public:
@@ -140,7 +140,7 @@ class Runner {
             {step.summed, left.column, right.row, 0}};
   }
 
-  // Right operands of products that each turn reads again.
+  // Packs the right operands of products that are the same in every turn.
   void pack_what_stays_the_same() {
     for (size_t i = 0; i < program_.steps.size(); ++i) {
       const LoopStep& step = program_.steps[i];
@@ -210,7 +210,7 @@ class Runner {
         std::fill_n(repeated[k], std::min(kChunk, columns), T(step.from[k].number));
       scattered = scattered || step.from[k].column != 1;
     }
-    // What lacks an operand reads what it has anyway.
+    // An operand that the operation does not have points to memory that is read anyway.
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t at = 0, n = 0; at < columns; at += n) {
         n = scattered ? std::min(kChunk, columns - at) : columns - at;
@@ -301,7 +301,7 @@ class Runner {
   std::vector<AlignedMemory<T>> memory_;
   std::vector<T*> bases_[kLoopBuffers];
   std::vector<T*> before_, after_;  // of states
-  std::vector<const T*> packed_;    // of each step, its packed right operand, if it stays the same
+  std::vector<const T*> packed_;    // by step: packed right operand, if it stays the same
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Runs the turns of a loop.
+// Runs the turns of a loop, given as a LoopProgram.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@ namespace whale {
 // Where the tensors of a loop lie.
 template <typename T>
 struct LoopBuffers {
-  // A tensor of which each turn reads a part: turn t from element `first + t * step` on.
+  // A tensor of which each turn reads a slice: turn t begins at element `first + t * step`.
   struct Sliced {
     const T* data;
     int64_t first, step;
   };
-  // A state: what it is before the first turn, and where it goes after the last one.
+  // A state: its value before the first turn, and where its value after the last turn is written.
   struct State {
     const T* initial;
     T* last;
     int64_t elements;
   };
-  // A result to which each turn adds a part: turn t from element `t * elements` on.
+  // A stacked result: turn t writes its slice at element `t * elements`.
   struct Stacked {
     T* data;
     int64_t elements;
@@ -36,17 +36,17 @@ struct LoopBuffers {
   std::vector<Stacked> stacked;
 };
 
-// Calls `work(begin, end)` for parts of [0, count), perhaps side by side; each of them takes about
-// so many cycles.
+// Calls `work(begin, end)` for parts of [0, count), possibly in parallel. `cycles`: approximate
+// cost of one of the `count` items.
 using Parallel = std::function<void(int64_t count, int64_t cycles,
                                     const std::function<void(int64_t, int64_t)>& work)>;
 
-// Turns of a loop, one after the other. Products are divided by columns and elements by rows among
-// threads, so results are the same for any number of them.
+// Runs turns of a loop, one after the other. Threads share products by columns and elements by
+// rows, so results are the same for any number of threads.
 template <typename T>
 WHALE_EXPORT void run_loop(const LoopProgram& program, const LoopBuffers<T>& buffers, int64_t turns,
                            const Parallel& parallel);
-// The same by one of the processor's codes.
+// The same with a given code path of the processor.
 template <typename T>
 WHALE_EXPORT void run_loop_by(ProcessorCode code, const LoopProgram& program,
                               const LoopBuffers<T>& buffers, int64_t turns,

@@ -11,7 +11,7 @@
 namespace whale {
 namespace {
 
-// A block of each temporary stays in the first level cache.
+// Bytes of each temporary that are computed at a time, so that they stay in the first-level cache.
 constexpr size_t kBlockBytes = 2048;
 
 WHALE_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
@@ -19,14 +19,15 @@ WHALE_INLINE double square_root(double x) { return __builtin_sqrt(x); }
 WHALE_INLINE float magnitude(float x) { return __builtin_fabsf(x); }
 WHALE_INLINE double magnitude(double x) { return __builtin_fabs(x); }
 
-// As a choice, which is a vector instruction, where the conversion of a truth value is not. Only a
-// product of two remains one: GCC makes a jump of a single choice between g and 0 * g.
+// Written so that it compiles to a vector instruction, unlike the conversion of a bool. It pays
+// only in a product of two such factors: a single choice between g and 0 * g becomes a branch in
+// GCC.
 template <typename T>
 WHALE_INLINE T one_if(bool holds) {
   return holds ? T(1) : T(0);
 }
 
-// `to` may be an operand: an element is read before it is written, and no other element is.
+// `to` may be an operand: an element is read before it is written, and no other element is touched.
 template <typename T, typename F>
 WHALE_INLINE void unary(T* to, const T* a, bool scalar, size_t n, F f) {
   if (scalar) {
@@ -87,7 +88,7 @@ WHALE_INLINE void apply(UpdateOp op, T* to, const T* a, bool sa, const T* b, boo
         return x != x ? x : (x > 0 ? (x < 6 ? x : T(6)) : T(0));
       });
     case UpdateOp::kSum:
-    case UpdateOp::kMean: return;  // see Collected
+    case UpdateOp::kMean: return;  // not here: sums are made by Collected
     case UpdateOp::kAdd:
       return binary(to, a, sa, b, sb, n,
                     [](T x, T y) __attribute__((always_inline)) { return x + y; });
@@ -128,7 +129,7 @@ void apply_anywhere(UpdateOp op, T* to, const T* a, bool sa, const T* b, bool sb
 }
 
 #if defined(__x86_64__)
-// Of the processor that is here: libraries are compiled for any.
+// Compiled for AVX2, and called only if the processor has it: the library itself runs anywhere.
 template <typename T>
 __attribute__((target("avx2"))) void apply_avx2(UpdateOp op, T* to, const T* a, bool sa, const T* b,
                                                 bool sb, size_t n) {
@@ -146,13 +147,13 @@ Apply<T> choose_apply() {
 }
 #endif
 
-// Where an operand's elements begin, and how one finds those of a block.
+// Where an operand's elements begin, and how the elements of a block are found.
 template <typename T>
 struct Place {
   T* data = nullptr;
-  bool moves = false;  // it has an element for each place, or for some of them
-  size_t period = 0;   // after how many elements it begins again; 0: never
-  size_t run = 1;      // for how many elements each of its own stands
+  bool moves = false;  // whether different places have different elements
+  size_t period = 0;   // after how many places its elements repeat; 0: never
+  size_t run = 1;      // number of places for which each of its elements stands
 
   T* at(size_t element) const {
     return moves ? data + (period != 0 ? element % period : element / run) : data;
@@ -164,11 +165,11 @@ struct Step {
   UpdateOp op;
   Place<T> to, a, b;
   bool scalar_a, scalar_b;
-  int sum;  // number of the one that it adds to
+  int sum;  // number of the sum that it adds to
 };
 
-// A sum in the making. What is added to one place after the other goes to `recent` first: of a long
-// chain of additions each one rounds by what is there already, so the chains are short.
+// A sum under construction. Blocks are added to `recent` first, and only then to the total: short
+// chains of additions lose less to rounding than one long chain.
 template <typename T>
 class Collected {
  public:
@@ -212,7 +213,8 @@ void run_update(const UpdateProgram& program, const UpdateBuffers& buffers, size
   static const Apply<T> apply_best = choose_apply<T>();
   constexpr size_t kBlock = kBlockBytes / sizeof(T);
   const std::unique_ptr<T[]> temporary(new T[program.count(OperandKind::kTemporary) * kBlock]);
-  // A row that is shorter than a block is repeated, so that a block need not end with it.
+  // A row that is shorter than a block is repeated in memory, so that blocks need not end where the
+  // row does.
   std::vector<std::vector<T>> repeated(buffers.row_elements.size());
   const auto whole_row = [&](int index) -> T* {
     T* data = static_cast<T*>(buffers.places[static_cast<int>(OperandKind::kRow)][index]);

@@ -1,4 +1,4 @@
-// Runs a program of arithmetic over elements of tensors.
+// Runs an UpdateProgram over the elements of tensors.
 #pragma once
 
 #include <cstddef>
@@ -9,30 +9,29 @@
 
 namespace whale {
 
-// Where the operands lie, by kind and number; temporary ones have no place. All have as many
-// elements but scalars, rows and columns, of which it is a multiple. A variable before and after
-// the update may be the same memory, and nothing else that is written is read elsewhere.
+// Where the operands lie, by kind and number; temporaries have no place. All have the same number
+// of elements, except scalars, and rows and columns, whose sizes divide it. A variable before and
+// after the update may be the same memory; nothing else that is written may be read elsewhere.
 struct UpdateBuffers {
   std::vector<void*> places[kOperandKinds];
-  std::vector<size_t> row_elements;  // of each row
-  std::vector<size_t> column_runs;   // for how many elements one of each column stands
-  std::vector<size_t> sum_elements;  // of each sum, which has `sum_width` places here
+  std::vector<size_t> row_elements;  // elements of each row
+  std::vector<size_t> column_runs;   // places for which one element of each column stands
+  std::vector<size_t> sum_elements;  // elements of each sum, which has `sum_width` places here
 };
 
-// Elements [begin, end) of all operands. Elements are independent of each other, so parts of them
-// may run side by side. Each operation rounds by itself, as in a kernel of its own. To the places
-// of sums is added what these elements give.
+// Runs the program for elements [begin, end) of all operands. Elements are independent, so parts of
+// them may run in parallel. Each operation is rounded as in a kernel of its own. Contributions of
+// these elements are added to the places of sums.
 template <typename T>
 WHALE_EXPORT void run_update(const UpdateProgram& program, const UpdateBuffers& buffers,
                              size_t begin, size_t end);
 
-// How many places a sum of so many elements is collected in: several times as many, where a block
-// of elements is longer than it.
+// Returns the number of places in which a sum of `elements` elements is accumulated: a multiple of
+// `elements`, if a block of elements is longer than the sum.
 template <typename T>
 WHALE_EXPORT size_t sum_width(size_t elements);
 
-// A sum, of its places in one run after the other: `parts` times `sum_width`; divided by `count` at
-// last.
+// Computes a sum from its places of `parts` runs, `sum_width` each, and divides it by `count`.
 template <typename T>
 WHALE_EXPORT void fold_sum(const T* places, size_t parts, size_t elements, T count, T* sum);
 

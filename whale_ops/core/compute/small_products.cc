@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-// A product and its addition in one instruction, where the processor has it: twice as many as in
-// two.
+// Allows fused multiply-add where the processor has it, which doubles the throughput.
 #if defined(__clang__)
 #pragma clang fp contract(fast)
 #else
@@ -15,10 +14,10 @@
 namespace whale {
 namespace {
 
-// Of a k of the columns of a panel: at most two vectors of AVX-512.
+// Bytes of a panel's columns for one k: at most two vectors of AVX-512.
 constexpr int64_t kPanelBytes = 128;
 
-// Four numbers of each of four rows, or two of two, the other way round.
+// Blocks of 4 x 4 floats, or 2 x 2 doubles, that are transposed.
 typedef float FourFloats __attribute__((vector_size(16)));
 typedef double TwoDoubles __attribute__((vector_size(16)));
 
@@ -47,7 +46,8 @@ WHALE_INLINE void transpose(TwoDoubles (&v)[2]) {
   v[1] = WHALE_SHUFFLE(TwoNumbers, a, v[1], 1, 3);
 }
 
-// Of columns whose k lie side by side: from[j * across + k] to panel[k * width + j].
+// Packs columns that are stored with consecutive k: from[j * across + k] goes to panel[k * width +
+// j].
 template <typename T>
 WHALE_INLINE void pack_turned(const T* from, int64_t across, int64_t columns, int64_t count,
                               int width, T* panel) {
@@ -71,8 +71,7 @@ WHALE_INLINE void pack_turned(const T* from, int64_t across, int64_t columns, in
   }
 }
 
-// Columns of `right` from `first` on, one k after the other: [summed, width]. What is missing at
-// the end is zeros.
+// Packs columns of `right` from `first` on, as [summed, width]; columns beyond the end are zeros.
 template <typename T>
 WHALE_INLINE void pack(const ProductSizes& sizes, const T* right, int64_t first, int width,
                        T* panel) {
@@ -93,7 +92,7 @@ WHALE_INLINE void pack(const ProductSizes& sizes, const T* right, int64_t first,
     std::fill(panel + k * width + columns, panel + (k + 1) * width, T(0));
 }
 
-// kRows rows by one panel of kVectors vectors, whose sums stay in registers.
+// Multiplies kRows rows by one panel of kVectors vectors, with the sums in registers.
 template <typename T, typename V, int kRows, int kVectors>
 WHALE_INLINE void tile(const ProductSizes& sizes, const T* left, const T* panel, int64_t columns,
                        T* out) {
@@ -119,7 +118,7 @@ WHALE_INLINE void tile(const ProductSizes& sizes, const T* left, const T* panel,
   }
 }
 
-// All rows by a packed panel: the columns from `first` on.
+// Multiplies all rows by a packed panel: the columns from `first` on.
 template <typename T, typename V, int kRows, int kVectors>
 WHALE_INLINE void rows_by(const ProductSizes& sizes, const T* left, const T* panel, int64_t first,
                           T* out) {
@@ -129,7 +128,8 @@ WHALE_INLINE void rows_by(const ProductSizes& sizes, const T* left, const T* pan
   const auto from = [&](int64_t row) { return left + row * sizes.rows.left; };
   const auto to = [&](int64_t row) { return out + row * sizes.rows.out + first; };
   int64_t row = 0;
-  // Tiles of few rows wait for their sums: eight rows are four and four rather than six and two.
+  // Tiles of few rows are slow, since each addition waits for the one before: eight rows are taken
+  // as four and four rather than six and two.
   const auto is_whole = [&](int64_t left_over) {
     return left_over >= 2 * kRows || left_over == kRows || left_over - kRows >= 3;
   };
@@ -146,7 +146,7 @@ WHALE_INLINE void rows_by(const ProductSizes& sizes, const T* left, const T* pan
   for (; row < rows; ++row) tile<T, V, 1, kVectors>(sizes, from(row), panel, columns, to(row));
 }
 
-// All rows by the columns from `first` on.
+// Multiplies all rows by the columns from `first` on, after packing these.
 template <typename T, typename V, int kRows, int kVectors>
 WHALE_INLINE void columns_of(const ProductSizes& sizes, const T* left, const T* right,
                              int64_t first, T* out, T* panel) {
@@ -165,7 +165,7 @@ WHALE_INLINE void product(const ProductSizes& sizes, const T* left, const T* rig
   if (first < sizes.columns.size) columns_of<T, V, kRows, 1>(sizes, left, right, first, out, panel);
 }
 
-// A panel of two vectors, or of one where the columns end with that.
+// A panel has two vectors, or one at the end of the columns.
 template <typename T, typename V, int kRows>
 WHALE_INLINE void one_panel(const ProductSizes& sizes, const T* left, const T* packed,
                             int64_t panel, T* out) {

@@ -1,4 +1,4 @@
-// Many products of small matrices, wherever these lie in their tensors.
+// Many products of small matrices, which may lie anywhere in their tensors.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,18 @@
 
 namespace whale {
 
-// One dimension of a product: how long it is, and how many elements lie from one index to the next
-// in each tensor.
+// One dimension of a product: its size, and the stride of its index in each tensor, in elements.
 struct ProductDim {
   int64_t size, left, right, out;
 };
 
-// out[row, column] = sum of left[row, k] right[k, column] over the `summed` k. Columns lie side by
-// side in `out` (columns.out is 1).
+// out[row, column] = sum of left[row, k] right[k, column] over the `summed` k. Columns are
+// contiguous in `out` (columns.out is 1).
 struct ProductSizes {
   ProductDim rows, columns, summed;
 };
 
-// Elements of scratch memory that one product needs.
+// Returns the elements of scratch memory that one product needs.
 template <typename T>
 WHALE_EXPORT int64_t scratch_elements(const ProductSizes& sizes);
 
@@ -32,8 +31,8 @@ template <typename T>
 WHALE_EXPORT void multiply_by(ProcessorCode code, const ProductSizes& sizes, const T* left,
                               const T* right, T* out, T* scratch);
 
-// A product by panels of columns, whose right operand may be packed once for many products. Panel p
-// has the columns from p * `panel_columns` on, and `panel_elements` elements where it is packed.
+// A product in panels of columns, whose right operand may be packed once for many products. Panel p
+// has the columns from p * `panel_columns` on; packed, it takes `panel_elements` elements.
 template <typename T>
 int64_t panel_columns(ProcessorCode code);
 template <typename T>

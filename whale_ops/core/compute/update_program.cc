@@ -34,8 +34,8 @@ bool parse_operand(const std::string& word, Operand* operand) {
   return operand->index < kMostOfAKind;
 }
 
-// What has an element for each place: other operands are what such ones are computed from, and sums
-// are written by sums alone.
+// Whether the operand has an element for each place. Other operands are only read to compute such
+// ones, or (sums) written by sums alone.
 bool has_all_elements(const Operand& operand) {
   return operand.kind >= OperandKind::kNew && operand.kind <= OperandKind::kResult;
 }
@@ -82,7 +82,7 @@ Status parse_update(const std::vector<std::string>& lines, UpdateProgram* progra
     }
     program->instructions.push_back(found);
   }
-  // A variable has both forms.
+  // A variable exists both before and after the update.
   int& before = program->counts[static_cast<int>(OperandKind::kOld)];
   int& after = program->counts[static_cast<int>(OperandKind::kNew)];
   before = after = std::max(before, after);

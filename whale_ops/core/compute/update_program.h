@@ -18,8 +18,9 @@
 
 namespace whale {
 
-// One letter in the text: v0 is the first tensor, s1 the second scalar, r0 the first row, c0 the
-// first column, o0 the first variable as it was, n0 as it will be, z0 the first sum.
+// Kinds of operands, each with a letter in the text: v0 is the first tensor, s1 the second scalar,
+// r0 the first row, c0 the first column, o0 the first variable before the update, n0 the same one
+// after it, z0 the first sum.
 enum class OperandKind : int {
   kTensor,
   kScalar,
@@ -39,8 +40,8 @@ struct Operand {
   int index = 0;
 };
 
-// kReluGrad, kRelu6Grad: of a gradient and the features that it is with respect to. kSum, kMean:
-// what is read, over the first sizes.
+// kReluGrad, kRelu6Grad: operands are the gradient and the features. kSum, kMean: reduce the
+// operand over its first dimensions.
 enum class UpdateOp : int {
   kCopy,
   kNeg,
@@ -64,14 +65,14 @@ enum class UpdateOp : int {
   kRelu6Grad
 };
 
-// True for operations of two operands.
+// Whether the operation has two operands.
 inline bool is_binary(UpdateOp op) { return op >= UpdateOp::kAdd; }
 
 inline bool is_sum(UpdateOp op) { return op == UpdateOp::kSum || op == UpdateOp::kMean; }
 
 struct Instruction {
   UpdateOp op = UpdateOp::kCopy;
-  Operand to, a, b;  // b: of binary operations
+  Operand to, a, b;  // b: only of binary operations
 };
 
 struct UpdateProgram {
@@ -81,7 +82,7 @@ struct UpdateProgram {
   int count(OperandKind kind) const { return counts[static_cast<int>(kind)]; }
 };
 
-// Of lines such as "Mul t0 v0 s1": operation, where the result goes, operands.
+// Parses lines such as "Mul t0 v0 s1": operation, result, operands.
 WHALE_EXPORT Status parse_update(const std::vector<std::string>& lines, UpdateProgram* program);
 
 }  // namespace whale

@@ -13,7 +13,7 @@
 namespace whale {
 namespace {
 
-// At the device, while it reduces something.
+// How often the device is asked whether it has finished, while operations are under way.
 constexpr auto kLookEvery = std::chrono::microseconds(20);
 
 struct Registry {
@@ -21,7 +21,7 @@ struct Registry {
   std::map<std::pair<std::string, int>, std::shared_ptr<DeviceRank>> ranks;
 };
 
-// Never destroyed, because TensorFlow's threads may still ask while the process exits.
+// Never destroyed, because TensorFlow's threads may still use it while the process exits.
 Registry& registry() {
   static auto* made = new Registry();
   return *made;
@@ -37,7 +37,7 @@ DeviceRank::~DeviceRank() { stop(); }
 Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin,
                         const char* transport, int ordinal, size_t buffer_bytes) {
   const std::shared_ptr<DeviceRank> made(new DeviceRank(endpoint));
-  DeviceRank* self = made.get();  // the device lives as long as it
+  DeviceRank* self = made.get();  // the device does not outlive this object
   const DeviceGather gather = [self](const std::vector<int>& group, const void* mine, size_t bytes,
                                      void* all) { return self->gather(group, mine, bytes, all); };
   const DeviceFailure failure = [self] { return self->endpoint_->failure(); };
@@ -48,9 +48,9 @@ Status DeviceRank::open(const std::shared_ptr<Endpoint>& endpoint, const DeviceP
     if (status.ok())
       status = open_staged(endpoint, std::move(copies), buffer_bytes, &made->device_);
   } else if (plugin == nullptr) {
-    status = Status::Error(
-        Code::kInvalidArgument,
-        std::string("a rank without a device takes part in exchanges by '") + kPinned + "' only");
+    status = Status::Error(Code::kInvalidArgument,
+                           std::string("a rank without a device takes part in exchanges by '") +
+                               kPinned + "' only; set communication.backend to it");
   } else {
     status = plugin->open(transport, endpoint->rank(), endpoint->size(), ordinal, buffer_bytes,
                           gather, failure, &made->device_);
@@ -127,8 +127,8 @@ void DeviceRank::start(DeviceCall call) {
   order_->ready(std::move(order));
 }
 
-// Only the thread that opens or launches calls it, so that one gathering of a group follows the
-// other on every rank.
+// Called only by the thread that opens or launches, so that gathers of a group happen in the same
+// order on every rank.
 Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_t bytes,
                           void* all) {
   std::promise<Status> outcome;
@@ -139,8 +139,9 @@ Status DeviceRank::gather(const std::vector<int>& group, const void* mine, size_
                  auto* to = static_cast<char*>(all);
                  for (const std::string& part : parts) {
                    if (part.size() != bytes)
-                     status = Status::Error(Code::kInternal,
-                                            "the ranks' devices exchange data of different sizes");
+                     status = Status::Error(
+                         Code::kInternal,
+                         "the ranks' devices exchange data of different sizes; report this");
                  }
                  for (size_t i = 0; status.ok() && i < parts.size(); ++i)
                    std::copy(parts[i].begin(), parts[i].end(), to + i * bytes);
@@ -173,19 +174,19 @@ void DeviceRank::begin(const RunningPtr& running) {
   if (!failure_.ok() || !turn.ok()) return end(running, failure_.ok() ? turn : failure_);
   running->launch_ns = now_ns();
   Status status = device_->launch(running->call.what, running->mark);
-  running_.push_back(running);  // part of it may have been queued
+  running_.push_back(running);  // also after an error, since part of it may have been queued
   if (status.ok() && running->call.in_stream && device_->orders_streams()) {
-    // In front of all that reads the results, or is given the inputs' memory.
+    // Has to come before anything is queued that reads the results or reuses the inputs' memory.
     status = device_->let_wait(running->call.stream, running->mark);
     if (status.ok()) tell(running, status);
   }
   if (!status.ok()) {
     failure_ = status;
-    endpoint_->abort(status);  // the other ranks have queued it, or will
+    endpoint_->abort(status);  // the other ranks have queued the operation, or will
   }
 }
 
-// Ends what the device has done, all of it after an error of this rank or another one.
+// Finishes the operations that the device has completed; after an error of any rank, all of them.
 void DeviceRank::look() {
   while (!running_.empty()) {
     bool yes = false;

@@ -1,5 +1,5 @@
-// One rank's exchanges in a device's memory: in one order on all ranks, each told when the device
-// has done it.
+// One rank's exchanges in a device's memory: started in the same order on all ranks, and reported
+// when the device has finished them.
 #pragma once
 
 #include <condition_variable>
@@ -15,62 +15,62 @@
 
 namespace whale {
 
-// The tensors must live until `done`.
+// One exchange that a kernel asks for. The tensors must live until `done` is called.
 struct DeviceCall {
   std::string text;  // what must be equal on all ranks of the group (shapes, dtype)
   DeviceOperation what;
   void* stream = nullptr;  // the operation starts behind what is queued there
-  // The operation is done when it has been queued: what is queued on `stream` afterwards waits for
-  // it there. Where the device does not order streams it is done as all others are. An error that
-  // comes later is that of the operations after it.
+  // If true, the operation counts as done when it has been queued: what is queued on `stream`
+  // afterwards waits for it there. Devices that do not order streams ignore this. An error that
+  // comes later is reported by the operations that follow.
   bool in_stream = false;
-  // What the rank tells its group before the operation starts: so many numbers on all ranks.
+  // Numbers that this rank tells its group before the operation starts; equally many on all ranks.
   std::vector<int64_t> tells;
-  // Where the operation is not complete before: called when all are ready, on the engine's thread,
-  // with what they tell.
+  // Completes an operation that depends on what the other ranks tell: called when all ranks are
+  // ready, on the engine's thread, with their numbers.
   std::function<Status(const LaunchOrder::Told&, DeviceOperation*)> complete;
-  // Called once, on any thread, when the device has written the results, or, of what is in stream,
-  // will write them; or with an error. Must not block.
+  // Called once, on any thread: when the device has written the results (with in_stream: when it is
+  // sure that it will), or with an error. Must not block.
   std::function<void(const Status&)> done;
 };
 
 constexpr char kPinned[] = "pinned";  // the transport through the host's memory
 
-// Under these keys the recorder counts operations when they are told to be done: from the call of
-// `start`, waiting for their turn. What is left is this rank's own time, and, of what is waited
-// for, the device's.
+// Keys under which the recorder counts when operations are reported as done, in stream or after
+// having been waited for. Their time runs from the call of `start`, waiting for their turn
+// included.
 constexpr char kInStream[] = "device/done in stream", kWaitedFor[] = "device/done waited for";
 
 class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> {
  public:
-  // Opens the device for the endpoint's rank; TensorFlow's ops find it from then on. Collective.
-  // `transport`: kPinned, where ranks without a device of their own (`plugin` is null) take part
-  // with the host's memory, or a name that the plugin knows.
+  // Opens the device for the endpoint's rank, so that TensorFlow's ops find it; collective.
+  // `transport`: a name that the plugin knows, or kPinned, with which ranks without a device of
+  // their own (`plugin` is null) take part with host memory.
   static Status open(const std::shared_ptr<Endpoint>& endpoint, const DevicePlugin* plugin,
                      const char* transport, int ordinal, size_t buffer_bytes);
-  // Null with a status that says so, where none is open.
+  // Returns null, and a status that says why, if no device is open.
   static std::shared_ptr<DeviceRank> find(const std::string& communicator, int rank,
                                           Status* status);
-  // Waits for what is under way and gives the device back; nothing where none is open. Before the
-  // endpoint leaves.
+  // Waits for what is under way and closes the device; does nothing if none is open. Has to be
+  // called before the endpoint leaves.
   static void close(const Endpoint& endpoint);
 
   ~DeviceRank();
   const Device& device() const { return *device_; }
   const std::shared_ptr<Endpoint>& endpoint() const { return endpoint_; }
 
-  // Starts an operation as soon as all ranks of its group are ready for it: the n-th call under a
-  // key is that of the other ranks.
+  // Starts an operation as soon as all ranks of its group are ready for it. The n-th call under a
+  // key on one rank meets the n-th on the others.
   void start(DeviceCall call);
 
  private:
   struct Running {
     DeviceCall call;
     void* mark = nullptr;
-    Status turn;        // the error because of which it cannot start
+    Status turn;        // the error that keeps it from starting
     bool told = false;  // whether `done` has been called
     int64_t ready_ns = 0, launch_ns = 0;
-    int64_t start_ns = 0;  // that `start` has taken
+    int64_t start_ns = 0;  // when `start` was called
   };
   using RunningPtr = std::shared_ptr<Running>;
 
@@ -90,10 +90,10 @@ class WHALE_EXPORT DeviceRank : public std::enable_shared_from_this<DeviceRank> 
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<RunningPtr> turns_;  // in the order in which they start
+  std::deque<RunningPtr> turns_;  // operations in the order in which they start
   bool stopping_ = false;
 
-  // The thread's.
+  // Used by this object's own thread only.
   std::deque<RunningPtr> running_;
   uint64_t told_ = 0;
   Status failure_;

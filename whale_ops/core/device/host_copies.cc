@@ -7,13 +7,13 @@
 namespace whale {
 namespace {
 
-// What TensorFlow's kernels on the processor write is written when they end: there is nothing to
-// wait for.
+// The copies of a rank whose "device" is the processor: TensorFlow's CPU kernels have written their
+// results when they end, so there is nothing to wait for.
 class HostCopies final : public DeviceCopies {
  public:
   const char* kind() const override { return "CPU"; }
   Status mark(void*, void** mark) override {
-    *mark = new char();  // a mark is known by its place
+    *mark = new char();  // only its address matters
     return Status::Ok();
   }
   void release(void* mark) override { delete static_cast<char*>(mark); }
@@ -29,7 +29,9 @@ class HostCopies final : public DeviceCopies {
     return *memory != nullptr
                ? Status::Ok()
                : Status::Error(Code::kUnavailable,
-                               "no memory for the exchange: " + std::to_string(bytes) + " bytes");
+                               "the host has no memory for the exchange's buffer of " +
+                                   std::to_string(bytes) +
+                                   " bytes; lower communication.bucket_bytes");
   }
   Status copy(const std::vector<DeviceCopy>& copies, bool, void*, void** mark) override {
     for (const DeviceCopy& one : copies) {

@@ -11,22 +11,23 @@ LaunchOrder::LaunchOrder(std::shared_ptr<Endpoint> endpoint, std::string name)
 void LaunchOrder::ready(Call call) {
   auto turn = std::make_shared<Turn>();
   turn->call = std::move(call);
-  // A message of no bytes would be no meeting.
+  // A gather of no bytes would exchange no message, and not wait for the other ranks.
   if (turn->call.tells.empty()) turn->call.tells = {0};
   Request meeting = request("/ready", turn, turn->call.tells, &turn->told);
   meeting.done = [self = shared_from_this(), turn](const Status& status) {
     self->meeting_ended(turn, status);
   };
-  // So that calls under a key are queued in the order in which they are counted.
+  // Queued under the same lock as submitted, so that calls under a key have the order in which they
+  // are counted.
   const std::lock_guard<std::mutex> lock(mutex_);
   meeting_[turn->call.key].push_back(std::move(turn));
   endpoint_->submit(std::move(meeting));
 }
 
-// Of two calls under one key the second may have met first, and on other ranks another one: they go
-// on in order, on every rank.
+// Of two calls under one key the second may have gathered first, on some ranks: they proceed in
+// order, so that all ranks do the same.
 void LaunchOrder::meeting_ended(const TurnPtr& turn, const Status& status) {
-  // Without the rank's own behind them.
+  // Drops this rank's own numbers, which are stored at the end.
   turn->told.resize(turn->call.tells.size() * turn->call.group.size());
   turn->status = status;
   turn->met = true;
@@ -53,7 +54,7 @@ void LaunchOrder::propose(const TurnPtr& turn) {
       return fail(turn, status);
     }
   }
-  // No other rank's, and none of this one's before.
+  // A number that is larger than all numbers seen, and that no other rank can propose.
   turn->proposal = ++clock_ * endpoint_->size() + endpoint_->rank();
   queue_[turn->proposal] = turn;
   Request numbers = request("/turn", turn, {turn->proposal}, &turn->proposals);
@@ -64,7 +65,7 @@ void LaunchOrder::propose(const TurnPtr& turn) {
 }
 
 void LaunchOrder::settle(const TurnPtr& turn, const Status& status) {
-  if (queue_.erase(turn->proposal) == 0) return;  // it has failed with another one
+  if (queue_.erase(turn->proposal) == 0) return;  // it has failed together with another one
   if (!status.ok()) return fail(turn, status);
   turn->settled = true;
   const int64_t number = *std::max_element(turn->proposals.begin(), turn->proposals.end());
@@ -84,7 +85,7 @@ void LaunchOrder::start() {
 void LaunchOrder::fail(const TurnPtr& turn, const Status& status) {
   if (failure_.ok()) failure_ = status;
   turn->call.launch(status);
-  // What has a number will not be started by all.
+  // Not all ranks will start the operations that are still queued.
   for (const auto& [number, other] : std::exchange(queue_, {})) other->call.launch(failure_);
 }
 
@@ -99,7 +100,8 @@ Request LaunchOrder::request(const std::string& key, const TurnPtr& turn,
   made.element_bytes = sizeof(int64_t);
   made.group = turn->call.group;
   made.counts.assign(size, static_cast<int64_t>(own.size()));
-  // The rank's own numbers stand behind those of all: the memory lives as long as the turn.
+  // This rank's own numbers are stored behind those of all ranks, so that their memory lives as
+  // long as the turn.
   all->resize(own.size() * size);
   all->insert(all->end(), own.begin(), own.end());
   made.input = all->data() + own.size() * size;

@@ -9,7 +9,8 @@ char* at(const void* data, int64_t element, size_t element_bytes) {
   return static_cast<char*>(const_cast<void*>(data)) + static_cast<size_t>(element) * element_bytes;
 }
 
-// Tensors one behind the other, cut anywhere. `sends`, `receives`: whether this rank does.
+// Pieces of concatenated tensors, which may be cut anywhere. `sends`, `receives`: whether this rank
+// does.
 std::vector<StagedPiece> in_a_row(const DeviceOperation& what, int64_t most, bool sends,
                                   bool receives) {
   std::vector<StagedPiece> pieces;
@@ -35,8 +36,8 @@ std::vector<StagedPiece> in_a_row(const DeviceOperation& what, int64_t most, boo
   return pieces;
 }
 
-// Of parts that begin at `offsets` in the tensor, the elements from `begin` on: how many of each,
-// and where they lie.
+// Cuts a range from each rank's part: returns how many elements of each part belong to the piece
+// that begins at `begin`, and adds where these lie to `parts`.
 std::vector<int64_t> cut(const void* tensor, const std::vector<int64_t>& counts, int64_t begin,
                          int64_t most, size_t element_bytes,
                          std::vector<StagedPiece::Part>* parts) {
@@ -53,7 +54,7 @@ std::vector<int64_t> cut(const void* tensor, const std::vector<int64_t>& counts,
   return found;
 }
 
-// Every rank's part of it: as many elements of each as fit beside each other.
+// Pieces that hold equally many elements of every rank's part, as many as fit.
 std::vector<StagedPiece> side_by_side(const DeviceOperation& what, int64_t most) {
   const auto own = static_cast<size_t>(what.index);
   const DeviceTensor& tensor = what.tensors[0];

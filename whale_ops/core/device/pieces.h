@@ -1,4 +1,4 @@
-// An exchange of a device's memory as pieces that pass through the host's one after the other.
+// Cuts an exchange of device memory into pieces that pass through host memory one after the other.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,12 @@
 
 namespace whale {
 
-// A piece has two regions of the host's memory, of the bytes of a piece each. Kinds whose parts are
-// of several ranks are sent from the first and received into the second; the others use the first
-// for both.
+// A piece has two regions of host memory. Kinds of exchanges whose parts belong to several ranks
+// send from the first region and receive into the second; the others use the first one for both.
 struct StagedPiece {
   struct Part {
     void* device = nullptr;
-    size_t offset = 0;  // in the region
+    size_t offset = 0;  // offset within the region
     size_t bytes = 0;
   };
   std::vector<Part> out;                     // what is copied out of the device
@@ -22,10 +21,10 @@ struct StagedPiece {
   std::vector<int64_t> counts, recv_counts;  // as in Request; elements
 };
 
-// Whether what is received lies in the second region.
+// Whether the piece receives into the second region.
 bool has_two_regions(OpKind kind);
-// How many pieces the operation has follows from what is equal on all ranks of its group.
-// `piece_bytes`: at least an element for each rank of the group.
+// Cuts an operation into pieces. Their number follows from what is equal on all ranks of the group.
+// `piece_bytes`: large enough for an element of each rank of the group.
 std::vector<StagedPiece> pieces_of(const DeviceOperation& what, size_t piece_bytes);
 
 }  // namespace whale

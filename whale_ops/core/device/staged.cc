@@ -13,21 +13,21 @@
 namespace whale {
 namespace {
 
-// An operation under way. Its mark is moved behind what is last copied for it.
+// An operation under way. Its mark is moved behind the last copy that was queued for it.
 struct Staging {
   DeviceOperation what;
   void* mark = nullptr;
   std::string key;
-  size_t left = 0;  // pieces that are not on their way back yet
+  size_t left = 0;  // pieces whose copy back to the device is not queued yet
 };
 
-// The outcome of an exchange, told by the engine's thread.
+// The outcome of an exchange, which the engine's thread sets.
 struct Outcome {
   std::atomic<bool> known{false};
-  Status status;  // until it is known, the engine's
+  Status status;  // written by the engine's thread before `known`
 };
 
-// A piece under way, with its memory of the host.
+// Host memory for one piece, and the piece that is under way in it.
 struct Place {
   char* memory = nullptr;
   void* mark = nullptr;
@@ -69,12 +69,12 @@ class Staged final : public Device {
   Status launch(const DeviceOperation& what, void* mark) override {
     if (what.scale != 1.0f)
       return Status::Error(Code::kInternal,
-                           "results cannot be scaled on their way through the host");
+                           "results that travel through the host cannot be scaled; report this");
     auto staging = std::make_shared<Staging>();
     staging->what = what;
     staging->mark = mark;
     staging->key = "device/staged/" + what.key;
-    // On the stream of what is copied out, in front of it.
+    // Queued on the stream for copies out, before the pieces' own copies.
     if (!what.before.empty()) {
       const Status status = copies_->copy(what.before, true, mark, &staging->mark);
       if (!status.ok()) return status;
@@ -92,18 +92,19 @@ class Staged final : public Device {
     const auto own = std::find_if(under_way_.begin(), under_way_.end(),
                                   [mark](const auto& one) { return one->mark == mark; });
     if (!status.ok() || own == under_way_.end()) {
-      return status.ok() ? Status::Error(Code::kInternal,
-                                         "an operation that is not under way was asked for")
-                         : status;
+      return status.ok()
+                 ? Status::Error(Code::kInternal,
+                                 "an operation was waited for that is not under way; report this")
+                 : status;
     }
     if ((*own)->left > 0) return status;
     const Status there = copies_->finished(mark, yes);
     if (!*yes) return there;
     under_way_.erase(own);
-    return free_those_in();  // its mark is behind them
+    return free_those_in();  // its mark is behind these copies
   }
 
-  // What travels has memory of its own, which lives as long as the engine uses it.
+  // Messages under way have memory of their own, which lives as long as the engine uses it.
   void abandon() override {
     copies_->drain();
     waiting_.clear();
@@ -111,8 +112,8 @@ class Staged final : public Device {
   }
 
  private:
-  // Takes every piece as far as it comes without waiting. Pieces travel in their order, which is
-  // equal on all ranks.
+  // Advances every piece as far as possible without waiting. Pieces are sent in their order, which
+  // is equal on all ranks.
   Status go_on() {
     Status status = free_those_in();
     bool there = true;
@@ -208,14 +209,14 @@ class Staged final : public Device {
     }
     in_.push_back(place);
     place->since_ns = now_ns();
-    // Behind what used the results' memory before, too.
+    // The copy waits for `mark` as well, behind which nobody uses the results' memory.
     const Status status = copies_->copy(copies_of(*place, place->piece.in, false), false,
                                         place->staging->mark, &place->mark);
     if (!status.ok() || --place->staging->left > 0) return status;
     return all_back(place->staging.get());
   }
 
-  // All of it is queued: what takes the parts apart goes behind that.
+  // All pieces' copies back are queued: the copies that take the parts apart go behind them.
   Status all_back(Staging* staging) {
     return copies_->copy(staging->what.after, false, staging->mark, &staging->mark);
   }
@@ -256,10 +257,10 @@ class Staged final : public Device {
   const std::unique_ptr<DeviceCopies> copies_;
   const size_t piece_bytes_;
   std::shared_ptr<void> memory_;
-  // The thread's that launches.
+  // Used by the launching thread only.
   std::vector<Place> places_;
   std::vector<Place*> free_, travels_;
-  std::deque<Place*> out_, in_;  // in the order in which the device comes to them
+  std::deque<Place*> out_, in_;  // in the order in which the device finishes them
   std::deque<std::pair<std::shared_ptr<Staging>, StagedPiece>> waiting_;
   std::deque<std::shared_ptr<Staging>> under_way_;
   uint64_t copied_out_ = 0, copied_in_ = 0;
@@ -270,7 +271,7 @@ class Staged final : public Device {
 Status open_staged(const std::shared_ptr<Endpoint>& endpoint, std::unique_ptr<DeviceCopies> copies,
                    size_t buffer_bytes, std::unique_ptr<Device>* device) {
   constexpr size_t kLargestElementBytes = 16;
-  // Pieces begin where any element may, and hold one of every rank.
+  // A piece may begin at any element, and holds at least one element of every rank.
   const size_t least_bytes = kLargestElementBytes * static_cast<size_t>(endpoint->size());
   const size_t piece_bytes = std::max(
       buffer_bytes / kStagedPieces / kLargestElementBytes * kLargestElementBytes, least_bytes);

@@ -1,6 +1,6 @@
-// Exchanges of devices that reach no other rank by themselves: through the host's memory and
-// Whale's own exchange, in pieces, of which one is copied out of the device while another travels
-// and a third is copied back.
+// Exchanges of devices that cannot reach other ranks directly: through host memory and Whale's own
+// exchange, in pieces, so that one piece is copied out of the device while another one travels and
+// a third is copied back.
 // Decision: 0103 (docs/decisions).
 #pragma once
 
@@ -11,17 +11,17 @@
 
 namespace whale {
 
-constexpr size_t kStagedPieces = 4;  // that are under way at a time
+constexpr size_t kStagedPieces = 4;  // number of pieces under way at a time
 
-// `buffer_bytes`: of the pieces under way together, equal on all ranks. The host's memory that the
-// device copies to is twice that. What has been copied is counted by the endpoint under these keys,
-// as what is exchanged under "device/staged/" and the operation's key.
+// Opens such a device. `buffer_bytes`: total size of the pieces under way, equal on all ranks;
+// twice as much host memory is allocated. The endpoint counts copied bytes under the two keys here,
+// and exchanged bytes under "device/staged/" and the operation's key.
 constexpr char kCopiedOut[] = "device/copied out";
 constexpr char kCopiedIn[] = "device/copied in";
 Status open_staged(const std::shared_ptr<Endpoint>& endpoint, std::unique_ptr<DeviceCopies> copies,
                    size_t buffer_bytes, std::unique_ptr<Device>* device);
 
-// The host's memory as that of a device, for ranks that have none: their processor copies.
+// Copies for ranks without a device, whose "device memory" is host memory.
 std::unique_ptr<DeviceCopies> host_copies();
 
 }  // namespace whale

@@ -81,7 +81,7 @@ void Buffers::scatter(const void* from, const Slice& slice) const {
   }
 }
 
-// Input and output share it, as they may share their own memory.
+// Input and output use the same mirror, as they may use the same memory.
 char* Buffers::mirror(const Slice& slice) {
   if (mirror_.bytes == 0)
     mirror_ = pool_->take(static_cast<size_t>(problem_->counts[0] * problem_->element_bytes));

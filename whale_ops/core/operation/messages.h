@@ -1,5 +1,5 @@
-// The messages of one operation: which are awaited, which came before they were, and what peers
-// have been sent.
+// The messages of one operation: which ones it expects, which ones came before they were expected,
+// and which peers have been sent the operation's description.
 #pragma once
 
 #include <optional>
@@ -14,41 +14,41 @@ namespace whale {
 
 class Operation;
 
-// What an operation asks of its endpoint.
+// What an operation needs from its endpoint.
 class MessageLink {
  public:
   virtual bool has_left(int peer) const = 0;
   virtual void post_send(Operation* operation, int lane, int peer, const MessageHeader& header,
                          const std::string& note, const void* payload) = 0;
   virtual void post_receive(Operation* operation, int lane, const Arrival& arrival, void* dst) = 0;
-  // As in Transport.
+  // The same as in Transport.
   virtual void* stage(size_t bytes, const std::vector<int>& peers) = 0;
   virtual const void* view(const Arrival& arrival) = 0;
   virtual void discard(const Arrival& arrival) = 0;
   virtual char* at(int peer, uint64_t offset, uint64_t bytes) = 0;
   virtual void give_back(const Arrival& arrival) = 0;
-  // Operation::work() is called soon.
+  // Makes the engine call Operation::work() soon.
   virtual void work_on(Operation* operation) = 0;
 
  protected:
   ~MessageLink() = default;
 };
 
-// A message that is to come.
+// A message that a lane of the operation waits for.
 struct ExpectedMessage {
-  int lane;  // of the operation that waits for it
+  int lane;  // lane that waits for it
   int peer;
   uint32_t id;
   Slice slice;  // where its elements go
 };
 
-// Owned by the operation, whose machines (ScheduleRun, ZeroCopyReduce) exchange messages through it
-// alone. They also note here what is one thing for the whole operation: how it has failed, and when
-// something first came. Engine thread only.
+// Owned by the operation, whose machines (ScheduleRun, ZeroCopyReduce) exchange messages only
+// through this object. They also record here what is common to the whole operation: its failure,
+// and when the first message came. Used by the engine's thread only.
 class Messages {
  public:
-  // While one lives the operation is not looked at from outside: completions that are reported from
-  // within a call do not finish a step before all its messages are posted.
+  // While one of these exists, nobody checks whether the operation has finished: completions that
+  // are reported within a call must not finish a step before all its messages are posted.
   class Busy {
    public:
     explicit Busy(Messages* messages) : messages_(messages) { ++messages_->busy_; }
@@ -60,11 +60,11 @@ class Messages {
     Messages* const messages_;
   };
 
-  // `call`: how many operations this rank has started under the key before.
+  // `call`: number of operations that this rank has started under the key before.
   Messages(Operation* operation, const Request* request, int rank, int size, uint64_t call);
 
   uint64_t tag() const { return tag_; }
-  // Everything that all ranks must agree on, in words.
+  // A text of everything that all ranks must agree on.
   const std::string& descriptor() const { return descriptor_; }
   bool agrees(const Arrival& arrival) const {
     return arrival.header.descriptor == descriptor_hash_;
@@ -74,25 +74,25 @@ class Messages {
     return request_->group.empty() ? group_index : request_->group[group_index];
   }
 
-  // Messages that came before the operation was there.
+  // Adds messages that came before the operation was started.
   void add_early(std::vector<Arrival> early) { early_ = std::move(early); }
   const std::vector<Arrival>& early() const { return early_; }
-  // The message, if it is there. Else it is expected from now on; or the operation fails, where the
-  // peer has left.
+  // Returns the message if it has come. Else the message is expected from now on; or the operation
+  // fails, if the peer has left.
   std::optional<Arrival> await(MessageLink* link, const ExpectedMessage& expected);
-  // As what a message that has come was expected. None: it was not, and is kept from now on until
-  // somebody awaits it.
+  // Returns what a message that has come was expected for. None: it was not expected, and is kept
+  // until await() asks for it.
   std::optional<ExpectedMessage> match(Arrival* arrival);
-  // False: the peer has left, and the operation fails.
+  // Returns false, and fails the operation, if the peer has left.
   bool can_send(const MessageLink& link, int peer);
-  // The first message to each peer says in words what the operation is.
+  // Sends a message. The first one to each peer carries the operation's description as text.
   void send(MessageLink* link, int lane, int peer, MessageKind kind, uint32_t id, uint64_t bytes,
             const void* payload);
   void receive(MessageLink* link, int lane, const Arrival& arrival, void* dst) {
     link->post_receive(operation_, lane, arrival, dst);
   }
   void request_work(MessageLink* link) { link->work_on(operation_); }
-  // Whether a message from the peer is still to come.
+  // Whether a message from the peer is still expected.
   bool waits_for(int peer) const;
   bool waits() const { return !expected_.empty(); }
   std::vector<int> awaited_peers() const;
@@ -104,7 +104,7 @@ class Messages {
   const Status& failure() const { return failure_; }
   void fail(Status status) { failure_ = std::move(status); }
 
-  void note_first();     // something of another rank is there
+  void note_first();     // a message of another rank has come
   void note_transfer();  // a transfer of any kind is complete
   int64_t first_ns() const { return first_ns_; }
   int64_t transferred_ns() const { return transferred_ns_; }
@@ -121,7 +121,7 @@ class Messages {
   const std::string note_;
   std::vector<ExpectedMessage> expected_;
   std::vector<Arrival> early_;
-  std::vector<bool> greeted_;  // ranks that have our note
+  std::vector<bool> greeted_;  // ranks that have been sent our description
   int busy_ = 0;
   Status failure_;
   int64_t first_ns_ = 0;

@@ -1,4 +1,5 @@
-// What ranks tell each other about an operation in words, with its first message.
+// The description of an operation that ranks send each other with its first message, to detect that
+// they run different ones.
 #pragma once
 
 #include <string>
@@ -17,7 +18,7 @@ struct Note {
 
 std::string make_note(const Request& request, const std::string& descriptor);
 Note parse_note(const std::string& bytes);
-// Everything that all ranks must agree on.
+// Returns a text of everything that all ranks must agree on.
 std::string describe(const Request& request);
 
 }  // namespace whale

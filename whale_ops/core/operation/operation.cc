@@ -9,7 +9,7 @@
 namespace whale {
 namespace {
 
-constexpr char kSharedName[] = "shared";  // of the algorithm by which a ZeroCopyReduce adds up
+constexpr char kSharedName[] = "shared";  // name of ZeroCopyReduce as an algorithm
 
 Problem problem_of(const Request& request, int rank, int size) {
   Problem problem;
@@ -80,14 +80,14 @@ void Operation::work(MessageLink* link) {
   run_rest(link);
 }
 
-// A schedule for what was not added up where it lies.
+// Runs a schedule for the pieces that ZeroCopyReduce did not add up.
 void Operation::run_rest(MessageLink* link) {
   algorithm_ = kSharedName;
   std::vector<Piece> rest = zero_copy_->rest();
   if (rest.empty()) return;
   int64_t count = 0;
   for (const Piece& piece : rest) count += piece.count;
-  if (!request.pieces.empty()) request.pieces = std::move(rest);  // else it lies at request.input
+  if (!request.pieces.empty()) request.pieces = std::move(rest);  // else it is at request.input
   schedule_run_.prepare(count);
   if (!zero_copy_->shares()) algorithm_ = schedule_run_.algorithm();
   schedule_run_.start(link);

@@ -1,5 +1,5 @@
-// One invocation of an operation on one rank: what it is, what it says about itself, and the two
-// machines that carry it out.
+// One invocation of an operation on one rank: what was asked, its description, and the two machines
+// that run it.
 // Decision: 0143 (docs/decisions).
 #pragma once
 
@@ -16,11 +16,11 @@
 
 namespace whale {
 
-// Engine thread only. Its messages go to a ZeroCopyReduce, where that serves it, or to a
-// ScheduleRun, which also does what the former leaves over.
+// Used by the engine's thread only. Messages go to a ZeroCopyReduce, if the request suits it, or to
+// a ScheduleRun, which also handles what the former leaves over.
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
-  // `call`: how many operations this rank has started under the key before.
+  // `call`: number of operations that this rank has started under the key before.
   Operation(uint64_t op_id, Request asked, int rank, int size, uint64_t call, ScratchPool* pool);
 
   void start(MessageLink* link, std::vector<Arrival> early);
@@ -29,8 +29,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void work(MessageLink* link);
   bool waits_for(int peer) const { return messages_.waits_for(peer); }
   std::vector<int> awaited_peers() const { return messages_.awaited_peers(); }
-  // Announced messages that have not been received: they came before they were waited for, or are
-  // read in place.
+  // Returns announced messages whose payload was not received, because they came too early or were
+  // read in place; the endpoint discards them.
   std::vector<Arrival> take_unreceived();
 
   bool finished() const {
@@ -38,17 +38,17 @@ class Operation : public std::enable_shared_from_this<Operation> {
   }
   bool busy() const { return messages_.busy(); }
   const Status& failure() const { return messages_.failure(); }
-  // "AllReduce 'key'"
+  // Such as "AllReduce 'key'".
   std::string title() const { return title_of(request); }
   std::string purpose() const { return purpose_of(request); }
-  // Whether it moves a tensor, and not what ranks tell each other beside them: errors name tensors
-  // where they can.
+  // Whether it moves a tensor, rather than data that ranks tell each other beside tensors. Error
+  // messages prefer to name tensors.
   bool moves_tensor() const { return request.dtype_name != kBytes; }
-  // Whether a first message tells of an operation that cannot be under way beside this one: the two
-  // ranks have come to different places in the program. `other`: that operation in words. `tensor`:
-  // whether one of the two moves a tensor.
+  // Whether a first message belongs to an operation that cannot be under way at the same time as
+  // this one, which means that the two ranks are at different places of the program. `other`:
+  // description of that operation. `tensor`: whether one of the two moves a tensor.
   bool crosses(const Arrival& first, std::string* other, bool* tensor) const;
-  // Everything that all ranks must agree on, in words.
+  // A text of everything that all ranks must agree on.
   const std::string& descriptor() const { return messages_.descriptor(); }
   uint64_t tag() const { return messages_.tag(); }
   Record record(int64_t end_ns) const;
@@ -68,7 +68,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const uint64_t call_;
   Messages messages_;
   ScheduleRun schedule_run_;
-  std::unique_ptr<ZeroCopyReduce> zero_copy_;  // null: a schedule does all
+  std::unique_ptr<ZeroCopyReduce> zero_copy_;  // null: the schedule handles everything
   int64_t logical_bytes_ = 0;
   const char* algorithm_ = "";
 };

@@ -8,10 +8,10 @@
 namespace whale {
 namespace {
 
-// Of names and errors in a trace: with it a line, and the one that goes out with it, fit into what
-// a pipe takes at once.
+// Limit of names and errors in a trace, so that a line, together with the one that is written with
+// it, fits into one atomic write to a pipe.
 constexpr size_t kMaxTextBytes = 256;
-constexpr int kFirstLane = 100;  // tracks below are the script's
+constexpr int kFirstLane = 100;  // tracks below are those of the script
 
 void append_string(const std::string& text, std::string* out) {
   out->push_back('"');
@@ -33,7 +33,7 @@ void append_string(const std::string& text, std::string* out) {
 std::string shortened(std::string text) {
   if (text.size() <= kMaxTextBytes) return text;
   size_t end = kMaxTextBytes;
-  // Never within a character.
+  // Does not cut within a UTF-8 character.
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + "...";
 }
@@ -85,7 +85,7 @@ size_t Recorder::lane_of(const Record& record, std::string* lines) {
               ",\"tid\":" + std::to_string(kFirstLane + lane) +
               ",\"args\":{\"name\":\"communication " + std::to_string(lane) + "\"}},\n";
   }
-  lane_ends_ns_[lane] = record.end_ns;  // operations come here in the order of their ends
+  lane_ends_ns_[lane] = record.end_ns;  // operations are recorded in the order of their ends
   return lane;
 }
 
@@ -115,10 +115,10 @@ void Recorder::trace(const Record& record, const std::string& error) {
     append_string(shortened(error), &lines);
   }
   lines += "}},\n";
-  // Within the event, so that a viewer shows which part of it is which.
+  // An event within the operation's event, so that a viewer shows how long it waited.
   if (record.first_ns > record.ready_ns)
     lines += "{\"name\":\"waiting\",\"cat\":\"waiting\"" + start + ",\"dur\":" + waiting + "},\n";
-  // As one write, which a pipe takes as a whole or not at all.
+  // One write, which a pipe takes as a whole or not at all.
   ssize_t written;
   do {
     written = write(descriptor_, lines.data(), lines.size());

@@ -10,17 +10,18 @@
 
 namespace whale {
 
-// One finished operation, times in nanoseconds of the monotonic clock.
+// One finished operation. Times are nanoseconds of the monotonic clock.
 struct Record {
   std::string key;
   OpKind kind = OpKind::kBarrier;
   const char* algorithm = "";
-  // How many operations this rank had started under the key before; equal on all ranks.
+  // Number of operations that this rank had started under the key before; equal on all ranks.
   uint64_t call = 0;
   int64_t logical_bytes = 0;
   int64_t wire_bytes = 0;
-  int64_t ready_ns = 0;  // submitted
-  // The first message of another rank was there; of what only sends: the first was taken.
+  int64_t ready_ns = 0;  // when it was submitted
+  // When the first message of another rank had come; for an operation that only sends: when its
+  // first message was taken.
   int64_t first_ns = 0;
   int64_t end_ns = 0;
 };
@@ -28,19 +29,19 @@ struct Record {
 // Thread-safe.
 class Recorder {
  public:
-  // An operation has ended: counts it.
+  // Counts an operation that has ended.
   void add(const Record& record);
-  // An operation has failed: it is not counted, but traced.
+  // Traces an operation that has failed; it is not counted.
   void add_failed(const Record& record, const std::string& error);
-  // From now on every operation that ends is also written to the file descriptor, at once, so that
-  // nothing is lost with this process: a line for each event, Chrome's trace format, followed by a
-  // comma. `rank` is the events' process. Where the descriptor takes no more for the moment (a full
-  // pipe), events are left out, and the next one says how many.
+  // From now on, writes every operation that ends to the file descriptor immediately, so that
+  // nothing is lost if the process dies: one line per event in Chrome's trace format, followed by a
+  // comma. `rank` is the process of the events. While the descriptor accepts no more (a full pipe),
+  // events are dropped, and the next event says how many.
   void start_trace(int descriptor, int rank);
-  // When this returns nothing is written any more.
+  // Ends the trace; when this returns, the descriptor is no longer used.
   void stop_trace();
-  // A JSON array: [{"key":..., "kind":..., "calls":..., "logical_bytes":..., "wire_bytes":...,
-  // "seconds":..., "waiting_seconds":...}, ...] in key order.
+  // Returns the counters as a JSON array, in the order of keys: [{"key":..., "kind":...,
+  // "calls":..., "logical_bytes":..., "wire_bytes":..., "seconds":..., "waiting_seconds":...}, ...]
   std::string counters_json() const;
 
  private:
@@ -52,8 +53,8 @@ class Recorder {
     int64_t duration_ns = 0;
     int64_t waiting_ns = 0;
   };
-  // Operations overlap, but events on one track must not: the first track on which nothing overlaps
-  // this one.
+  // Returns the first track on which no event overlaps this one: operations overlap, but events on
+  // one track must not.
   size_t lane_of(const Record& record, std::string* lines);
   void trace(const Record& record, const std::string& error);
 

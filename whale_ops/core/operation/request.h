@@ -1,4 +1,4 @@
-// What a caller asks of an operation, and by which names ranks know it.
+// What a caller asks of an operation, and the names by which ranks match operations.
 #pragma once
 
 #include <functional>
@@ -10,25 +10,26 @@
 
 namespace whale {
 
-constexpr char kBytes[] = "bytes";  // dtype_name of what is no tensor
+constexpr char kBytes[] = "bytes";  // dtype_name of data that is no tensor
 
-// One of several tensors that are reduced as if they lay one behind the other.
+// One of several tensors that are reduced as if they were concatenated.
 struct Piece {
   const void* input = nullptr;
   void* output = nullptr;
   int64_t count = 0;
 };
 
-// What a caller asks for. Buffers stay valid until `done`; if the operation fails while messages
-// are still in flight, `owner` keeps them alive until the network has let go of them.
+// What a caller asks for. Buffers must stay valid until `done`; if the operation fails while
+// messages are still in flight, `owner` keeps them alive until the network no longer uses them.
 struct Request {
   OpKind kind = OpKind::kBarrier;
   std::string key;
   std::string text;  // shapes, axis, sizes: must be the same text on all ranks of the group
-  // Of an operation beside which its rank runs no other: what it is for, in words; else empty.
+  // For an operation beside which its rank runs no other one: a text that says what it is for; else
+  // empty.
   std::string alone;
   DType dtype = DType::kRaw;
-  std::string dtype_name;  // of kRaw elements; empty: the name of `dtype`
+  std::string dtype_name;  // name of kRaw elements; empty: the name of `dtype`
   size_t element_bytes = 1;
   Reduction reduction = Reduction::kSum;
   std::vector<int> group;  // ranks of the communicator in group order; empty: all
@@ -39,35 +40,35 @@ struct Request {
   bool even = false;                       // AllToAll, as in Problem
   Algorithm algorithm = Algorithm::kAuto;  // of all-reduces
   Costs network = kNetwork;                // between hosts
-  std::vector<int> hosts;                  // as in Problem; the endpoint says so
-  // All ranks of the group have mapped each other's arena; the endpoint says so, also:
+  std::vector<int> hosts;                  // as in Problem; set by the endpoint
+  // Whether all ranks of the group have mapped each other's arena; set by the endpoint.
   bool tensors_shared = false;
-  // Whether this rank lets others read and write its tensors where they lie.
+  // Whether this rank lets others read and write its tensors in place; set by the endpoint.
   bool lends = true;
   std::vector<int64_t> dims;  // Send: travels with the first message
   const void* input = nullptr;
   void* output = nullptr;
-  // AllReduce: instead of `input` and `output`, where the elements lie in several places.
+  // AllReduce: used instead of `input` and `output` if the elements are in several places.
   std::vector<Piece> pieces;
-  // Recv of a shape not known before: called once, on the engine's thread, with the sender's shape;
-  // gives the destination.
+  // Recv of a shape that is not known before: called once, on the engine's thread, with the
+  // sender's shape; returns the destination.
   std::function<Status(const std::vector<int64_t>& dims, uint64_t bytes, void** destination)> place;
   std::shared_ptr<void> owner;
   std::function<void(const Status&)> done;  // called once, on the engine's thread; must not block
 };
 
-// Which invocation of which operation: equal on the ranks that take part, whatever they believe it
-// to be.
+// Identifies an invocation of an operation: equal on the ranks that take part, even if they
+// disagree about what the operation is.
 uint64_t operation_tag(const Request& request, int rank, uint64_t call);
-// Name under which invocations are counted on one rank.
+// The name under which invocations are counted on a rank.
 std::string counter_name(const Request& request);
-// "AllReduce 'key'"
+// Such as "AllReduce 'key'".
 std::string title_of(const Request& request);
-// What it is for, where that was told, else the title.
+// What the operation is for, if the caller has said so; else its title.
 std::string purpose_of(const Request& request);
-// Of the elements that this rank gives, or gets if these are more.
+// Bytes of the elements that this rank gives or gets, whichever is more.
 int64_t bytes_of(const Request& request);
-// An error about what was asked for.
+// An error about the request's arguments.
 Status invalid(const Request& request, const std::string& what);
 
 }  // namespace whale

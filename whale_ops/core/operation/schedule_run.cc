@@ -40,8 +40,9 @@ void ScheduleRun::start(MessageLink* link) {
   }
 }
 
-// Posts the messages of the lane's current step. The extra `pending` keeps completions that are
-// reported from within from finishing the step before all its messages are posted.
+// Posts the messages of the lane's current step. `pending` starts at one more than their number, so
+// that completions which are reported meanwhile cannot finish the step before all messages are
+// posted.
 void ScheduleRun::post(MessageLink* link, int lane) {
   const Step& step = schedule_.lanes[lane][lanes_[lane].step];
   lanes_[lane].pending = 1 + static_cast<int>(step.sends.size() + step.recvs.size());
@@ -52,7 +53,7 @@ void ScheduleRun::post(MessageLink* link, int lane) {
     const std::optional<Arrival> arrival = messages_->await(link, expected);
     if (arrival.has_value()) receive(link, expected, *arrival);
   }
-  // What several peers get is copied once.
+  // A payload for several peers is copied once.
   void* staged = std::exchange(lanes_[lane].staged, nullptr);
   if (staged == nullptr && step.sends.size() > 1 && messages_->ok()) {
     staged = stage(link, step);
@@ -89,8 +90,8 @@ void ScheduleRun::run_lane(MessageLink* link, int lane) {
   }
 }
 
-// What is sent as one message lies in one place: where it is, or in memory of the transport, or
-// else in the mirror.
+// Returns where the payload of a message lies contiguously: in place, in memory of the transport,
+// or in the mirror.
 const void* ScheduleRun::payload_of(MessageLink* link, const Transfer& send) {
   if (const char* there = buffers_.address(send.slice); there != nullptr || send.slice.count == 0)
     return there;
@@ -100,7 +101,8 @@ const void* ScheduleRun::payload_of(MessageLink* link, const Transfer& send) {
   return gathered;
 }
 
-// Memory of the transport for what the step sends, if that is one thing.
+// Returns memory of the transport for the payload of the step's messages, if all of them have the
+// same payload.
 void* ScheduleRun::stage(MessageLink* link, const Step& step) const {
   std::vector<int> peers;
   for (const Transfer& send : step.sends) {
@@ -128,7 +130,7 @@ void ScheduleRun::run_locals(MessageLink* link, const Step& step, const Step* ne
     if (dst.count == 0 || (dst.buffer == Buffer::kOutput && no_output)) continue;
     const auto is_wide = [](const Slice& slice) { return slice.buffer == Buffer::kWide; };
     const bool copies = local.sources.size() == 1 && is_wide(local.sources[0]) == is_wide(dst);
-    // What goes out next is copied to where it is sent from while it is in the first-level cache.
+    // What is sent next is copied to the transport's memory while it is in the first-level cache.
     const bool leaves =
         !copies && next != nullptr && !next->sends.empty() && next->sends[0].slice == dst;
     auto* staged = static_cast<char*>(leaves ? stage(link, *next) : nullptr);
@@ -184,7 +186,7 @@ void ScheduleRun::receive(MessageLink* link, const ExpectedMessage& expected,
   messages_->note_first();
   LaneState& lane = lanes_[expected.lane];
   const bool apart =
-      dst == nullptr && arrival.header.bytes > 0;  // the elements belong in several places
+      dst == nullptr && arrival.header.bytes > 0;  // the elements belong to several places
   if (arrival.inlined) {
     if (apart) {
       buffers_.scatter(arrival.payload.data(), expected.slice);

@@ -1,5 +1,5 @@
-// Walks an operation's schedule (collective/algorithms.h): sends and awaits a step's messages, then
-// does its sums and copies.
+// Runs an operation's schedule (collective/algorithms.h): sends and expects the messages of a step,
+// then does its sums and copies.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace whale {
 
-// Owned by its operation. Engine thread only.
+// Owned by its operation. Used by the engine's thread only.
 class ScheduleRun {
  public:
   // The request may change until prepare().
@@ -20,24 +20,24 @@ class ScheduleRun {
 
   const Problem& problem() const { return problem_; }
   const char* algorithm() const { return schedule_.algorithm; }
-  // Makes the schedule for what the request asks, and takes its scratch memory.
+  // Makes the schedule for the request, and allocates its scratch memory.
   void prepare();
-  // The same, for an all-reduce of so many elements.
+  // The same, for an all-reduce of `count` elements.
   void prepare(int64_t count);
   void start(MessageLink* link);
-  // A message that was awaited is there.
+  // An expected message has come.
   void arrived(MessageLink* link, const ExpectedMessage& expected, const Arrival& arrival);
-  // A message of the lane has gone out, or the elements of one have come.
+  // A message of the lane has been sent, or the elements of one have been received.
   void transferred(MessageLink* link, int lane);
-  // Whether all lanes have been walked to their ends; so it is before start().
+  // Whether all lanes have been run to their ends; also true before start().
   bool finished() const { return open_lanes_ == 0; }
-  // Announced messages that are read in place.
+  // Returns announced messages that are read in place, to be discarded.
   std::vector<Arrival> take_viewed();
   void return_scratch() { buffers_.return_scratch(); }
 
  private:
-  // A payload that the step's locals read where it lies, instead of the scratch memory that it
-  // would be received into.
+  // A payload that the step's locals read in place, instead of in the scratch memory that it would
+  // be received into.
   struct PayloadView {
     Buffer buffer;  // that scratch memory
     int64_t offset;
@@ -49,14 +49,14 @@ class ScheduleRun {
     int pending = 0;
     std::vector<PayloadView> views;
     std::vector<Slice>
-        landed;  // received into the mirror; they go to their pieces when the step is complete
-    void* staged = nullptr;  // what the current step sends, in memory of the transport
+        landed;  // received into the mirror; scattered to the pieces when the step is complete
+    void* staged = nullptr;  // payload of the current step, in memory of the transport
   };
 
   void post(MessageLink* link, int lane);
   void receive(MessageLink* link, const ExpectedMessage& expected, const Arrival& arrival);
   void run_lane(MessageLink* link, int lane);
-  // Runs the lane if nothing keeps it.
+  // Continues the lane, unless it waits for messages.
   void resume(MessageLink* link, int lane);
   void* stage(MessageLink* link, const Step& step) const;
   const void* payload_of(MessageLink* link, const Transfer& send);

@@ -7,8 +7,8 @@
 
 namespace whale {
 
-// Scratch memory that is handed from operation to operation instead of being mapped and faulted in
-// anew.
+// Passes scratch memory from one operation to the next, since mapping new memory and faulting in
+// its pages takes time.
 class ScratchPool {
  public:
   struct Block {

@@ -12,13 +12,13 @@ namespace whale {
 namespace {
 
 constexpr int64_t kLargeBytes =
-    256 << 10;  // what is smaller lies in no arena (tf_kernels/memory/arena_allocator.cc)
-constexpr size_t kMaxPlaces = 200;  // that travel with a message's head
+    256 << 10;  // smaller tensors are in no arena (tf_kernels/memory/arena_allocator.cc)
+constexpr size_t kMaxPlaces = 200;  // places that fit into a message's head
 constexpr int64_t kTurnBytes =
-    4 << 20;  // of one rank's sums, then other operations have their turn: half a millisecond
+    4 << 20;  // bytes of sums per turn, half a millisecond; then others have their turn
 constexpr int64_t kShareElements =
-    64;  // shares are multiples of it, so that no two ranks write one line of the cache
-constexpr uint32_t kMessageId = 0xffffffff;  // no message of a schedule has it
+    64;  // shares are multiples of it, so that no two ranks write the same cache line
+constexpr uint32_t kMessageId = 0xffffffff;  // used by no message of a schedule
 
 }  // namespace
 
@@ -36,7 +36,8 @@ std::unique_ptr<ZeroCopyReduce> ZeroCopyReduce::create(const Request* request,
     lent.push_back(i);
     large += count;
   }
-  // Small tensors take their own way afterwards, which is one more wait.
+  // Small tensors are reduced by a schedule afterwards, which means one more wait, so large ones
+  // have to prevail.
   if (lent.empty() || 2 * large < request->counts[0]) return nullptr;
   return std::unique_ptr<ZeroCopyReduce>(
       new ZeroCopyReduce(request, problem, messages, std::move(pieces), std::move(lent)));
@@ -111,7 +112,7 @@ void ZeroCopyReduce::find_shared(MessageLink* link) {
       if (piece.inputs.back() == nullptr || piece.outputs.back() == nullptr) {
         messages_->fail(Status::Error(Code::kInternal,
                                       title_of(*request_) + ": rank " + std::to_string(rank) +
-                                          " tells of memory outside what it shares; report this"));
+                                          " names memory outside of what it shares; report this"));
         return;
       }
     }

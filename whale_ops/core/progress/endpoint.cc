@@ -1,4 +1,4 @@
-// What an endpoint does on the engine's thread, as long as all goes well.
+// The part of an endpoint that runs on the engine's thread, as long as nothing fails.
 #include "whale_ops/core/progress/endpoint.h"
 
 #include <algorithm>
@@ -94,7 +94,8 @@ uint32_t Endpoint::carry_on(uint64_t id, int64_t patience_ns, const Doorbell& be
   }
   if (waited) patience_.note(followed_ == 0);
   followed_ = 0;
-  // What does not wait for other ranks goes on, and what only the engine's thread does.
+  // Operations with work to do, and messages that the emulated link delays, need another turn
+  // without any event from outside.
   if (!working_.empty() || !delayed_.empty() || self_left_) wake_();
   return rings;
 }
@@ -103,7 +104,7 @@ bool Endpoint::poll(int64_t now) {
   if (closed_) return false;
   const bool worked = progress(now);
   if (self_left_ && delayed_.empty() && is_over()) {
-    // Here and not in the destructor: all calls of a transport belong to this thread.
+    // Here and not in the destructor, since all calls of a transport belong to this thread.
     transport_.reset();
     in_transit_.clear();
     closed_ = true;
@@ -135,7 +136,7 @@ bool Endpoint::is_over() const {
   return some_gone ? transport_->may_end() : transport_->drained();
 }
 
-// A piece of each, so that none holds up the others' messages.
+// Lets each operation compute one part of its sums, so that none delays the others' messages.
 bool Endpoint::work() {
   std::vector<std::shared_ptr<Operation>> operations;
   operations.swap(working_);
@@ -169,8 +170,9 @@ void Endpoint::handle(Entry entry) {
       const std::string what = found->title() + " was cancelled on rank " + std::to_string(rank_) +
                                ": " + entry.status.message;
       finish(found, Status::Error(entry.status.code, what));
-      // What ranks tell each other beside tensors waits for nobody's data: why the step was
-      // cancelled says who has cancelled it, and others shall hear that first.
+      // The error that made TensorFlow cancel a step is reported by itself, and names its rank: the
+      // others shall get that error first. So a cancelled exchange of data beside tensors, which
+      // waits for nobody's computation, does not abort them.
       if (entry.status.code == Code::kCancelled && !found->moves_tensor()) break;
       const Code others =
           entry.status.code == Code::kCancelled ? Code::kAborted : entry.status.code;
@@ -206,7 +208,7 @@ void Endpoint::begin(Entry entry) {
   }
   if (entry.request.kind == OpKind::kAllReduce) {
     entry.request.tensors_shared = shares_tensors(entry.request.group);
-    entry.request.lends = !engine_link_.active();  // an emulated link carries all bytes
+    entry.request.lends = !engine_link_.active();  // an emulated link has to carry all bytes
   }
   auto operation = std::make_shared<Operation>(entry.id, std::move(entry.request), rank_, size_,
                                                entry.call, &scratch_);
@@ -300,8 +302,8 @@ void Endpoint::emit(int peer, const MessageHeader& header, const std::string& no
     transport_->send(peer, header, note, payload, cookie, this);
     return;
   }
-  // One message after the other occupies the link; each then takes the latency. Never before an
-  // earlier message.
+  // Messages occupy the link one after the other, and then each takes the latency. None arrives
+  // before an earlier one.
   const int64_t now = now_ns();
   const double bandwidth = engine_link_.bandwidth_bytes_per_s;
   const double busy_s = bandwidth > 0 ? static_cast<double>(header.bytes) / bandwidth : 0;
@@ -326,7 +328,7 @@ bool Endpoint::flush_delayed(int64_t now) {
 void Endpoint::settle(const std::shared_ptr<Operation>& operation) {
   if (operation->settled || operation->busy()) return;
   if (!operation->failure().ok()) {
-    // The other ranks cannot finish this operation either.
+    // The other ranks cannot finish this operation either, so the whole communicator fails.
     fail_everything(operation->failure(), true);
   } else if (operation->finished()) {
     finish(operation, Status::Ok());

@@ -1,5 +1,5 @@
-// One rank's end of a communicator: matches messages to operations by key, carries aborts and
-// departures.
+// One rank's end of a communicator: matches messages to operations by key, and handles aborts,
+// departures and lost ranks.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,8 @@
 
 namespace whale {
 
-// Whether to wait awake for other ranks: while that has been in vain, the less often the longer.
+// Decides whether to wait actively for other ranks: the longer that has been in vain, the less
+// often.
 class Patience {
  public:
   bool waits() {
@@ -35,8 +36,8 @@ class Patience {
   int vain_ = 0, left_ = 0;
 };
 
-// Emulated network of this rank's outgoing messages, where there are several hosts of those to
-// other hosts; zero means "as fast as the transport".
+// Emulates a network for this rank's outgoing messages (if there are several hosts: only for those
+// to other hosts). Zero means "as fast as the transport".
 struct LinkModel {
   double latency_s = 0;
   double bandwidth_bytes_per_s = 0;
@@ -53,71 +54,73 @@ struct Wait {
 
 class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
  public:
-  // `wake`: called after something was submitted, so that the engine looks.
+  // `wake`: called after something was submitted, to wake the engine.
   Endpoint(std::string name, std::unique_ptr<Transport> transport, std::function<void()> wake);
   ~Endpoint();
 
-  // Any thread.
+  // The following may be called from any thread.
   const std::string& name() const { return name_; }
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // An identifier for submit() that cancel() understands from now on.
+  // Returns an identifier for submit() and cancel().
   uint64_t reserve();
   void release(uint64_t id);  // of a reservation that will not be used
-  // Starts the operation; every outcome, bad arguments included, is told through request.done.
+  // Starts the operation; every outcome, including bad arguments, is reported through request.done.
   void submit(uint64_t id, Request request);
   void submit(Request request) { submit(reserve(), std::move(request)); }
-  // Completes the operation with `status` and aborts the communicator; nothing when it has finished
-  // already.
+  // Ends the operation with `status` and aborts the communicator; does nothing if the operation has
+  // finished.
   void cancel(uint64_t id, Status status);
   // Fails all pending and future operations of all ranks with this message.
   void abort(Status status);
-  // Ranks that operations whose title contains the text have waited for, as of the last look at
-  // them.
+  // Returns the ranks that operations whose title contains the text wait for, as of the last check.
   std::vector<int> awaited_ranks(const std::string& title) const;
-  // What the rank is known to have died of, by somebody who sees its process: all operations of
-  // this rank fail from now on, each naming itself. Nothing when the peer has said good-bye. `what`
-  // ends a sentence that begins with "rank 1".
+  // Tells that a peer's process is known to be gone: all operations of this rank fail from now on,
+  // each with an error that names the operation. Does nothing if the peer has said good-bye.
+  // `what`: what happened to it, as the end of a sentence that begins with "rank 1".
   void lose(int peer, const std::string& what);
   bool lost() const { return lost_.load(); }
   // Whether a peer is gone that has not said good-bye.
   bool misses() const { return misses_.load(); }
-  // The error with which all operations fail from now on, if any.
+  // Returns the error with which all operations fail from now on, or OK.
   Status failure() const;
-  // The operations that have waited for some time, as of the last look at them: those that move
+  // Returns the operations that have waited for some time, as of the last check: those that move
   // tensors first, oldest first.
   std::vector<Wait> waits() const;
   // Says good-bye to the other ranks; operations of this rank fail from now on.
   void leave();
-  // Whether all ranks have left, or are gone, and nothing of this rank is under way any more.
+  // Whether all ranks have left or are gone, and nothing of this rank is under way any more.
   bool closed() const { return closed_.load(); }
   void set_link(LinkModel link);
-  // Of all-reduces submitted from now on, where it can serve them. Equal on all ranks.
+  // Sets the algorithm of all-reduces submitted from now on, where it can serve them. Has to be
+  // equal on all ranks.
   void set_algorithm(Algorithm algorithm);
-  // By which algorithms between hosts are chosen from now on. Equal on all ranks.
+  // Sets the figures by which algorithms between hosts are chosen from now on. Has to be equal on
+  // all ranks.
   void set_network(const Costs& network);
   Recorder& recorder() { return recorder_; }
 
-  // Whether all ranks are reached through memory, which any thread may look at.
+  // Whether all ranks are reached through memory, so that any thread may look for their messages.
   bool by_memory() const { return by_memory_; }
 
-  // Engine thread, or who stands in for it (engine.h), one at a time.
-  // Carries on all operations until the one submitted under `id` has ended, or nothing has happened
-  // for some time. Returns the rings of the bell before the last look.
+  // Called by the engine's thread, or by one thread that stands in for it (engine.h). Progresses
+  // all operations until the one submitted under `id` has ended, or nothing has happened for
+  // `patience_ns`. Returns the number of rings of the bell before the last look.
   uint32_t carry_on(uint64_t id, int64_t patience_ns, const Doorbell& bell);
-  // Engine thread.
+  // The following are called by the engine's thread.
   bool poll(int64_t now);
   int64_t next_deadline_ns() const;
   bool needs_polling() const { return transport_ && transport_->needs_polling(); }
   int descriptor() const { return transport_ ? transport_->descriptor() : -1; }
   bool between_processes() const { return transport_ && transport_->between_processes(); }
   bool has_active() const { return !active_.empty(); }
-  // Copies out of the arena (arena.h) of a rank that shares its tensors with this one, be it gone
-  // or not.
+  // Copies out of the arena (arena.h) of a rank that shares its tensors with this one, whether or
+  // not its process still exists.
   Status read_lent(int peer, uint64_t place, void* to, uint64_t bytes);
 
  private:
-  // What has come is taken in, and what can go on goes on; tells whether there was something.
+  // Handles what has come, and continues what can continue; returns whether there was anything to
+  // do.
   bool progress(int64_t now);
   bool is_over() const;
   struct InTransit {
@@ -136,7 +139,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   };
   struct Entry {  // work for the engine thread
     enum class What { kSubmit, kCancel, kAbort, kLeave, kLose } what;
-    uint64_t id = 0;  // of kLose: the peer
+    uint64_t id = 0;  // of kLose: the peer's rank
     uint64_t call = 0;
     int64_t ready_ns = 0;
     Request request;
@@ -144,13 +147,13 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   };
   enum class Reservation { kFree, kCancelled, kSubmitted };
 
-  // TransportSink
+  // Implements TransportSink.
   void arrived(Arrival&& arrival) override;
   void transferred(uint64_t cookie) override;
-  // Its receiver fails, and says so.
+  // The receiver's operation fails, and reports it.
   void dropped(uint64_t cookie) override { in_transit_.erase(cookie); }
   void failed(const std::string& what) override;
-  // MessageLink
+  // Implements MessageLink.
   bool has_left(int peer) const override { return left_[peer]; }
   void post_send(Operation* operation, int lane, int peer, const MessageHeader& header,
                  const std::string& note, const void* payload) override;
@@ -193,7 +196,7 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   std::unique_ptr<Transport> transport_;
   const int rank_;
   const int size_;
-  // Of each rank, numbered from 0: ranks of one host all share memory.
+  // The host of each rank, numbered from 0; ranks of one host all share memory.
   const std::vector<int> hosts_;
   const bool several_hosts_;
   const bool by_memory_;
@@ -209,28 +212,28 @@ class WHALE_EXPORT Endpoint final : private TransportSink, private MessageLink {
   Algorithm algorithm_ = Algorithm::kAuto;
   Costs network_ = kNetwork;
   std::vector<Wait> waits_;  // as of the last check_waits
-  Status failure_;           // aborted_, for other threads
+  Status failure_;           // copy of aborted_ for other threads
   std::atomic<bool> closed_{false};
   std::atomic<bool> misses_{false};
   std::atomic<bool> lost_{false};
 
-  // Engine thread, or who stands in for it.
+  // Used by the engine's thread, or the thread that stands in for it.
   uint64_t followed_ = 0;  // the operation that ends carry_on(); 0: it has ended
   Patience patience_;
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> active_;  // by tag
   std::unordered_map<uint64_t, std::vector<Arrival>> unexpected_;    // by tag
-  // Descriptor by tag, of the latest operations.
+  // Descriptors of the latest finished operations, by tag.
   std::unordered_map<uint64_t, std::string> finished_;
   std::deque<uint64_t> finished_order_;
   std::unordered_map<uint64_t, InTransit> in_transit_;  // by cookie
   uint64_t next_cookie_ = 1;
-  std::vector<std::shared_ptr<Operation>> working_;  // they have work that waits for nobody
+  std::vector<std::shared_ptr<Operation>> working_;  // operations with work that needs no message
   std::deque<Delayed> delayed_;
   LinkModel engine_link_;
   int64_t link_free_ns_ = 0;
   std::vector<bool> left_;
-  std::vector<bool> gone_;  // without a word, as somebody says who sees their processes
-  // Peers that have left: when sends to them are given up.
+  std::vector<bool> gone_;  // known to be dead, without having said good-bye
+  // For peers that have left: when sends to them are given up.
   std::unordered_map<int, int64_t> send_grace_ns_;
   bool self_left_ = false;
   Status aborted_;

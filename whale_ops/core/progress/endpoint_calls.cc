@@ -1,4 +1,5 @@
-// What other threads ask of an endpoint: it is checked and queued for the engine's thread.
+// The part of an endpoint that other threads call: requests are checked and queued for the engine's
+// thread.
 #include <algorithm>
 #include <set>
 
@@ -30,8 +31,8 @@ void Endpoint::push(Entry entry) {
 void Endpoint::submit(uint64_t id, Request request) {
   Entry entry{Entry::What::kSubmit, id, 0, now_ns(), {}, check(request)};
   {
-    // Counting and queueing under one lock: the order of calls under a key is the order of their
-    // numbers.
+    // Counts and queues under one lock, so that the numbers of calls under a key have the order in
+    // which they are queued.
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto reservation = reservations_.find(id);
     if (reservation != reservations_.end() && reservation->second == Reservation::kCancelled &&

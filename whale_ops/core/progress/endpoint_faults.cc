@@ -1,5 +1,5 @@
-// What becomes of an endpoint's operations when ranks abort, leave, are lost or run different
-// programs, and who waits for whom.
+// What happens to an endpoint's operations when ranks abort, leave, are lost or run different
+// programs; and who waits for whom.
 #include <algorithm>
 
 #include "whale_ops/core/progress/endpoint.h"
@@ -7,8 +7,8 @@
 namespace whale {
 namespace {
 
-constexpr int64_t kCheckEveryNs = 100'000'000;  // how often waits are looked at
-// A departed rank's last receives may still be completing.
+constexpr int64_t kCheckEveryNs = 100'000'000;  // how often waits are checked
+// The last receives of a rank that has left may still be completing.
 constexpr int64_t kSendGraceNs = 500'000'000;
 
 }  // namespace
@@ -20,8 +20,8 @@ void Endpoint::fail_everything(const Status& status, bool tell_others) {
     const std::lock_guard<std::mutex> lock(mutex_);
     failure_ = status;
   }
-  // Data that waits for the emulated link belongs to operations that fail now; a good-bye must
-  // still go out.
+  // Data that waits for the emulated link belongs to operations that fail now, but a good-bye must
+  // still be sent.
   delayed_.erase(std::remove_if(delayed_.begin(), delayed_.end(),
                                 [](const Delayed& d) {
                                   return d.header.kind == MessageKind::kData ||
@@ -43,7 +43,7 @@ void Endpoint::fail_everything(const Status& status, bool tell_others) {
   discard_unexpected();
 }
 
-// Their senders wait until somebody takes them.
+// Senders of unexpected messages wait until these are received or discarded.
 void Endpoint::discard_unexpected() {
   for (const auto& [tag, arrivals] : unexpected_) {
     for (const Arrival& arrival : arrivals) discard(arrival);
@@ -65,7 +65,7 @@ void Endpoint::depart() {
   MessageHeader header;
   header.kind = MessageKind::kLeave;
   for (int peer = 0; peer < size_; ++peer) {
-    // Also to those who have left: they wait for this.
+    // Also sent to ranks that have left, since these wait for the good-byes of all others.
     if (peer != rank_) emit(peer, header, "", nullptr, 0);
   }
 }
@@ -90,8 +90,8 @@ void Endpoint::peer_lost(int peer, const std::string& what) {
   const std::string sentence = "rank " + std::to_string(peer) + " " + what;
   std::vector<std::shared_ptr<Operation>> operations;
   for (const auto& [tag, operation] : active_) operations.push_back(operation);
-  // TensorFlow reports the first error of a step: it shall name a tensor that waits for the peer,
-  // if there is one.
+  // TensorFlow reports the first error of a step, so that of a tensor which waits for the peer
+  // comes first, if there is one.
   const auto order_of = [&](const auto& operation) {
     return (operation->waits_for(peer) ? 0 : 2) + (operation->moves_tensor() ? 0 : 1);
   };
@@ -103,7 +103,7 @@ void Endpoint::peer_lost(int peer, const std::string& what) {
            Status::Error(Code::kUnavailable, sentence + " while rank " + std::to_string(rank_) +
                                                  where + operation->purpose()));
   }
-  // Whoever knows of it tells the other ranks as well.
+  // Only this rank's operations fail: whoever reports the lost rank tells the other ranks as well.
   fail_everything(Status::Error(Code::kUnavailable, sentence), false);
 }
 
@@ -154,9 +154,9 @@ std::vector<int> Endpoint::missing_peers(const Operation& operation) const {
   return missing.empty() ? pending_send_peers(&operation) : missing;
 }
 
-// A rank that runs an operation alone has announced all it had to say before. So if a peer has
-// begun another operation than the one in which it is waited for, and either of the two is run
-// alone, neither will ever end.
+// Before a rank runs an operation alone, it has sent everything that earlier operations need. So if
+// a peer has begun another operation than the one in which it is waited for, and either of the two
+// is run alone, neither can ever end.
 Status Endpoint::crossed() const {
   Status found;
   bool found_tensor = false;

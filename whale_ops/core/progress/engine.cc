@@ -15,45 +15,47 @@
 namespace whale {
 namespace {
 
-// How the thread waits for messages from other processes, by the time since something last
-// happened: first it asks again at once (a small message takes a few microseconds), unless that was
-// in vain of late, then it sleeps until somebody rings. MPI does not ring: there it lets others run
-// in between, then sleeps for a while. Where the rank has one core, every look takes some
-// microseconds from the computation that the other ranks wait for, so a sleep is a part of the time
-// waited so far: the longer the wait, the fewer the looks, and the wait grows by that part at most.
+// How the engine's thread waits for messages from other processes, by the time since something last
+// happened. First it polls without pause (a small message takes a few microseconds), unless that
+// was in vain lately; then it sleeps until another process rings its bell. MPI does not ring, so
+// there it yields between polls, and then sleeps for short times. If the rank has only one core,
+// every poll takes some microseconds from the computation that the other ranks wait for; so a sleep
+// lasts a fixed part of the time waited so far, which bounds the number of polls, and lengthens the
+// wait by that part at most.
 constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kYieldNs = 200'000;
 // Over a network, the next operation of a chain is submitted some ten microseconds after the last
-// one: to be awake then, letting others run, costs less than to be woken. In memory the thread that
-// submits carries it on.
+// one: to stay awake until then, yielding, costs less than being woken. In memory the submitting
+// thread carries its operation on by itself.
 constexpr int64_t kLingerNs = 60'000;
 constexpr int64_t kShortSleepNs = 30'000;
 constexpr int64_t kPartOfWait = 8;
 constexpr int64_t kLongSleepNs = 250'000;
-constexpr int64_t kIdleSleepNs = 500'000;  // no operation of this rank is waiting
-// Threads that submit may start operations while this one sleeps: it looks for waits in time.
+constexpr int64_t kIdleSleepNs = 500'000;  // if no operation of this rank waits
+// Threads may start operations while this one sleeps, so it has to wake up in time to check for
+// long waits.
 constexpr int64_t kMaxSleepNs = 100'000'000;
-// An operation of so few bytes is carried on by the thread that asks for it: the way to the
-// engine's thread and back takes longer than what is done there.
+// An operation of at most so many bytes is carried on by the thread that submits it: handing it to
+// the engine's thread and back would take longer than the operation.
 constexpr int64_t kSmallBytes = 64 << 10;
-// How long that thread waits for the other ranks, who come within some microseconds or much later.
+// How long the submitting thread waits for other ranks, which come within some microseconds or much
+// later.
 constexpr int64_t kPatienceNs = 20'000;
 
-// Whether this thread looks at an endpoint in the engine's place.
+// Whether this thread stands in for the engine's.
 thread_local bool stands_in = false;
 
 std::atomic<bool> forked{false};
 
-// Where computing threads fill the cores, a thread that wakes up waits for the end of the running
-// one's slice, up to a clock tick (4 ms) for every one in front of it: longer than most exchanges
-// take. The engine runs for some ten microseconds at a time. Linux 6.12 and later let a thread that
-// asks for short slices run before those with longer ones; others ignore or refuse it, and nothing
-// is lost.
+// If computing threads fill the cores, a thread that wakes up waits for the end of the running
+// thread's time slice, up to a clock tick (4 ms) for each thread in front of it: longer than most
+// exchanges take. The engine runs for some ten microseconds at a time. Linux 6.12 and later let a
+// thread that asks for short slices run before threads with longer ones; older versions ignore or
+// refuse the request, which does no harm.
 constexpr uint64_t kSliceNs = 100'000;
 
 void ask_for_short_slices() {
-  // Struct sched_attr of linux/sched/types.h, version 0, which C libraries do not declare
-  // everywhere.
+  // struct sched_attr of linux/sched/types.h, version 0, which not every C library declares.
   struct {
     uint32_t size, policy;
     uint64_t flags;
@@ -110,7 +112,7 @@ void Engine::start_locked() {
   if (running_) return;
   running_ = true;
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  // Registered after MPI's libraries were loaded, hence run before their destructors.
+  // Registered after MPI's libraries were loaded, so it runs before their destructors.
   std::atexit([] { Engine::instance().stop(); });
   thread_ = std::thread([this] { run(); });
 }
@@ -186,14 +188,14 @@ void Engine::stop() {
 
 void Engine::run() {
   pthread_setname_np(pthread_self(), "whale_engine");
-  prctl(PR_SET_TIMERSLACK, 1000);  // sleeps of tens of microseconds, not of fifty more
+  prctl(PR_SET_TIMERSLACK, 1000);  // wake up within 1 us of the time, not 50 us
   ask_for_short_slices();
   int64_t last_work_ns = now_ns();
   std::vector<std::shared_ptr<Endpoint>> endpoints;
   std::unique_lock<std::mutex> progress(progress_);
-  bool asks = false;  // again at once, since something last happened
+  bool asks = false;  // polls again without a pause, since something has happened
   for (;;) {
-    // Before looking: what comes while looking ends the wait.
+    // Read before looking, so that a ring while looking ends the wait.
     const uint32_t rings = doorbell_.rings();
     std::vector<std::function<void()>> tasks;
     {

@@ -1,4 +1,4 @@
-// The one progress thread of the process, and the communicators that it serves.
+// The single progress thread of the process, and the communicators that it serves.
 #pragma once
 
 #include <functional>
@@ -17,29 +17,31 @@ namespace whale {
 
 class WHALE_EXPORT Engine {
  public:
-  // Started on first use; never destroyed, because TensorFlow's threads may still submit while the
+  // Started on first use. Never destroyed, because TensorFlow's threads may still submit while the
   // process exits.
   static Engine& instance();
 
-  // Errors: the name is taken; this process was forked from one that had started the engine.
+  // Adds a communicator's ranks. Errors: the name is taken, or this process was forked from one
+  // that had started the engine.
   Status add(const std::string& name, std::vector<std::unique_ptr<Transport>> transports,
              std::vector<std::shared_ptr<Endpoint>>* endpoints);
-  // rank -1: the only rank of that name in this process. Null with a status that says what exists.
+  // Finds a rank of a communicator; rank -1: the only rank of that name in this process. Returns
+  // null, and a status that says what exists, if there is none.
   std::shared_ptr<Endpoint> find(const std::string& name, int rank, Status* status);
-  // After leave(): operations can no longer look the rank up; the engine serves it until all ranks
-  // have left.
+  // Called after leave(): operations can no longer find the rank; the engine serves it until all
+  // ranks have left.
   void forget(const Endpoint& endpoint);
   void wake();
-  // Starts an operation of a rank. Where it is small, and the rank reaches its peers through memory
-  // alone, the calling thread carries it on as the progress thread would, for as long as that is
-  // worth it; its `done` may be called on this thread, before the call returns.
+  // Starts an operation of a rank. If it is small, and the rank reaches its peers through memory
+  // alone, the calling thread carries it on in the place of the progress thread, for as long as
+  // that is worth it; `done` may then be called on this thread, before this call returns.
   void submit(const std::shared_ptr<Endpoint>& endpoint, uint64_t id, Request request);
-  // Runs `task` on the progress thread, which makes all calls into MPI, and waits for it.
+  // Runs `task` on the progress thread, which makes all calls into MPI, and waits for it to end.
   void call(const std::function<void()>& task);
-  // Ends the progress thread; for the exit of the process.
+  // Ends the progress thread, when the process exits.
   void stop();
   static Status check_not_forked();
-  // Rung for everything that the progress thread has to look at.
+  // The bell that is rung for everything that the progress thread has to look at.
   const Doorbell& doorbell() const { return doorbell_; }
 
  private:
@@ -47,15 +49,15 @@ class WHALE_EXPORT Engine {
   void start_locked();
   void run();
   struct Watch {
-    bool polling = false;          // some transport does not ring
+    bool polling = false;          // some transport cannot ring the bell
     bool active = false;           // operations are under way
-    bool between = false;          // some transport leads to other processes
-    std::vector<int> descriptors;  // that transports have to be read
+    bool between = false;          // some transport connects to other processes
+    std::vector<int> descriptors;  // readable when transports have something to read
   };
   void idle(std::unique_lock<std::mutex>* progress, uint32_t rings, const Watch& watch,
             int64_t sleep_ns, int64_t quiet_ns);
 
-  std::mutex progress_;  // held by the thread that looks at endpoints; taken before the next one
+  std::mutex progress_;  // held by the thread that looks at endpoints; locked before mutex_
   std::mutex mutex_;     // guards what follows
   std::vector<std::function<void()>> tasks_;
   bool stopping_ = false;
@@ -64,7 +66,7 @@ class WHALE_EXPORT Engine {
   std::map<std::pair<std::string, int>, std::shared_ptr<Endpoint>> registry_;
   std::thread thread_;
   Doorbell doorbell_;
-  Patience patience_;  // of the engine's thread
+  Patience patience_;  // of the progress thread
 };
 
 }  // namespace whale

@@ -26,7 +26,8 @@ int Arena::open(size_t bytes) {
   arena->base_ = static_cast<char*>(memory);
   arena->bytes_ = bytes;
   arena->descriptor_ = descriptor;
-  // What a child writes to its tensors must not be written to its parent's.
+  // In a forked child the arena becomes a private copy, so that the child does not write into its
+  // parent's tensors.
   pthread_atfork(nullptr, nullptr, [] {
     constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
     if (mmap(arena->base_, arena->bytes_, PROT_READ | PROT_WRITE, kFlags, arena->descriptor_, 0) ==

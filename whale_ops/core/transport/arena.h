@@ -1,5 +1,4 @@
-// Memory of this process in which TensorFlow's large tensors lie, and which its peers of the
-// machine map.
+// Memory of this process for TensorFlow's large tensors, which its peers on the machine map.
 // Decisions: 0003, 0121 (docs/decisions).
 #pragma once
 
@@ -11,22 +10,24 @@
 
 namespace whale {
 
-// A file that exists in memory only (memfd), of the largest size that may ever be wanted and mapped
-// once: what nobody has touched takes no memory, and a place in it is the same number in every
-// process that maps it. In a child of fork it becomes a copy, as all other memory does.
+// A file in memory (memfd) of the largest size that may ever be needed, mapped once: pages that
+// nobody has touched take no memory, and an offset is valid in every process that maps the file. In
+// a forked child it becomes a private copy, as all other memory does.
 class WHALE_EXPORT Arena {
  public:
-  // Null until open() has made it.
+  // Returns null until open() has been called.
   static Arena* instance();
-  // 0, or errno. Once, by a thread that has no others beside it that look for it.
+  // Creates the arena; returns 0 or errno. Call it once, while no other thread looks for the arena.
   static int open(size_t bytes);
 
   int descriptor() const { return descriptor_; }
   size_t bytes() const { return bytes_; }
-  // Memory for as long as the process lives; null when there is no more. Any thread.
+  // Allocates memory for the lifetime of the process; returns null if there is none left. Callable
+  // from any thread.
   void* take(size_t bytes);
   bool holds(const void* data) const { return offset_of(data) < bytes_; }
-  // Where it lies, if the arena holds it; else some number that is not below bytes().
+  // Returns the offset of an address in the arena; a number not below bytes() if it is not in the
+  // arena.
   size_t offset_of(const void* data) const {
     return static_cast<size_t>(static_cast<const char*>(data) - base_);
   }

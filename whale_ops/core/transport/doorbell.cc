@@ -15,10 +15,10 @@
 namespace whale {
 namespace {
 
-// Where there is no pipe nobody wakes who waits for descriptors.
+// Longest sleep if there is no pipe that could wake a thread which waits for descriptors.
 constexpr int64_t kWithoutPipeNs = 250'000;
 
-// Not the private kind: the word is shared between processes.
+// Not FUTEX_PRIVATE_FLAG: the word is shared between processes.
 void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
@@ -27,13 +27,14 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 
 void Bell::ring(int pipe) {
   rings.fetch_add(1, std::memory_order_seq_cst);
-  // Whoever goes to sleep says so first and then compares `rings`: one of the two sees the other.
+  // A thread that goes to sleep first announces that, and then compares `rings`; so either it sees
+  // this ring or this thread sees that it sleeps.
   wake(asleep.load(std::memory_order_seq_cst), pipe);
 }
 
 void Bell::wake(uint32_t how, int pipe) {
   if (how == kOnWord) futex(&rings, FUTEX_WAKE, INT_MAX, nullptr);
-  // A pipe that is full wakes as well.
+  // An error means that the pipe is full, and a full pipe wakes as well.
   if (how == kOnPipe && pipe >= 0 && write(pipe, "", 1) < 0) return;
 }
 

@@ -14,27 +14,28 @@
 namespace whale {
 namespace {
 
-// Who sees that a rank's process has ended tells more than that its memory is gone: it has this
-// time to tell it.
+// Somebody who sees that a rank's process has ended (the launcher) can tell more than that its
+// memory is gone, and has this time to do so before an error is reported here.
 constexpr int64_t kEndedGraceNs = 500'000'000;
 
 enum class RecordKind : uint32_t { kMessage = 0, kTaken = 1 };
 
-// In a ring. Behind it lie a message's note and its payload, if that is small.
+// A record in a ring. It is followed by a message's note, and by its payload, if that is small.
 struct Record {
   RecordKind kind = RecordKind::kMessage;
   uint32_t note_bytes = 0;
   uint32_t payload_bytes = 0;
-  uint32_t slot = 0;     // number from 1 of the sender's slot that has the payload, or was read
-  uint64_t address = 0;  // of a payload that stays with the sender
-  // It is in what the receiver has mapped, and the address counted from there on.
+  uint32_t slot = 0;     // number, from 1, of the sender's slot with the payload
+  uint64_t address = 0;  // of a payload that stays in the sender's memory
+  // Whether the payload is in an arena that the receiver has mapped; `address` is then an offset in
+  // it.
   bool mapped = false;
-  uint64_t cookie = 0;   // the sender's, of a payload that has to be, or was, taken
-  bool dropped = false;  // of what was lent: it was not used to the end
+  uint64_t cookie = 0;   // the sender's; of a payload that is to be taken, or was
+  bool dropped = false;  // of lent memory: it was not used to the end
   MessageHeader header;
 };
 
-// How far a rank gets at another one's memory.
+// How much of another rank's memory a rank can access.
 enum Reach : char { kNothing = 0, kRings = 1, kTensors = 2 };
 
 class HostTransport final : public Transport {
@@ -50,8 +51,8 @@ class HostTransport final : public Transport {
 
   Neighbours& neighbours() { return neighbours_; }
 
-  // `reached`: how far rank i reaches rank j, at i * size + j. A pair shares memory if each of the
-  // two reaches the other.
+  // `reached`: how much of rank j's memory rank i can access, at i * size + j. Two ranks share
+  // memory if each of them can access the other's.
   void use(std::vector<char> reached) {
     reached_ = std::move(reached);
     for (int rank = 0; rank < size_; ++rank) {
@@ -102,8 +103,8 @@ class HostTransport final : public Transport {
       record.slot = staged != 0 ? staged : take_slot(1);
       if (staged == 0) std::memcpy(neighbours_.slot(record.slot - 1), payload, header.bytes);
     } else {
-      // The receiver copies from where it lies, if it has that mapped: to read another process's
-      // memory takes the system a look-up of every page.
+      // If the receiver has mapped this memory, it copies from there, since process_vm_readv has to
+      // look up every page.
       record.mapped = share_tensors(rank_, to) && arena_->holds(payload);
       record.address =
           record.mapped ? arena_->offset_of(payload) : reinterpret_cast<uint64_t>(payload);
@@ -139,7 +140,7 @@ class HostTransport final : public Transport {
       ended_rank_ = arrival.source;
       return;
     }
-    discard(arrival);  // the sender may have its memory back
+    discard(arrival);  // the sender may reuse its memory
     if (error == 0) return sink->transferred(cookie);
     sink->failed("reading " + std::to_string(arrival.header.bytes) +
                  " bytes from the memory of rank " + std::to_string(arrival.source) + ": " +
@@ -149,8 +150,8 @@ class HostTransport final : public Transport {
   const void* view(const Arrival& arrival) override {
     Peer& peer = peers_[arrival.source];
     if (!peer.shared) return network_->view(arrival);
-    // Not what lies in the sender's tensor: it waits until that was taken, and who only looks may
-    // wait for it meanwhile.
+    // Not for a payload in the sender's own tensor: the sender waits until it is taken, and a
+    // receiver that only looks at it might wait for the sender meanwhile.
     const uint32_t slot = parked_.at(arrival.token).slot;
     return slot == 0 ? nullptr : neighbours_.slot_of(arrival.source, slot - 1);
   }
@@ -180,8 +181,8 @@ class HostTransport final : public Transport {
       Peer& peer = peers_[rank];
       const Ring* in = peer.mapped->in;
       worked |= flush(&peer);
-      // What is there now; what comes of it may write more, and the engine looks again after work
-      // was done.
+      // Only what is in the ring now: handling it may write more, and the engine looks again after
+      // any progress.
       const uint64_t end = in->written.load(std::memory_order_acquire);
       for (uint64_t position = in->read.load(std::memory_order_relaxed); position != end;) {
         position = take(rank, position, sink);
@@ -194,7 +195,7 @@ class HostTransport final : public Transport {
  private:
   struct Peer {
     bool shared = false;
-    const Neighbour* mapped = nullptr;  // where it is shared
+    const Neighbour* mapped = nullptr;  // null: it is reached through the network
     std::deque<std::string> backlog;    // records for which the ring had no room, in order
   };
   struct Parked {
@@ -222,7 +223,7 @@ class HostTransport final : public Transport {
     return slot;
   }
 
-  // The slot in which the payload lies, as stage() has given it, or 0.
+  // Returns the number of the slot, from stage(), in which the payload lies; 0: in none.
   uint32_t staged_slot(const void* payload) const {
     const auto offset =
         reinterpret_cast<uintptr_t>(payload) - reinterpret_cast<uintptr_t>(neighbours_.slot(0));
@@ -244,7 +245,7 @@ class HostTransport final : public Transport {
     const uint64_t position = ring->written.load(std::memory_order_relaxed);
     if (position + text.size() - ring->read.load(std::memory_order_acquire) > kRingBytes) {
       ring->writer_waits.store(1, std::memory_order_seq_cst);
-      // Once more, in case the reader went by before it could see that.
+      // Checks again, in case the reader made room before it could see that this rank waits.
       if (position + text.size() - ring->read.load(std::memory_order_seq_cst) > kRingBytes)
         return false;
     }
@@ -263,8 +264,8 @@ class HostTransport final : public Transport {
     return worked;
   }
 
-  // Reads one record and acts on it; returns where the next one begins. The room is given back
-  // before anybody is told, since what they do may write.
+  // Reads one record and handles it; returns the position of the next one. The room is given back
+  // before the sink is called, since the sink may write.
   uint64_t take(int rank, uint64_t position, TransportSink* sink) {
     const Neighbour& peer = *peers_[rank].mapped;
     Record record;
@@ -306,17 +307,17 @@ class HostTransport final : public Transport {
   const int rank_;
   const int size_;
   Neighbours neighbours_;
-  // Of this rank's segment, numbers from 1; the last one is used next.
+  // Free slots of this rank's segment, numbered from 1; the last one is used next.
   std::vector<uint32_t> free_slots_;
-  // Of each slot's payload, who have yet to say that they have taken it.
+  // By slot: number of receivers that have yet to confirm that they have taken the payload.
   uint32_t readers_[kSlots + 1] = {};
   std::vector<Peer> peers_;  // by rank
   std::vector<char> reached_;
   std::vector<int> shared_;  // ranks that are reached through shared memory
-  // Announced payloads that still lie with their senders, by token.
+  // Announced payloads that are still in their senders' memory, by token.
   std::unordered_map<uint64_t, Parked> parked_;
   uint64_t next_token_ = 1;
-  // When the memory of a peer's process was found gone; 0: not yet, or told.
+  // When the memory of a peer's process was found to be gone; 0: not found, or reported already.
   int64_t ended_ns_ = 0;
   int ended_rank_ = 0;
   int64_t untaken_ = 0;  // payloads of this rank that peers have yet to read or drop

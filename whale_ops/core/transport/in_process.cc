@@ -8,7 +8,7 @@
 namespace whale {
 namespace {
 
-// All ranks are served by the one engine thread, so nothing here needs a lock.
+// All ranks are served by the same engine thread, so nothing here needs a lock.
 struct Mailbox {
   std::deque<Arrival> arrivals;
   std::deque<uint64_t> finished_sends;

@@ -1,5 +1,5 @@
-// Ranks of one process: messages are moved between queues, large payloads are copied once, from
-// tensor to tensor.
+// Transport between ranks of one process: messages are moved between queues, large payloads are
+// copied once, from tensor to tensor.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,8 @@
 
 namespace whale {
 
-// `hosts`: of each rank; ranks of different ones do not count as sharing memory. Empty: all are of
-// one host.
+// `hosts`: the host of each rank; ranks with different numbers do not count as sharing memory.
+// Empty: all ranks are on one host.
 std::vector<std::unique_ptr<Transport>> make_in_process_transports(int size,
                                                                    std::vector<int> hosts = {});
 

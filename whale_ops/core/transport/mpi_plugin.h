@@ -1,4 +1,4 @@
-// What libwhale_mpi.so offers to the core, which knows nothing of MPI.
+// The functions that libwhale_mpi.so offers to the core, which itself does not depend on MPI.
 #pragma once
 
 #include <memory>
@@ -10,18 +10,19 @@
 namespace whale {
 
 struct MpiPlugin {
-  // MPI_Init_thread unless somebody else did; checks the thread level.
+  // Calls MPI_Init_thread unless MPI is initialised already; checks the thread level.
   Status (*initialize)();
-  // Connects the ranks `members` of MPI_COMM_WORLD; none: all of them. On the engine's thread. With
-  // all ranks it is collective. Without some, who may be gone, nothing is waited for: the others
-  // say the same `members` with the same number, which is positive and counts up.
+  // Connects the ranks `members` of MPI_COMM_WORLD; empty: all ranks. Called on the engine's
+  // thread. With all ranks it is collective. With a subset (the other ranks may be gone) it waits
+  // for nobody; all members have to give the same `members` and the same `number`, which is
+  // positive and counts up.
   Status (*open)(const std::vector<int>& members, int number,
                  std::unique_ptr<Transport>* transport);
-  // Fixed-size data of all ranks that a transport of open() connects. Collective; on the engine's
-  // thread. Where some ranks of MPI_COMM_WORLD were left out, an error when one of the others does
-  // not come in time.
+  // Gathers fixed-size data of all ranks that a transport from open() connects; collective, on the
+  // engine's thread. If ranks of MPI_COMM_WORLD were left out, it is an error if one of the others
+  // does not come in time.
   Status (*gather)(Transport* network, const void* mine, size_t bytes, void* all);
-  // MPI_Finalize, if initialize() started MPI and no transport is open any more.
+  // Calls MPI_Finalize, if initialize() has initialised MPI and no transport is open any more.
   Status (*finalize_if_last)();
 };
 

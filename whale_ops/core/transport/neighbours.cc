@@ -35,8 +35,8 @@ void Neighbours::offer(const Doorbell& bell, Card* card) {
   card->process = getpid();
   card->bell_descriptor = bell.descriptor();
   card->pipe_descriptor = bell.pipe();
-  // As many rings as there are ranks: who shares the machine is not known yet, and what nobody
-  // touches takes no memory.
+  // As many rings as there are ranks, since it is not known yet which of them are on this machine;
+  // untouched pages take no memory.
   segment_bytes_ = Segment::bytes_for(static_cast<size_t>(size_));
   void* memory = map_new("whale_rings", segment_bytes_, &descriptor_);
   if (memory == nullptr || card->bell_descriptor < 0 ||

@@ -1,5 +1,5 @@
-// What ranks of one machine have mapped of each other's memory: a segment with rings and slots, a
-// doorbell, an arena of tensors.
+// Maps the memory of other ranks on this machine: a segment with rings and slots, a doorbell, and
+// an arena of tensors.
 #pragma once
 
 #include <cstdint>
@@ -13,35 +13,35 @@ namespace whale {
 
 // What a rank tells all others before anything is shared.
 struct Card {
-  char machine[40];  // equal on ranks under one kernel
+  char machine[40];  // equal on ranks that run under one kernel
   int32_t process;
   int32_t segment_descriptor;  // -1: this rank has no shared memory
   int32_t bell_descriptor;
-  int32_t pipe_descriptor;  // which the bell's owner may wait for
-  int32_t error;            // why not: errno, or kSwitchedOff
-  uint64_t mark[2];         // random; first thing in the segment, and at mark_address
+  int32_t pipe_descriptor;  // pipe that the bell's owner may wait for
+  int32_t error;            // why this rank shares nothing: errno, or kSwitchedOff
+  uint64_t mark[2];         // random; at the start of the segment, and at mark_address
   uint64_t mark_address;
-  int32_t arena_descriptor;  // -1: this rank's tensors are its own
+  int32_t arena_descriptor;  // -1: this rank does not share its tensors
   uint64_t arena_bytes;
 
   static constexpr int kSwitchedOff = -1;
-  // Of a rank that shares nothing.
+  // The card of a rank that shares nothing.
   static Card blank();
 };
 
-// Another rank, as far as its memory is mapped here.
+// Another rank, and what of its memory is mapped here.
 struct Neighbour {
   int process = 0;
   Segment* segment = nullptr;  // the neighbour's
   Bell* bell = nullptr;
-  int pipe = -1;  // the bell's
+  int pipe = -1;  // its bell's pipe
   char* arena = nullptr;
   uint64_t arena_bytes = 0;
-  Ring* in = nullptr;   // this rank's, into which the neighbour writes
-  Ring* out = nullptr;  // the neighbour's, into which this rank writes
+  Ring* in = nullptr;   // this rank's ring, into which the neighbour writes
+  Ring* out = nullptr;  // the neighbour's ring, into which this rank writes
 
   void ring() const { bell->ring(pipe); }
-  // Where a place in its arena is mapped; null for what lies outside.
+  // Returns where an offset in its arena is mapped; null if it is out of range.
   char* at(uint64_t offset, uint64_t bytes) const {
     return offset <= arena_bytes && bytes <= arena_bytes - offset ? arena + offset : nullptr;
   }
@@ -54,13 +54,13 @@ class Neighbours {
   ~Neighbours();
   Neighbours(const Neighbours&) = delete;
 
-  // Makes this rank's segment for the ranks of the machine and fills in the card. `bell`: this
-  // rank's.
+  // Creates this rank's segment for the other ranks of the machine, and fills in the card. `bell`:
+  // this rank's.
   void offer(const Doorbell& bell, Card* card);
-  // Maps what another rank offers; what is in the way, in words, or nothing.
+  // Maps what another rank offers; returns what prevents that, in words, or an empty string.
   std::string reach(int rank, const Card& card);
   const Neighbour& of(int rank) const { return neighbours_[static_cast<size_t>(rank)]; }
-  // Slots of this rank's segment, or a neighbour's.
+  // Slots of this rank's segment, or of a neighbour's.
   char* slot(uint32_t index) const { return own_->slot(static_cast<size_t>(size_), index); }
   char* slot_of(int rank, uint32_t index) const {
     return of(rank).segment->slot(static_cast<size_t>(size_), index);

@@ -1,4 +1,4 @@
-// What a rank owns in memory and its peers of the machine map: rings of records and slots for
+// The memory that a rank owns and its peers on the machine map: rings of records, and slots for
 // payloads.
 // Decision: 0002 (docs/decisions).
 #pragma once
@@ -12,28 +12,28 @@
 
 namespace whale {
 
-// Of announcements and small payloads under way from one peer.
+// Size of a ring: announcements and small payloads from one peer that are under way.
 constexpr size_t kRingBytes = 256 << 10;
 constexpr size_t kCacheLine = 64;
 
-// Of one writer and one reader, each in a process of its own. All zeros is an empty ring.
+// A ring with one writer and one reader, each in a process of its own. All zeros is an empty ring.
 struct Ring {
   alignas(kCacheLine) std::atomic<uint64_t> written;  // bytes ever written
-  // For room: the reader has to ring the writer's bell.
+  // Set if the ring is full: the reader then rings the writer's bell.
   std::atomic<uint32_t> writer_waits;
   alignas(kCacheLine) std::atomic<uint64_t> read;  // bytes ever taken out
   alignas(kCacheLine) char bytes[kRingBytes];
 };
 
-// Payloads that fit are copied into memory that the receiver has mapped: a copy that stays in the
-// caches takes a fifth of the time that the system needs to read another process's memory, and the
-// sender has its buffer back at once. The slot that came back last is used first, so a few of them
-// are touched again and again.
+// Slots are for payloads that fit: they are copied into memory that the receiver has mapped. A copy
+// that stays in the caches takes a fifth of the time of process_vm_readv, and the sender has its
+// buffer back at once. The slot that was freed last is used first, so that a few slots stay in the
+// caches.
 constexpr size_t kSlotBytes = (256 << 10) + kPageBytes;
 constexpr uint32_t kSlots = 32;
 
-// What a rank owns and its peers map: its mark, a ring for each rank of the machine, in rank order,
-// and its slots.
+// What a rank owns and its peers map: its mark, a ring for each rank of the machine in the order of
+// ranks, and its slots.
 struct Segment {
   uint64_t mark[2];
   alignas(kCacheLine) Ring rings[1];
@@ -48,7 +48,7 @@ struct Segment {
   }
 };
 
-// Bytes at a position of the ring: a writer puts them there, a reader takes them out.
+// Copies bytes into the ring at a position (writer), or out of it (reader).
 inline void copy_in(Ring* ring, uint64_t position, const char* from, size_t bytes) {
   const size_t start = position % kRingBytes, first = std::min(bytes, kRingBytes - start);
   std::memcpy(ring->bytes + start, from, first);

@@ -17,40 +17,45 @@
 namespace whale {
 namespace {
 
-// That a rank may take to say where its memory lies; it has come so far by then.
+// Time for a rank to send its data in a gather; ranks that reach this point are close to each other
+// in time.
 constexpr int64_t kGatherNs = 10'000'000'000;
-// Who sees that a rank's process has ended tells more than that its end is closed.
+// Somebody who sees that a rank's process has ended (the launcher) can tell more than that its
+// connection broke, and has this time to do so.
 constexpr int64_t kBrokenGraceNs = 3'000'000'000;
 constexpr int kEvents = 64;
-// Of a payload that is sent without being asked for; what is larger is not waited for by others.
+// Largest payload that is sent without being requested; a larger one would delay other messages too
+// long.
 constexpr uint64_t kMostEagerBytes = 1 << 20;
-// That a rank may have of another one without having asked for it, and of all others.
+// Bytes that a rank may receive without having requested them, from one other rank and from all of
+// them together.
 constexpr uint64_t kWindowBytes = 8 << 20, kWindowsBytes = 128 << 20;
-// Parts of a pulled payload: messages and parts of others go in between.
+// Requested payloads are sent in parts of this size, so that messages and parts of other payloads
+// get in between.
 constexpr uint64_t kPartBytes = 1 << 20;
-// Read from one rank until others have their turn.
+// Bytes that are read from one rank before others have their turn.
 constexpr uint64_t kTurnBytes = 2 << 20;
-// What is read where a frame may begin: at most so much of a payload is copied twice.
+// Bytes that are read where a frame may begin; at most this much of a payload is copied twice.
 constexpr size_t kHeadBytes = 8 << 10;
-// In tokens of payloads that have come, or are coming, without being asked for.
+// Set in the tokens of payloads that have come, or are coming, without being requested.
 constexpr uint64_t kHere = uint64_t{1} << 63;
 
 enum class FrameKind : uint32_t {
   kMessage = 0,  // with its note, and its payload if `token` is 0
-  kPulled = 1,   // a payload is to be sent
-  kDropped = 2,  // it is not wanted
-  kPart = 3,     // of a payload that was pulled
-  kTaken = 4     // nothing but `taken`
+  kPulled = 1,   // requests a payload
+  kDropped = 2,  // says that a payload is not wanted
+  kPart = 3,     // part of a requested payload
+  kTaken = 4     // carries nothing but `taken`
 };
 
-// In front of all that is sent.
+// Precedes everything that is sent.
 struct Frame {
   FrameKind kind = FrameKind::kMessage;
   uint32_t note_bytes = 0;
-  uint64_t token = 0;   // the sender's, of a payload that stays with it
-  uint64_t offset = 0;  // of a part
-  uint64_t bytes = 0;   // of the payload, or of its part, that follow
-  uint64_t taken = 0;   // bytes sent without being asked for that the sender of this has taken
+  uint64_t token = 0;   // the sender's, of a payload that stays with the sender
+  uint64_t offset = 0;  // where the part begins in the payload
+  uint64_t bytes = 0;   // size of the payload, or of its part, that follows
+  uint64_t taken = 0;   // total unrequested bytes that the sender of this frame has taken
   MessageHeader header;
 };
 
@@ -93,7 +98,7 @@ class SocketTransport final : public Transport {
   void send(int to, const MessageHeader& header, const std::string& note, const void* payload,
             uint64_t cookie, TransportSink* sink) override {
     Peer& peer = peers_[to];
-    if (peer.broken) {  // its operations end when that is told
+    if (peer.broken) {  // its operations end when the loss is reported
       if (header.bytes <= kInlineBytes && cookie != 0) sink->transferred(cookie);
       return;
     }
@@ -143,7 +148,7 @@ class SocketTransport final : public Transport {
     if (incoming.arrived == incoming.bytes) complete(&peer, arrival.token, sink);
   }
 
-  // Of a payload that has come and waits.
+  // Only for a payload that has come unrequested and waits here.
   const void* view(const Arrival& arrival) override {
     if ((arrival.token & kHere) == 0) return nullptr;
     const Incoming& incoming = peers_[arrival.source].incoming.at(arrival.token);
@@ -204,7 +209,7 @@ class SocketTransport final : public Transport {
           if (moved > 0 || (waits && now_ns() < until_ns && ready(socket, sends))) continue;
           return Status::Error(Code::kUnavailable,
                                "rank " + std::to_string(rank) +
-                                   " does not say where its memory lies; look at its log");
+                                   " does not answer while the ranks connect; look at its log");
         }
       }
     }
@@ -212,15 +217,15 @@ class SocketTransport final : public Transport {
   }
 
  private:
-  struct Parked {  // a payload here that is announced there
+  struct Parked {  // a payload of this rank that was announced to a peer
     const char* data;
     uint64_t bytes;
     uint64_t unsent;
     uint64_t cookie;
   };
-  struct Incoming {  // a payload that comes to here
+  struct Incoming {  // a payload of a peer that is sent to this rank
     char* dst = nullptr;
-    std::unique_ptr<char[]> held;  // where it waits until it is asked for
+    std::unique_ptr<char[]> held;  // where it waits until it is received
     uint64_t bytes = 0;
     uint64_t arrived = 0;
     uint64_t cookie = 0;
@@ -230,28 +235,30 @@ class SocketTransport final : public Transport {
     std::string head;
     const char* payload = nullptr;
     uint64_t payload_bytes = 0;
-    uint64_t cookie = 0;  // told when the payload has gone
-    uint64_t token = 0;   // of a parked payload of which it is a part
+    uint64_t cookie = 0;  // reported when the payload has been sent
+    uint64_t token = 0;   // of the parked payload of which it is a part
     uint64_t sent = 0;
   };
   struct Peer {
     int rank = 0;
     int socket = -1;
-    bool full = false;  // the system takes no more for now, and tells when it does
+    bool full = false;  // the system accepts no more for now, and reports when it does
     bool broken = false;
     int error = 0;
-    // When its end was found closed, though it had not said good-bye; 0: not, or told.
+    // When its end was found closed although it had not said good-bye; 0: not found, or reported
+    // already.
     int64_t broken_ns = 0;
     bool left = false;
     std::deque<Out> out;
-    std::deque<Out> parts;  // go where nothing else does
+    std::deque<Out> parts;  // sent only if `out` is empty
     std::unordered_map<uint64_t, Parked> parked;
-    std::string in;  // a frame that has not come whole
+    std::string in;  // a frame that has not arrived completely
     std::unordered_map<uint64_t, Incoming> incoming;
-    // The payload that comes now: its token, where it goes on, what is left.
+    // The payload that is arriving now: its token, the position where it continues, and the bytes
+    // that are left.
     uint64_t token = 0, position = 0, left_bytes = 0;
-    // Bytes without being asked for: sent there, and of these taken there; taken here, and of these
-    // told there.
+    // Unrequested bytes: sent to the peer, and taken by it; taken here, and of these reported to
+    // the peer.
     uint64_t sent = 0, taken_there = 0, taken = 0, told = 0;
 
     bool unsent() const { return !out.empty() || !parts.empty(); }
@@ -269,7 +276,7 @@ class SocketTransport final : public Transport {
     epoll_ctl(events_, operation, peer->socket, &event);
   }
 
-  // Every frame tells what has been taken.
+  // Every frame reports how many unrequested bytes have been taken.
   static std::string head_of(Peer* peer, Frame frame) {
     frame.taken = peer->told = peer->taken;
     return std::string(reinterpret_cast<const char*>(&frame), sizeof(frame));
@@ -300,14 +307,14 @@ class SocketTransport final : public Transport {
     epoll_ctl(events_, EPOLL_CTL_DEL, peer->socket, nullptr);
   }
 
-  // What was begun goes on; else messages before parts of payloads.
+  // A frame that was begun is continued; otherwise messages go before parts of payloads.
   static std::deque<Out>& next_out(Peer* peer) {
     const bool begun = !peer->parts.empty() && peer->parts.front().sent > 0;
     return begun || peer->out.empty() ? peer->parts : peer->out;
   }
 
-  // Whose payloads have gone is told by progress(): who sends one message must not hear of others
-  // meanwhile.
+  // progress() reports which payloads have been sent, not this function: a caller that sends one
+  // message must not be told of others meanwhile.
   bool flush(Peer* peer) {
     bool worked = false;
     while (!peer->broken && peer->unsent()) {
@@ -389,7 +396,7 @@ class SocketTransport final : public Transport {
     return worked;
   }
 
-  // Where the payload that comes goes on; null: nowhere.
+  // Returns where the arriving payload continues; null: it is dropped.
   static char* place_of(Peer* peer) {
     const Incoming& incoming = peer->incoming.at(peer->token);
     char* const begin = incoming.dst != nullptr ? incoming.dst : incoming.held.get();
@@ -406,7 +413,7 @@ class SocketTransport final : public Transport {
       complete(peer, token, sink);
   }
 
-  // All of a payload is where it belongs, or nobody wants it.
+  // A payload has arrived completely, or nobody wants it.
   void complete(Peer* peer, uint64_t token, TransportSink* sink) {
     const auto found = peer->incoming.find(token);
     const uint64_t cookie = found->second.dropped ? 0 : found->second.cookie;
@@ -451,7 +458,7 @@ class SocketTransport final : public Transport {
     peer->in.erase(0, begin);
   }
 
-  // `text`: its note, and a small payload behind that.
+  // `text`: the message's note, followed by a small payload.
   void take_message(Peer* peer, const Frame& frame, const char* text, TransportSink* sink) {
     peer->left |= frame.header.kind == MessageKind::kLeave;
     Arrival arrival;
@@ -467,7 +474,7 @@ class SocketTransport final : public Transport {
     peer->token = token;
     peer->position = 0;
     peer->left_bytes = frame.bytes;
-    sink->arrived(std::move(arrival));  // who waits for it says where it goes
+    sink->arrived(std::move(arrival));  // whoever waits for it says where it goes
     Incoming& incoming = peer->incoming.at(token);
     if (incoming.dst == nullptr && !incoming.dropped) incoming.held.reset(new char[frame.bytes]);
   }

@@ -87,7 +87,7 @@ class BroadcastOp : public TensorOp {
                    declared_[input].DebugString(), "; correct the attribute 'shapes'");
   }
 
-  // The tensors travel side by side, each straight from and into its own memory.
+  // Sends all tensors at the same time, each one straight from and into its own memory.
   absl::Status broadcast(OpKernelContext* ctx, const Group& group,
                          const std::vector<TensorShape>& shapes, DoneCallback* done) {
     const bool is_root = group.index == root_;
@@ -106,8 +106,7 @@ class BroadcastOp : public TensorOp {
       TF_RETURN_IF_ERROR(ctx->allocate_output(i, shapes[i], &output));
       outputs[i] = *output;
     }
-    // All outcomes are told on the engine's thread, except those of a step that is cancelled
-    // already.
+    // Outcomes are reported on the engine's thread, except if the step was cancelled before.
     struct Countdown {
       std::mutex mutex;
       int left;

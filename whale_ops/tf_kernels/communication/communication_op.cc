@@ -11,9 +11,9 @@ namespace whale_ops {
 
 namespace {
 
-// As EXCHANGE_PAYLOAD of whale_ops/__init__.py.
+// Equal to EXCHANGE_PAYLOAD of whale_ops/__init__.py.
 constexpr char kExchange[] = "whale_ops.exchange";
-// Longer copies would hold up the engine's other operations.
+// Copies of more bytes run on another thread, since they would delay the engine's other operations.
 constexpr int64_t kWorthAnotherThreadBytes = 1 << 20;
 
 }  // namespace
@@ -86,7 +86,7 @@ void CommunicationOp::ComputeAsync(OpKernelContext* ctx, DoneCallback done) {
   OP_REQUIRES_ASYNC(ctx, ranks_.empty() || group.index < static_cast<int>(ranks_.size()),
                     refused_rank(absl::StrCat("operation '", key_, "'"), rank, ranks_), done);
   const absl::Status status = start(ctx, group, &done);
-  // Where it has started, kernel and context may be gone.
+  // If the operation was started, kernel and context may be gone by now.
   OP_REQUIRES_OK_ASYNC(ctx, status, done);
 }
 
@@ -108,7 +108,7 @@ void CommunicationOp::launch_with(OpKernelContext* ctx, const Group& group,
                                   whale::BytesCallback then) const {
   const uint64_t id = group.endpoint->reserve();
   const Cancellation cancellation(ctx);
-  // Holds nothing of the kernel.
+  // The callback refers to nothing of the kernel, which may have ended when it is called.
   const bool attached = cancellation.attach([endpoint = group.endpoint, id] {
     endpoint->cancel(
         id, whale::Status::Error(whale::Code::kCancelled, "TensorFlow cancelled the step"));
@@ -147,8 +147,8 @@ absl::Status CommunicationOp::launch_last(OpKernelContext* ctx, const Group& gro
                                           whale::Request request, DoneCallback done,
                                           int64_t finish_bytes,
                                           std::function<void()> finish) const {
-  // What `finish` holds is given back before the kernel ends: what follows may start at once, on
-  // another thread.
+  // What `finish` holds is released before the kernel ends, since ops that follow may start at once
+  // on another thread.
   auto last = std::make_shared<std::function<void()>>(std::move(finish));
   launch(ctx, group, std::move(request),
          [ctx, finish_bytes, last = std::move(last),

@@ -1,5 +1,5 @@
-// What kernels that communicate share: the communicator as a resource, starting an operation of the
-// core, and the end of it.
+// What communicating kernels share: the communicator as a resource, and starting and ending an
+// operation of the core.
 #pragma once
 
 #include <functional>
@@ -29,35 +29,35 @@ class CommunicatorResource : public tensorflow::ResourceBase {
   const EndpointPtr endpoint_;
 };
 
-// An error of an exchange: marked with a payload, by which Python tells it from an error of a
-// computation. A kernel of an exchange that refuses what this rank gives it, or finds no memory,
-// sets a plain error: the other ranks have to be told of it.
+// Marks a status as an error of an exchange, by a payload that Python recognises. A kernel that
+// refuses this rank's input, or finds no memory, returns a plain error instead, so that Python
+// tells the other ranks.
 absl::Status exchange_error(absl::Status status);
 inline absl::Status exchange_error(const whale::Status& status) {
   return exchange_error(to_tensorflow(status));
 }
-// The error of a kernel that refuses its input: "AllGather 'key' on rank 1: input of shape [2,3],
-// axis 2 sizes [1,1]; expected ...".
+// The error of a kernel that refuses its input, such as "AllGather 'key' on rank 1: input of shape
+// [2,3], axis 2 sizes [1,1]; expected ...".
 absl::Status refused(const std::string& name, const std::string& key, int rank, const Tensor& input,
                      const std::string& why);
-// That of a kernel on a rank that is not one of those that take part. `what`: of which operation.
+// The error of a kernel on a rank that does not take part. `what`: the operation.
 absl::Status refused_rank(const std::string& what, int rank, const std::vector<int>& ranks);
-// That of a kernel for tensors of this dtype; OK where their elements are of one size.
+// OK if elements of this dtype have a fixed size, else the error of a kernel.
 absl::Status check_fixed_size(DataType dtype);
-// The shape that a sender tells of, which must be compatible with what its receiver expects.
+// Checks that the shape that a sender announces is compatible with what the receiver expects.
 whale::Status check_sent(const std::string& key, int peer, const TensorShape& sent,
                          const PartialTensorShape& expected);
 
-// The end of a kernel that was under way.
+// Ends a kernel whose operation was under way.
 void end(OpKernelContext* ctx, const whale::Status& status,
          const tensorflow::AsyncOpKernel::DoneCallback& done);
 
-// What is done when TensorFlow cancels the step while something is under way.
+// Connects TensorFlow's cancellation of the step to an operation.
 class Cancellation {
  public:
   explicit Cancellation(OpKernelContext* ctx);
-  // False: the step was cancelled before. TensorFlow may call `cancel` while, or after, the
-  // operation ends.
+  // Calls `cancel` when TensorFlow cancels the step, possibly while, or after, the operation ends.
+  // Returns false if the step was cancelled before.
   bool attach(std::function<void()> cancel) const;
   void detach() const;
 
@@ -66,27 +66,30 @@ class Cancellation {
   tensorflow::CancellationToken token_ = 0;
 };
 
-// The ranks that take part in an operation, as this rank sees them.
+// The ranks that take part in an operation, from this rank's point of view.
 struct Group {
   EndpointPtr endpoint;
-  int index = 0;  // of this rank
+  int index = 0;  // index of this rank
   size_t size = 0;
 };
 
-// Base of all kernels that communicate: attributes `key` and `ranks`.
+// Base class of all communicating kernels, with attributes `key` and `ranks`.
 class CommunicationOp : public tensorflow::AsyncOpKernel {
  public:
   explicit CommunicationOp(OpKernelConstruction* ctx);
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) final;
-  // It only starts something. The executor runs what is not expensive at once, before computation
-  // that is ready too: the exchange is under way meanwhile, also where the rank has one thread.
+  // The kernel only starts an exchange. The executor runs inexpensive kernels at once, before
+  // computation that is ready too, so that the exchange overlaps with it even if the rank has only
+  // one thread.
   bool IsExpensive() override { return false; }
 
  protected:
-  // Starts the operation and takes `done`, which is then called exactly once, whatever happens. An
-  // error: nothing was started and `done` not taken; the kernel ends with it.
+  // Starts the operation and takes over `done`, which is then called exactly once, whatever
+  // happens. On an error nothing was started and `done` was not taken; the kernel ends with the
+  // error.
   virtual absl::Status start(OpKernelContext* ctx, const Group& group, DoneCallback* done) = 0;
-  // Goes on where one operation has ended: by `next`, which is as start(), unless it has failed.
+  // Continues when one operation has ended: calls `next`, which is like start(), unless that
+  // operation has failed.
   template <typename Next>
   static void proceed(OpKernelContext* ctx, const whale::Status& status, const DoneCallback& done,
                       const Next& next) {
@@ -99,23 +102,23 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
   }
 
   whale::Request make_request(whale::OpKind kind, DataType dtype, std::string text) const;
-  // Why the kernel refuses its input.
+  // The error of a kernel that refuses its input.
   absl::Status refused(whale::OpKind kind, const Group& group, const Tensor& input,
                        const std::string& why) const {
     return whale_ops::refused(whale::name_of(kind), key_, group.endpoint->rank(), input, why);
   }
   int group_rank(int index) const { return ranks_.empty() ? index : ranks_[index]; }
 
-  // Runs one operation of the core with TensorFlow's cancellation attached. Its owner stays alive
-  // until the network has let go. `then` runs on the engine's thread: it must not block.
+  // Runs one operation of the core, with TensorFlow's cancellation attached. Its owner stays alive
+  // until the network no longer needs it. `then` runs on the engine's thread and must not block.
   void launch(OpKernelContext* ctx, const Group& group, whale::Request request,
               std::function<void(const whale::Status&)> then) const;
-  // The same with an identifier for something that the core starts by itself.
+  // The same for something that `submit` starts under an identifier.
   void launch_with(OpKernelContext* ctx, const Group& group,
                    const std::function<void(uint64_t id, whale::BytesCallback)>& submit,
                    whale::BytesCallback then) const;
-  // launch(), then the end of the kernel: on success `finish` (null: nothing), which goes over so
-  // many bytes, and `done`. Returns OK, as start() does then.
+  // Calls launch(), and ends the kernel afterwards: on success `finish` (null: nothing), which
+  // processes `finish_bytes` bytes, then `done`. Returns OK, for use as the result of start().
   absl::Status launch_last(OpKernelContext* ctx, const Group& group, whale::Request request,
                            DoneCallback done, int64_t finish_bytes = 0,
                            std::function<void()> finish = nullptr) const;
@@ -128,7 +131,7 @@ class CommunicationOp : public tensorflow::AsyncOpKernel {
   std::vector<int> ranks_;
 };
 
-// Of those that move tensors: attribute `T`, a dtype of fixed element size.
+// Base class of kernels that exchange tensors, with attribute `T`, a dtype of fixed element size.
 class TensorOp : public CommunicationOp {
  public:
   explicit TensorOp(OpKernelConstruction* ctx);
@@ -143,9 +146,9 @@ class TensorOp : public CommunicationOp {
   DataType dtype_ = tensorflow::DT_INVALID;
 };
 
-// The owner of a request: tensors, of which the caller hands over all of its references. Its thread
-// may lose its core to the engine at once, and what follows takes over the memory of tensors that
-// nobody else refers to. (An initialiser list would keep a reference until the statement ends.)
+// Makes tensors the owner of a request; the caller passes on all of its references. Ops that follow
+// may reuse the memory of tensors to which nobody else refers, and they may run before this thread
+// continues. (With an initialiser list, references would live until the statement ends.)
 inline std::shared_ptr<void> owner_of(std::vector<Tensor> tensors) {
   return std::make_shared<std::vector<Tensor>>(std::move(tensors));
 }

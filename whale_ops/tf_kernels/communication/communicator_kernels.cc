@@ -22,8 +22,8 @@ class CommunicatorOp : public OpKernel {
     OP_REQUIRES_OK(ctx, exchange_error(status));
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &handle));
-    // The handle holds the only reference: the communicator's life does not hang on a session's
-    // resource manager.
+    // The handle holds the only reference, so that the communicator's lifetime does not depend on a
+    // session's resource manager.
     handle->scalar<tensorflow::ResourceHandle>()() =
         tensorflow::ResourceHandle::MakeRefCountingHandle(new CommunicatorResource(endpoint),
                                                           ctx->device()->name());
@@ -45,8 +45,8 @@ class BarrierOp : public CommunicationOp {
   }
 };
 
-// One message each way: between hosts a round trip would be longer than many a step. What ranks say
-// about themselves is asked for only where their digests differ.
+// Checks with one message in each direction, since a round trip between hosts takes longer than
+// many a step. Descriptions are exchanged only if the ranks' digests differ.
 class CheckOp : public CommunicationOp {
  public:
   explicit CheckOp(OpKernelConstruction* ctx) : CommunicationOp(ctx) {
@@ -59,7 +59,7 @@ class CheckOp : public CommunicationOp {
     auto own = std::make_shared<uint64_t>(whale::hash64(fingerprint_));
     whale::Request request =
         make_request(whale::OpKind::kAllGather, tensorflow::DT_UINT64, "digests of fingerprints");
-    request.dtype_name = whale::kBytes;  // it moves no tensor
+    request.dtype_name = whale::kBytes;  // data beside tensors
     request.counts.assign(group.size, 1);
     request.input = own.get();
     request.output = digests->data();
@@ -87,8 +87,8 @@ class CheckOp : public CommunicationOp {
                                                      const std::vector<std::string>& parts) {
           whale::Status outcome = status;
           if (status.ok()) outcome = compare(parts);
-          // Every rank of the group sees the difference; the abort reaches those that are not in
-          // it.
+          // Every rank of the group sees the difference; the abort informs ranks outside of the
+          // group.
           if (status.ok() && !outcome.ok()) endpoint->abort(outcome);
           end(ctx, outcome, done);
         });

@@ -1,9 +1,9 @@
-// RouteIds, ReturnRows and SendRows: rows of tables that ranks hold in parts, by all-to-alls of as
-// many rows as there are.
+// RouteIds, ReturnRows and SendRows: exchange rows of embedding tables that are sharded by rows,
+// with all-to-alls that carry only the rows needed.
 //
-// A rank asks each owner once for each id. What it asks for lies by table, then ascending, so that
-// an owner's ids are one run. Several tables travel together: what goes to a rank are the runs of
-// all tables, one behind the other.
+// A rank requests each id once, from the id's owner. Requests are ordered by table, then by
+// ascending id, so that the ids of one owner are contiguous. Several tables are exchanged together:
+// the message to a rank consists of the runs of all tables, one after the other.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -16,14 +16,14 @@ namespace {
 
 using tensorflow::OpInputList;
 
-// How many rows of each table go to, or come from, each rank: [table][rank].
+// Rows of each table that go to, or come from, each rank: [table][rank].
 using Counts = std::vector<std::vector<int64_t>>;
 
 int64_t sum(const std::vector<int64_t>& numbers) {
   return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
 }
 
-// Elements of all tables for each rank; `widths`: elements of a row of each table.
+// Elements of all tables for each rank. `widths`: elements of a row of each table.
 std::vector<int64_t> by_rank(const Counts& counts, const std::vector<int64_t>& widths) {
   std::vector<int64_t> found(counts[0].size(), 0);
   for (size_t table = 0; table < counts.size(); ++table) {
@@ -50,17 +50,17 @@ void for_runs(const Counts& counts, const std::vector<int64_t>& widths, int64_t 
   }
 }
 
-// Base of the three: attribute N, the number of tables.
+// Base class of the three, with attribute N, the number of tables.
 class RowsOp : public TensorOp {
  public:
   explicit RowsOp(OpKernelConstruction* ctx) : TensorOp(ctx) { read(ctx, "N", &tables_); }
-  // They sort, add or copy rows before anything is sent.
+  // Expensive, since they sort, add or copy rows before anything is sent.
   bool IsExpensive() override { return true; }
 
  protected:
   int tables() const { return tables_; }
 
-  // Rows, and of RouteIds' results those that say how they travel.
+  // Rows to be exchanged, and those results of RouteIds that describe the exchange.
   struct Routed {
     OpInputList rows, back;
     Counts sent, came;
@@ -88,14 +88,15 @@ class RowsOp : public TensorOp {
     return absl::OkStatus();
   }
 
-  // An operation that sends each rank its rows of some tables and receives theirs into others, and
-  // what is to be done afterwards with what was received, of so many bytes (null: nothing).
+  // An all-to-all of rows, and what to do with the received rows afterwards, `bytes` of them (null:
+  // nothing).
   struct Exchange {
     whale::Request request;
     std::function<void()> deal;
     int64_t bytes = 0;
   };
 
+  // Sends each rank its rows of the tables `from`, and receives rows into the tables `to`.
   // `widths`: elements of a row of each table.
   absl::Status all_to_all(OpKernelContext* ctx, const Counts& out, const Counts& in,
                           const std::vector<int64_t>& widths, const std::vector<Tensor>& from,
@@ -117,7 +118,8 @@ class RowsOp : public TensorOp {
   }
 
  private:
-  // What is received is one table's rows as they are to lie, or is dealt to several.
+  // Received rows of one table are already in place; those of several tables are distributed by
+  // `finish`.
   absl::Status received_into(OpKernelContext* ctx, const Counts& in,
                              const std::vector<int64_t>& widths, const std::vector<Tensor>& tables,
                              Tensor* received, std::function<void()>* finish) const {
@@ -154,7 +156,7 @@ class RowsOp : public TensorOp {
   int tables_ = 1;
 };
 
-// Elements of a row, and the shape of `rows` of them.
+// Elements of a row, and the shape of `rows` rows.
 int64_t width_of(const TensorShape& shape, int rows_dims) {
   int64_t width = 1;
   for (int i = rows_dims; i < shape.dims(); ++i) width *= shape.dim_size(i);
@@ -211,7 +213,7 @@ class RouteIdsOp : public RowsOp {
  private:
   struct Route {
     Counts out, in;
-    std::vector<Tensor> once;  // each table's ids, each once, ascending
+    std::vector<Tensor> once;  // by table: its unique ids, ascending
     std::vector<int64_t> numbers;
   };
 
@@ -219,7 +221,8 @@ class RouteIdsOp : public RowsOp {
     return starts_.data() + table * (group.size + 1);
   }
 
-  // A table's ids, each once, how many of them each rank has, and where each id has come to lie.
+  // Finds a table's unique ids, how many of them each rank owns, and the position of each input id
+  // among them.
   absl::Status sort(OpKernelContext* ctx, const Group& group, int table, Route* route) {
     const Tensor& input = ctx->input(1 + table);
     const auto ids = input.flat<Id>();
@@ -391,7 +394,7 @@ class SendRowsOp : public RowsOp {
   }
 
  private:
-  // Sums of the rows that belong to one id.
+  // Adds up the rows that belong to the same id.
   static void add(const Tensor& rows, const Tensor& back, int64_t width, Tensor* sums) {
     std::memset(data_of(*sums), 0, sums->TotalBytes());
     const auto place = back.flat<int32_t>();

@@ -1,5 +1,5 @@
-// Attributes and shape functions of the ops by which rows of tables are exchanged; of the others in
-// registration.cc.
+// Attributes and shape functions of the ops that exchange rows of embedding tables; those of the
+// other ops are in registration.cc.
 #include "whale_ops/tf_kernels/communication/shapes.h"
 
 namespace whale_ops {

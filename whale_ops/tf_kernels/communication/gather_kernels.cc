@@ -1,4 +1,4 @@
-// AllGather and AllToAll: laying out parts along a dimension.
+// AllGather and AllToAll, which arrange parts along a dimension.
 #include <cstring>
 #include <numeric>
 
@@ -21,7 +21,7 @@ class AllGatherOp : public TensorOp {
                      absl::StrCat("axis ", division_.axis, "; expected one of its dimensions"));
     }
     if (!division_.sizes.empty()) return gather(ctx, group, division_, done);
-    // Sizes first. The exchanged numbers live until the network has let go of them.
+    // Exchanges the sizes first. The numbers live until the network no longer needs them.
     struct Sizes {
       int64_t own;
       Division all;
@@ -71,8 +71,9 @@ class AllGatherOp : public TensorOp {
                        std::move(finish));
   }
 
-  // As one message: what a rank has of each tensor, tensor by tensor. It lies at this rank's place
-  // of memory for what all have, from where each rank's parts are dealt to the tensors.
+  // Gathers several tensors as one message, which contains this rank's part of each tensor. It lies
+  // at this rank's place in the memory that receives the parts of all ranks, from where they are
+  // copied to the tensors.
   absl::Status gather_several(OpKernelContext* ctx, const Group& group, DoneCallback* done) {
     const int n = ctx->num_outputs();
     std::vector<Dealt> tensors;
@@ -127,12 +128,12 @@ class AllGatherOp : public TensorOp {
                        std::move(finish));
   }
 
-  // A whole tensor, into which ranks' parts are copied.
+  // A result, into which the ranks' parts are copied.
   struct Dealt {
     Tensor whole;
     AxisView view;
 
-    // Copies the part of a rank, which lies at `from`, and returns the end of it.
+    // Copies the part of a rank, which begins at `from`, and returns the end of the part.
     const char* deal(const char* from, const std::vector<int64_t>& sizes, size_t rank,
                      int64_t element_bytes) const {
       const int64_t inner_bytes = view.inner * element_bytes;

@@ -7,7 +7,7 @@ namespace whale_ops {
 
 namespace {
 
-// `copy`: called with (offset in the whole, offset in the parts, bytes) for every contiguous run.
+// Calls `copy` with (offset in the whole, offset in the parts, bytes) for every contiguous run.
 template <typename Copy>
 void for_each_run(const Tensor& whole, const AxisView& view, const std::vector<int64_t>& sizes,
                   const Copy& copy) {

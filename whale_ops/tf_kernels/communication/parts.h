@@ -1,5 +1,5 @@
-// Tensors in parts along a dimension, a part for each rank: what kernels are told of them, their
-// shapes, and copies between a tensor and its parts.
+// Tensors that are cut into parts along a dimension, one for each rank: attributes, shapes, and
+// copies between a tensor and its parts.
 #pragma once
 
 #include <algorithm>
@@ -13,25 +13,25 @@
 namespace whale_ops {
 
 int64_t total(const std::vector<int64_t>& sizes);
-// "[3,2]"
+// Sizes in words, such as "[3,2]".
 std::string join_sizes(const std::vector<int64_t>& sizes);
 
-// A dimension that is divided among the ranks of a group, and each rank's size of it: two
-// attributes, whose values come from a program and may not fit a tensor.
+// A dimension that is sharded over the ranks of a group, and each rank's size of it. Both are
+// attributes, whose values come from a program and may not fit the tensor.
 struct Division {
   Division(OpKernelConstruction* ctx, const char* axis_name, const char* sizes_name) {
     read(ctx, axis_name, &axis, sizes_name, &sizes);
   }
 
   bool is_in(const TensorShape& shape) const { return axis >= 0 && axis < shape.dims(); }
-  // Whether a tensor has all ranks' parts of the dimension, or that of one rank.
+  // Whether a tensor has the size of all ranks' parts together, or of one rank's part.
   bool fits_whole(const TensorShape& shape, size_t ranks) const {
     return is_in(shape) && sizes.size() == ranks && shape.dim_size(axis) == total(sizes);
   }
   bool fits_part(const TensorShape& shape, size_t ranks, int index) const {
     return is_in(shape) && sizes.size() == ranks && shape.dim_size(axis) == sizes[index];
   }
-  // The shape with another size of the dimension.
+  // The shape with the dimension replaced.
   TensorShape whole(TensorShape shape) const {
     shape.set_dim(axis, total(sizes));
     return shape;
@@ -43,15 +43,14 @@ struct Division {
   bool is_even() const {
     return std::all_of(sizes.begin(), sizes.end(), [&](int64_t n) { return n == sizes[0]; });
   }
-  // "axis 0 sizes [3,2]"
+  // The division in words, such as "axis 0 sizes [3,2]".
   std::string text() const { return absl::StrCat("axis ", axis, " sizes ", join_sizes(sizes)); }
 
   int axis = 0;
   std::vector<int64_t> sizes;
 };
 
-// What an AllToAll is told: each rank has its part of one dimension before, and of another one
-// afterwards.
+// The attributes of an AllToAll: it changes the sharding from one dimension to another one.
 struct Redivision {
   static constexpr char kExpected[] =
       "expected all of the split axis and this rank's share of the concat axis";
@@ -63,7 +62,7 @@ struct Redivision {
     return split.axis != concat.axis && split.fits_whole(input, ranks) &&
            concat.fits_part(input, ranks, index);
   }
-  // Any two ranks send each other as much.
+  // Whether any two ranks send each other equal amounts.
   bool is_even() const { return split.is_even() && concat.is_even(); }
   std::string text() const {
     return absl::StrCat("split ", split.text(), ", concat ", concat.text());
@@ -73,7 +72,7 @@ struct Redivision {
 };
 
 // A tensor seen as [outer, axis, inner] around one dimension. Its parts are [outer, sizes[r],
-// inner], one behind the other: where `outer` is 1, that is how they lie in the tensor.
+// inner], one after the other; if `outer` is 1, the tensor already has this order.
 struct AxisView {
   AxisView(const TensorShape& shape, int axis);
   // Elements of each part.
@@ -83,12 +82,12 @@ struct AxisView {
   int64_t inner = 1;
 };
 
-// What is sent of `whole`: itself, or a copy in parts.
+// Returns what is sent of `whole`: the tensor itself, or a copy in the order of parts.
 absl::Status in_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
                       const std::vector<int64_t>& sizes, Tensor* parts);
 
-// Into what the parts of `whole` are received: itself, or memory from which `finish` copies them
-// (null: nothing is to be done).
+// Returns the memory that the parts of `whole` are received into: the tensor itself, or memory from
+// which `finish` copies them (null: nothing to do).
 absl::Status for_parts(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
                        const std::vector<int64_t>& sizes, Tensor* parts,
                        std::function<void()>* finish);

@@ -19,7 +19,8 @@ class AllReduceOp : public CommunicationOp {
     std::vector<const char*> sources(n);
     std::vector<Tensor> outputs(n);
     for (int i = 0; i < n; ++i) {
-      // Not kept: a second reference would keep its memory from being taken over below.
+      // No copy of the Tensor is kept: a second reference would prevent its memory from being
+      // reused below.
       const Tensor& input = ctx->input(i + 1);
       elements += input.NumElements();
       sources[i] = data_of(input);
@@ -43,8 +44,8 @@ class AllReduceOp : public CommunicationOp {
       request.owner = owner_of(std::move(outputs));
       return launch_last(ctx, group, std::move(request), std::move(*done));
     }
-    // What goes out in another dtype than the tensors have goes through a buffer that is reused
-    // from step to step.
+    // Elements that travel in another dtype than the tensors' go through a buffer that is kept from
+    // step to step.
     const int64_t bytes = elements * static_cast<int64_t>(request.element_bytes);
     Tensor staging;
     TF_RETURN_IF_ERROR(take_staging(ctx, bytes, &staging));
@@ -62,7 +63,7 @@ class AllReduceOp : public CommunicationOp {
   }
 
  private:
-  // Bytes of the tensor on the wire, which are at `wire` afterwards.
+  // Writes the tensor's elements in the wire dtype to `wire`, and returns their bytes.
   size_t pack(const char* source, const Tensor& like, char* wire) const {
     const auto elements = static_cast<size_t>(like.NumElements());
     whale::narrow_floats(to_core(attributes_.wire_dtype), reinterpret_cast<const float*>(source),

@@ -1,4 +1,4 @@
-// What kernels share that add up tensors, in the host's memory and in a device's.
+// What kernels of reductions share, for host memory and for GPU memory.
 #pragma once
 
 #include <mutex>
@@ -9,8 +9,8 @@
 
 namespace whale_ops {
 
-// All shapes of a kernel's inputs in words; of the last call where they are the same, since a
-// hundred of them take long to write.
+// All shapes of a kernel's inputs as a text, cached while the shapes stay the same, since
+// formatting a hundred of them takes long.
 class ShapeText {
  public:
   // `first`: index of the first of `n` inputs.
@@ -40,7 +40,7 @@ class ShapeText {
   std::string text_;
 };
 
-// The attribute `reduction`.
+// Reads the attribute `reduction`.
 inline void read_reduction(OpKernelConstruction* ctx, whale::Reduction* reduction) {
   std::string name;
   read(ctx, "reduction", &name);
@@ -53,7 +53,7 @@ inline void read_reduction(OpKernelConstruction* ctx, whale::Reduction* reductio
   ctx->SetStatus(invalid("reduction is '", name, "'; expected sum, min, max or prod"));
 }
 
-// What kernels that add up tensors are told: how, of which dtype, and of which one while they
+// The attributes of a reduction: its kind, the dtype of the tensors, and the dtype in which they
 // travel.
 struct ReduceAttributes {
   explicit ReduceAttributes(OpKernelConstruction* ctx) {

@@ -1,7 +1,7 @@
-// Names, attributes and shape functions of the ops. All are stateful; those that communicate take
-// the communicator's handle first. They are marked as distributed communication, and so is what
-// calls them: of any other op TensorFlow makes the error "unavailable" an internal one, and drops
-// its payload (see exchange_error).
+// Names, attributes and shape functions of the ops. All are stateful, and take the communicator's
+// handle first. They are marked as distributed communication, and so are ops that call them: for
+// any other op TensorFlow converts the error "unavailable" to an internal one and drops its payload
+// (see exchange_error).
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "whale_ops/tf_kernels/communication/shapes.h"
 

@@ -9,11 +9,11 @@
 namespace whale_ops {
 namespace {
 
-// A dimension of the input and its division among the ranks, as two attributes say.
+// A sharded dimension of an input, as described by two attributes.
 struct InferredDivision {
   const char* axis_name;
   const char* sizes_name;
-  int input = -1;  // behind the communicator's handle, if the op has one; -1: the last one
+  int input = -1;  // index, counted after the communicator's handle, if any; -1: the last input
   int64_t axis = 0;
   std::vector<int64_t> sizes = {};
 
@@ -37,7 +37,7 @@ struct InferredDivision {
     return absl::OkStatus();
   }
 
-  // A rank's own share: known when all shares are equal.
+  // This rank's part of the dimension: known if all parts are equal.
   DimensionHandle share(InferenceContext* c) const {
     for (const int64_t size : sizes) {
       if (size != sizes[0]) return c->UnknownDim();
@@ -45,7 +45,7 @@ struct InferredDivision {
     return sizes.empty() ? c->UnknownDim() : c->MakeDim(sizes[0]);
   }
 
-  // The input's dimension must be the sum of the sizes.
+  // Checks that the input's dimension is the sum of the sizes.
   absl::Status check_whole(InferenceContext* c) const {
     const DimensionHandle dim = of_input(c);
     if (c->ValueKnown(dim) && c->Value(dim) != total(sizes)) {
@@ -56,7 +56,7 @@ struct InferredDivision {
     return absl::OkStatus();
   }
 
-  // The input's dimension must be one rank's size.
+  // Checks that the input's dimension is the size of one part.
   absl::Status check_part(InferenceContext* c) const {
     const DimensionHandle dim = of_input(c);
     if (sizes.empty() || !c->ValueKnown(dim)) return absl::OkStatus();
@@ -66,7 +66,7 @@ struct InferredDivision {
                    " is none of ", sizes_name, "; give each rank's own size");
   }
 
-  // The shape with another dimension in its place.
+  // The shape with the dimension replaced.
   absl::Status replace(InferenceContext* c, ShapeHandle shape, DimensionHandle dim,
                        ShapeHandle* out) const {
     if (c->RankKnown(shape)) return c->ReplaceDim(shape, axis, dim, out);

@@ -1,11 +1,11 @@
-// Shape functions of the ops. Those of a device's memory take the same tensors without the
-// communicator's handle before them.
+// Shape functions of the ops. Ops for GPU memory take the same tensors without the communicator's
+// handle.
 #pragma once
 
 #include "whale_ops/tf_kernels/kernel.h"
 
-// What all ops that communicate have: the communicator's handle first, and marks by which their
-// errors keep their code and payload (registration.cc).
+// What all communicating ops have: the communicator's handle first, and marks that keep the code
+// and payload of their errors (registration.cc).
 #define WHALE_EXCHANGE_OP(name)      \
   REGISTER_OP(name)                  \
       .Input("comm: resource")       \

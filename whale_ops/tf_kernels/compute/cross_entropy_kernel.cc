@@ -1,5 +1,4 @@
-// The loss of a softmax of logits against the numbers of classes, and its gradient, in three passes
-// over each row.
+// Softmax cross-entropy with integer labels and its gradient, in three passes over each row.
 
 #include <string>
 
@@ -9,7 +8,7 @@
 namespace whale_ops {
 namespace {
 
-constexpr double kCycles = 4;  // of an element
+constexpr double kCycles = 4;  // cycles of an element
 
 template <typename Label>
 class CrossEntropyOp : public OpKernel {

@@ -13,18 +13,20 @@ namespace {
 
 using whale::DepthwiseSizes;
 
-// Products: some 35 us, several times what it takes to wake a thread.
+// Fewest multiplications for a thread: some 35 us, several times what waking it takes.
 constexpr int64_t kLeastPart = 1 << 19;
-// Of a part of the rows: to add up sums is little beside it.
+// Fewest pixels of a part of the rows, so that adding up the parts' sums costs little in
+// comparison.
 constexpr int64_t kLeastPixels = 256;
-// Of a part of the channels: what memory sends at a time is for one thread.
+// Fewest channels of a part, so that a cache line is used by one thread only.
 constexpr int64_t kLeastChannels = 32;
-// Eigen's threshold is higher than ours: parts claim to cost this.
+// The cost that parts claim, since Eigen's own threshold for using another thread is higher than
+// ours.
 constexpr double kWorthAThreadCycles = 1e7;
 
-// How an image's height, or its width, is gone over.
+// The window along an image's height or width.
 struct Window {
-  int64_t size, filter, stride, before, after;  // `before`, `after`: explicit paddings
+  int64_t size, filter, stride, before, after;  // explicit paddings in front and behind
 };
 
 template <typename T>
@@ -109,9 +111,9 @@ class DepthwiseFilterGradientOp : public OpKernel {
     return paddings_[0] == 0 && paddings_[1] == 0 && paddings_[6] == 0 && paddings_[7] == 0;
   }
 
-  // Divided by rows, which lie one after the other in memory, and, where these are few, by
-  // channels, too. Sums of parts of the rows are added up in the order of the parts: with as many
-  // threads, a gradient has the same bits.
+  // Divides the work by rows, which are contiguous in memory, and, if there are few of them, by
+  // channels as well. Sums of parts of the rows are added in the order of the parts, so that the
+  // result has the same bits for the same number of threads.
   static void run(OpKernelContext* ctx, const DepthwiseSizes& sizes, const T* input,
                   const T* out_backprop, T* sums) {
     const Eigen::ThreadPoolDevice& device = ctx->eigen_cpu_device();
@@ -121,11 +123,11 @@ class DepthwiseFilterGradientOp : public OpKernel {
     const int64_t parts = std::clamp<int64_t>(pixels * filter / kLeastPart, 1, device.numThreads());
     const int64_t by_rows = std::clamp<int64_t>(pixels / kLeastPixels, 1, std::min(parts, rows));
     const int64_t by_channels = std::clamp<int64_t>(channels / kLeastChannels, 1, parts / by_rows);
-    constexpr int64_t kVector = 32 / sizeof(T);  // parts begin where a vector does
+    constexpr int64_t kVector = 32 / sizeof(T);  // parts begin at a whole vector
     const auto channel_of = [&](int64_t part) {
       return part == by_channels ? channels : channels * part / by_channels / kVector * kVector;
     };
-    std::vector<T> others((by_rows - 1) * filter);  // sums of the first rows are in the result
+    std::vector<T> others((by_rows - 1) * filter);  // the first part's are in the result
     const auto part_of = [&](int64_t part) {
       const int64_t row = part / by_channels, channel = part % by_channels;
       whale::add_filter_gradient<T>(sizes, input, out_backprop,
@@ -142,7 +144,7 @@ class DepthwiseFilterGradientOp : public OpKernel {
     }
   }
 
-  // How many times the filter is laid on; `before` becomes what is added before.
+  // Returns the number of positions of the filter; `before` becomes the padding in front.
   int64_t steps(Window* window) const {
     if (padding_ == "SAME") {
       const int64_t steps = (window->size + window->stride - 1) / window->stride;

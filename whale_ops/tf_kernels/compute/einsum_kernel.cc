@@ -1,5 +1,5 @@
-// Batches of products of small matrices that an equation describes, where these lie, without moving
-// dimensions about.
+// Batches of small matrix products that an equation describes, computed in place, without
+// transposing the operands.
 
 #include <algorithm>
 #include <cstdint>
@@ -17,17 +17,18 @@ namespace {
 using whale::ProductDim;
 
 constexpr double kFlopsPerCycle = 16;
-constexpr size_t kLineBytes = 64;  // of a cache
-// Of a part of a product: what it packs is little beside what it computes.
+constexpr size_t kLineBytes = 64;  // size of a cache line
+// Fewest rows of a part of a product, so that packing costs little in comparison.
 constexpr int64_t kLeastRows = 32;
 
-// "abc,abd->acd", and what its letters are for.
+// An equation such as "abc,abd->acd", and the roles of its letters.
 struct Equation {
   std::string left, right, out;
   std::string batch;         // letters of all three
   char row, column, summed;  // of left and out, of right and out, of left and right
 
-  // No equation of one letter for each, with the column's last: says why.
+  // Reads an equation that has one letter each for row, column and sum, with the column last; the
+  // error says why it cannot.
   static absl::Status read(const std::string& text, Equation* found) {
     const size_t comma = text.find(','), arrow = text.find("->");
     const auto refused = [&](const char* why) {
@@ -85,7 +86,8 @@ struct Equation {
   }
 };
 
-// Elements from one index of a letter to the next; 0 where a term lacks it.
+// Elements from one index of a letter to the next in a term; 0 if the term does not have the
+// letter.
 int64_t stride_of(char letter, const std::string& term, const TensorShape& shape) {
   const size_t at = term.find(letter);
   if (at == std::string::npos) return 0;
@@ -133,15 +135,15 @@ class EinsumOp : public OpKernel {
     if (out->NumElements() == 0) return;
     const T *a = left.flat<T>().data(), *b = right.flat<T>().data();
     T* to = out->flat<T>().data();
-    // Few products are divided by rows, too.
+    // If there are few products, their rows are divided among threads as well.
     const int64_t threads = ctx->eigen_cpu_device().numThreads(), rows = sizes.rows.size;
     const int64_t parts =
         std::clamp<int64_t>(threads / products, 1, std::max<int64_t>(1, rows / kLeastRows));
     const double flops = 2.0 * rows * sizes.columns.size * sizes.summed.size / parts;
     const Eigen::TensorOpCost cost(0, 0, flops / kFlopsPerCycle);
     ctx->eigen_cpu_device().parallelFor(products * parts, cost, [&](int64_t begin, int64_t end) {
-      // Not a vector, which would be filled; and as vectors are loaded from it, it begins where a
-      // line of the cache does.
+      // Not a std::vector, which would initialise its elements; aligned to a cache line, for loads
+      // of vectors.
       const std::unique_ptr<T[]> memory(
           new T[whale::scratch_elements<T>(sizes) + kLineBytes / sizeof(T)]);
       const auto past = reinterpret_cast<uintptr_t>(memory.get()) % kLineBytes;

@@ -1,5 +1,5 @@
-// One op for arithmetic on the elements of tensors of one shape: a little program (core/compute)
-// goes over them once.
+// One op for element-wise arithmetic on tensors of one shape: an UpdateProgram (core/compute) is
+// run over all elements in one pass.
 
 #include <algorithm>
 #include <string>
@@ -14,7 +14,7 @@ namespace {
 
 using whale::OperandKind;
 
-constexpr int64_t kLeastElements = 1 << 15;  // elements, of which a sum is made on one thread
+constexpr int64_t kLeastElements = 1 << 15;  // elements of a sum that are added on one thread
 constexpr OperandKind kRead[] = {OperandKind::kTensor, OperandKind::kScalar, OperandKind::kRow,
                                  OperandKind::kColumn};
 
@@ -80,8 +80,8 @@ class ElementwiseOp : public OpKernel {
   }
 
  private:
-  // Sums of parts, which are added up in the order of the parts: with as many threads, a sum has
-  // the same bits.
+  // Computes sums of parts, which are then added in the order of the parts, so that a sum has the
+  // same bits for the same number of threads.
   void run_with_sums(OpKernelContext* ctx, const whale::UpdateBuffers& buffers) {
     const int64_t elements = shape_.num_elements();
     const Eigen::ThreadPoolDevice& device = ctx->eigen_cpu_device();
@@ -118,7 +118,8 @@ class ElementwiseOp : public OpKernel {
                                           : "column";
   }
 
-  // A row has a shape's last sizes, a column its first ones and ones after them.
+  // Whether an operand's shape fits: a row has the last dimensions of the shape, a column the first
+  // ones, followed by ones.
   bool fits(OperandKind kind, const TensorShape& given) const {
     if (kind == OperandKind::kTensor) return given == shape_;
     if (kind == OperandKind::kScalar) return given.num_elements() == 1;
@@ -136,8 +137,8 @@ class ElementwiseOp : public OpKernel {
     return true;
   }
 
-  // Which tensors' memory a result may have: those that nobody reads once its first element is
-  // written.
+  // Finds the tensors whose memory a result may reuse: those that are not read after the result's
+  // first element is written.
   void find_reusable() {
     const int tensors = program_.count(OperandKind::kTensor),
               results = program_.count(OperandKind::kResult);
@@ -161,10 +162,10 @@ class ElementwiseOp : public OpKernel {
   whale::UpdateProgram program_;
   TensorShape shape_;
   std::vector<TensorShape> sum_shapes_;
-  int results_ = 0;                          // of all elements
-  std::vector<std::pair<int, bool>> means_;  // each sum, and whether it is a mean
-  std::vector<std::vector<int>> reusable_;   // of each result
-  Eigen::TensorOpCost cost_{0, 0, 0};        // of an element
+  int results_ = 0;                          // number of results with all elements
+  std::vector<std::pair<int, bool>> means_;  // for each sum: its number, and whether it is a mean
+  std::vector<std::vector<int>> reusable_;   // for each result: inputs whose memory it may reuse
+  Eigen::TensorOpCost cost_{0, 0, 0};        // cost of an element
 };
 
 }  // namespace

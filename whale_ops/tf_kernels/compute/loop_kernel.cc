@@ -1,5 +1,4 @@
-// The turns of a loop as one operation: a little program (core/compute) runs them one after the
-// other.
+// All turns of a loop as one op: a LoopProgram (core/compute) runs them one after the other.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,7 +1,7 @@
-// One op that adds rows to rows of many tables, or subtracts them, by their numbers.
+// One op that adds rows to, or subtracts them from, numbered rows of many tables.
 //
-// TensorFlow's kernel takes some 150 ns for a row of 16 numbers, whose memory it has to wait for;
-// here rows are fetched ahead.
+// TensorFlow's kernel takes some 150 ns for a row of 16 numbers, since it waits for memory; here
+// rows are prefetched.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -11,10 +11,10 @@
 namespace whale_ops {
 namespace {
 
-constexpr int64_t kAhead = 12;  // rows that are fetched before they are needed
+constexpr int64_t kAhead = 12;  // rows that are prefetched ahead of their use
 constexpr int64_t kFetchedBytes = 64;
 
-// Adds a row to each numbered row, or subtracts it from that.
+// Adds each of `rows` to the table's row with the corresponding id, or subtracts it.
 template <typename T, typename Id, bool kSubtracts>
 void add_rows(T* table, const Id* ids, const T* rows, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; ++i) {
@@ -95,7 +95,7 @@ class ScatterRowsOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // Memory of the table that nobody else reads.
+  // Makes sure that nobody else reads the memory of the table, copying it if necessary.
   static absl::Status own(OpKernelContext* ctx, tensorflow::Var* variable, Job* job) {
     Tensor* tensor = variable->tensor();
     if (!variable->copy_on_read_mode.load() && !tensor->RefCountIsOne()) {

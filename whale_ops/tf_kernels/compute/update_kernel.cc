@@ -1,5 +1,5 @@
-// One op for the update of many variables: each one's elements go through the same little program
-// (core/compute).
+// One op for the update of many variables: the same UpdateProgram (core/compute) is run over the
+// elements of each.
 
 #include <algorithm>
 #include <optional>
@@ -81,7 +81,7 @@ class UpdateOp : public OpKernel {
   }
 
  private:
-  // A variable that is only assigned may get its first value here.
+  // Finds a variable. One that is only assigned may get its first value here.
   absl::Status variable(OpKernelContext* ctx, int i, VariablePtr* found) const {
     const tensorflow::ResourceHandle& handle = tensorflow::HandleFromInput(ctx, i);
     if (reads_old_[i % reads_old_.size()]) return tensorflow::LookupResource(ctx, handle, found);
@@ -91,7 +91,7 @@ class UpdateOp : public OpKernel {
     });
   }
 
-  // Whether a tensor has the last sizes of a shape, of which there may be ones before.
+  // Whether a tensor has the last dimensions of a shape, possibly preceded by ones.
   static bool is_row(const TensorShape& row, const TensorShape& shape) {
     int64_t elements = 1;
     int dim = shape.dims();
@@ -103,8 +103,8 @@ class UpdateOp : public OpKernel {
     return before >= 0 && elements == row.num_elements() && elements > 0;
   }
 
-  // Where the operands of one variable's update lie. `fresh`: what variables get whose memory
-  // somebody else reads still.
+  // Finds the addresses of the operands of one variable's update. `fresh`: new memory for variables
+  // whose present memory somebody else still reads.
   absl::Status find(OpKernelContext* ctx, size_t unit, const std::vector<VariablePtr>& variables,
                     std::vector<std::optional<Tensor>>* fresh, whale::UpdateBuffers* found) {
     const auto places = [&](OperandKind kind) -> std::vector<void*>& {
@@ -165,7 +165,7 @@ class UpdateOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // Elements [begin, end) of all variables, counted one after the other.
+  // Updates elements [begin, end), counted over all variables.
   void run(const std::vector<whale::UpdateBuffers>& buffers, int64_t begin, int64_t end) const {
     size_t unit = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin();
     while (begin < end) {
@@ -179,11 +179,11 @@ class UpdateOp : public OpKernel {
   whale::UpdateProgram program_;
   std::vector<int64_t> operands_;
   std::vector<TensorShape> shapes_;
-  // Of each variable's elements, counted one variable after the other.
+  // The end of each variable's elements, counted over all variables.
   std::vector<int64_t> ends_;
   int values_ = 0;
-  std::vector<bool> reads_old_;        // of each variable of an update
-  Eigen::TensorOpCost cost_{0, 0, 0};  // of an element
+  std::vector<bool> reads_old_;        // for each variable of an update
+  Eigen::TensorOpCost cost_{0, 0, 0};  // cost of an element
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What kernels share that change variables.
+// What kernels that update variables share.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,8 @@
 
 namespace whale_ops {
 
-// The exclusive locks of variables, taken in the order that TensorFlow's own kernels keep to.
+// Holds the exclusive locks of variables, taken in the same order as by TensorFlow's own kernels,
+// to avoid deadlocks.
 class Locks {
  public:
   explicit Locks(const std::vector<VariablePtr>& variables) {
@@ -30,7 +31,7 @@ class Locks {
   std::vector<Mutex> held_;
 };
 
-// The error about a variable that is not what its kernel is for. `input`: its node.
+// The error about a variable that does not suit its kernel. `input`: name of its node.
 inline absl::Status refused_variable(const std::string& input, const tensorflow::Var& variable,
                                      const std::string& expected) {
   const tensorflow::Tensor& tensor = *const_cast<tensorflow::Var&>(variable).tensor();

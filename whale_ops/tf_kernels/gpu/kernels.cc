@@ -1,5 +1,4 @@
-// Exchanges of what lies in a device's memory, in which a kernel takes part by its rank's
-// DeviceRank.
+// Kernels that exchange tensors in GPU memory, through their rank's DeviceRank.
 // Decision: 0026 (docs/decisions).
 #include <algorithm>
 #include <numeric>
@@ -18,17 +17,17 @@ namespace {
 using whale::DeviceOperation;
 using whale::OpKind;
 
-// Of tensors whose shape travels with them; TensorFlow's kernels for GPUs know no more.
+// Most dimensions of tensors whose shape is sent along; TensorFlow's GPU kernels support no more.
 constexpr int kMostDims = 8;
 
-// What kernels say of an operation, beside its tensors. What `call` names of `held` lives until the
-// operation has ended.
+// What a kernel has prepared for its operation. The tensors that `call` refers to are kept alive by
+// `held` until the operation has ended.
 struct PreparedCall {
   whale::DeviceCall call;
   std::vector<Tensor> held;
 };
 
-// Base of the kernels: attributes `communicator`, `rank` and `key`.
+// Base class of the kernels, with attributes `communicator`, `rank` and `key`.
 class DeviceOp : public tensorflow::AsyncOpKernel {
  public:
   DeviceOp(OpKernelConstruction* ctx, const char* name)
@@ -36,7 +35,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     read(ctx, "communicator", &communicator_, "rank", &rank_, "key", &key_, "T", &dtype_);
     OP_REQUIRES_OK(ctx, check_fixed_size(dtype_));
   }
-  bool IsExpensive() override { return false; }  // as CommunicationOp
+  bool IsExpensive() override { return false; }  // as in CommunicationOp
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     whale::Status status;
@@ -62,9 +61,9 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     OP_REQUIRES_OK_ASYNC(ctx, prepare(ctx, prepared.get()), done);
     call.in_stream = in_stream();
     call.text = absl::StrCat(name_, " of ", tensorflow::DataTypeString(dtype_), ": ", call.text);
-    // The mark is behind whatever used the outputs' memory before. TensorFlow queues what reads
-    // them only after `done`, which comes when they are written, and what does not depend on them
-    // is computed meanwhile; or, in stream, when its stream waits for them.
+    // The mark is behind everything that used the outputs' memory before. TensorFlow queues readers
+    // of the outputs only after `done`, which is called when they are written; independent ops run
+    // meanwhile. With in_stream, `done` is called when TensorFlow's stream waits for the outputs.
     const auto* context = ctx->op_device_context();
     call.stream = context == nullptr || context->stream() == nullptr
                       ? nullptr
@@ -79,7 +78,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
     auto held = std::make_shared<std::vector<Tensor>>(std::move(prepared->held));
     call.done = [ctx, cancellation, held, done](const whale::Status& outcome) {
       cancellation.detach();
-      held->clear();  // what follows may take over their memory at once
+      held->clear();  // ops that follow may reuse their memory at once
       end(ctx, outcome, done);
     };
     device->start(std::move(call));
@@ -87,10 +86,10 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
 
  protected:
   virtual bool in_stream() const { return false; }
-  // The ranks that take part, in group order.
+  // Returns the ranks that take part, in group order.
   virtual std::vector<int> group_of(int size) const = 0;
   virtual std::string key_for(const std::vector<int>& group) const { return key_; }
-  // Completes `call.what`, `call.text` and what else there is.
+  // Fills in `call.what`, `call.text` and what else the operation needs.
   virtual absl::Status prepare(OpKernelContext* ctx, PreparedCall* prepared) = 0;
 
   DataType dtype() const { return dtype_; }
@@ -107,7 +106,7 @@ class DeviceOp : public tensorflow::AsyncOpKernel {
   DataType dtype_ = tensorflow::DT_INVALID;
 };
 
-// Of those of a group: attributes `ranks` and `in_stream`.
+// Base class of the kernels of group operations, with attributes `ranks` and `in_stream`.
 class DeviceGroupOp : public DeviceOp {
  public:
   DeviceGroupOp(OpKernelConstruction* ctx, const char* name) : DeviceOp(ctx, name) {
@@ -144,7 +143,8 @@ class DeviceAllReduceOp : public DeviceGroupOp {
                                        tensorflow::DataTypeString(attributes_.wire_dtype), " of ",
                                        shapes_.of(ctx, 0, n));
     for (int i = 0; i < n; ++i) {
-      // Not kept: a second reference would keep its memory from being taken over below.
+      // No copy of the Tensor is kept: a second reference would prevent its memory from being
+      // reused below.
       const Tensor& input = ctx->input(i);
       const TensorShape shape = input.shape();
       const char* source = data_of(input);
@@ -160,8 +160,8 @@ class DeviceAllReduceOp : public DeviceGroupOp {
   ShapeText shapes_;
 };
 
-// A copy for each part between a tensor and its parts, which lie one behind the other in memory of
-// their own.
+// Returns copies, one for each part, between a tensor and its parts, which are contiguous in memory
+// of their own.
 std::vector<whale::DeviceCopy> copies_of_parts(const Tensor& whole, const Tensor& parts,
                                                const AxisView& view,
                                                const std::vector<int64_t>& sizes, bool apart) {
@@ -181,8 +181,8 @@ std::vector<whale::DeviceCopy> copies_of_parts(const Tensor& whole, const Tensor
   return copies;
 }
 
-// Where the parts of `whole` lie side by side: in itself, or in memory from or to which `copies`
-// copies them.
+// Returns where the parts of `whole` are contiguous: in the tensor itself, or in memory from or to
+// which `copies` copies them.
 absl::Status side_by_side(OpKernelContext* ctx, const Tensor& whole, const AxisView& view,
                           const std::vector<int64_t>& sizes, bool apart, PreparedCall* prepared,
                           std::vector<whale::DeviceCopy>* copies, char** data) {
@@ -348,7 +348,7 @@ class DeviceBroadcastOp : public DeviceGroupOp {
   std::vector<TensorShape> shapes_;
 };
 
-// Both ends tell each other a shape: the sender's, and one that the receiver has no use for.
+// Sender and receiver tell each other a shape; only the sender's is used.
 class DeviceSendOp : public DeviceOp {
  public:
   explicit DeviceSendOp(OpKernelConstruction* ctx) : DeviceOp(ctx, "Send") {
@@ -413,8 +413,8 @@ class DeviceRecvOp : public DeviceOp {
 
 }  // namespace
 
-// On the CPU: where somebody has placed it there, to be told what is wrong; and with the devices of
-// the tests, whose memory is the host's.
+// Also registered for the CPU: for ops that were placed there by mistake, which report that; and
+// for the tests' devices, whose memory is host memory.
 #define WHALE_DEVICE_KERNEL(name, kernel)                                     \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU), kernel); \
   WHALE_CPU_KERNEL(name, kernel)

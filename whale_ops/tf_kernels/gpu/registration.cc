@@ -1,7 +1,7 @@
-// Names and attributes of the ops that exchange what lies in a device's memory, which the rank has
-// opened. They name the communicator and take no handle: TensorFlow would place the handle, and all
-// ops that take it, on that device. All else is as of the op without "Device" in its name
-// (communication/registration.cc).
+// Names and attributes of the ops that exchange tensors in the memory of the device that the rank
+// has opened. They name the communicator instead of taking its handle, since TensorFlow would place
+// the handle, and all ops that take it, on that device. Everything else is as in the op without
+// "Device" in its name (communication/registration.cc).
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "whale_ops/tf_kernels/communication/shapes.h"
 
@@ -18,7 +18,8 @@ namespace whale_ops {
 namespace {
 
 constexpr char kRanks[] = "ranks: list(int) = []";
-// Done as soon as it is queued: TensorFlow's stream waits for it, and its executor does not.
+// Done as soon as it is queued: TensorFlow's stream waits for the operation, and its executor does
+// not.
 constexpr char kInStream[] = "in_stream: bool = false";
 constexpr char kReductionOfDevices[] = "reduction: {'sum', 'min', 'max', 'prod'} = 'sum'";
 constexpr char kFloats[] = "T: {half, bfloat16, float, double}";

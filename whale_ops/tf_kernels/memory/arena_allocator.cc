@@ -1,5 +1,5 @@
-// TensorFlow's allocator of host memory with large tensors in memory that the other ranks of the
-// machine map.
+// Replaces TensorFlow's allocator of host memory, so that large tensors are in memory that the
+// other ranks of the machine map.
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,10 +18,10 @@ using tensorflow::Allocator;
 using tensorflow::AllocatorFactoryRegistry;
 using whale::Arena;
 
-// As in TensorFlow's own allocator (mkl_cpu_allocator.h), with which this one shares its sizes and
-// its figures.
+// As in TensorFlow's own allocator (mkl_cpu_allocator.h), whose sizes and statistics this one
+// keeps.
 constexpr size_t kLargeBytes = 256 << 10;
-constexpr int kPriority = 300;  // above all of TensorFlow's
+constexpr int kPriority = 300;  // above all of TensorFlow's allocators
 
 class ArenaSubAllocator : public tensorflow::SubAllocator {
  public:
@@ -30,7 +30,7 @@ class ArenaSubAllocator : public tensorflow::SubAllocator {
     *received = bytes;
     return Arena::instance()->take(bytes);
   }
-  void Free(void* /* memory */, size_t /* bytes */) override {}  // when the process ends
+  void Free(void* /* memory */, size_t /* bytes */) override {}  // freed when the process ends
   bool SupportsCoalescing() const override { return false; }
 };
 
@@ -71,8 +71,8 @@ class ArenaFactory : public tensorflow::AllocatorFactory {
   }
 };
 
-// Registering after the first use of an allocator ends the process, and nothing public tells
-// whether there was one: the private member does.
+// Registering an allocator after the first use of one aborts the process. No public function tells
+// whether there was a use, but a private member does, which this reads.
 bool AllocatorFactoryRegistry::* first_alloc_made();
 template <bool AllocatorFactoryRegistry::* member>
 struct Reveal {
@@ -82,13 +82,13 @@ template struct Reveal<&AllocatorFactoryRegistry::first_alloc_made_>;
 
 }  // namespace
 
-// From now on TensorFlow's large tensors lie in shared memory. 0, -1 when it has made tensors
-// already, or errno.
+// Puts TensorFlow's large tensors into shared memory from now on. Returns 0, -1 if TensorFlow has
+// allocated tensors already, or errno.
 extern "C" __attribute__((visibility("default"))) int whale_share_tensors() {
   if (Arena::instance() != nullptr) return 0;
   AllocatorFactoryRegistry* registry = AllocatorFactoryRegistry::singleton();
   if (registry->*first_alloc_made()) return -1;
-  // What the allocator takes in all is its limit, in pieces that are rounded up to pages.
+  // The most that the allocator may take is its limit, in blocks rounded up to pages.
   if (const int error = Arena::open(limit_bytes() + (64 << 20)); error != 0) return error;
   registry->Register(__FILE__, __LINE__, "WhaleArenaAllocator", kPriority, new ArenaFactory());
   return 0;

@@ -1,4 +1,4 @@
-// What TensorFlow's allocator of host memory has given out, for Python through ctypes.
+// Statistics of TensorFlow's host memory allocator, for Python through ctypes.
 
 #include <cstdint>
 
@@ -6,8 +6,8 @@
 
 extern "C" {
 
-// values: bytes in use, largest number of them since the last reset, allocations since then,
-// largest of these. 0 where the allocator keeps no statistics.
+// values: bytes in use, their peak since the last reset, allocations since then, the largest of
+// these. Returns 0 if the allocator keeps no statistics.
 __attribute__((visibility("default"))) int whale_host_memory(int64_t* values) {
   const auto stats = tensorflow::cpu_allocator()->GetStats();
   if (!stats.has_value()) return 0;
@@ -19,7 +19,7 @@ __attribute__((visibility("default"))) int whale_host_memory(int64_t* values) {
 }
 
 __attribute__((visibility("default"))) void whale_host_memory_reset() {
-  // False where no statistics are kept: whale_host_memory says so.
+  // Returns false if no statistics are kept, which whale_host_memory reports.
   [[maybe_unused]] const bool kept = tensorflow::cpu_allocator()->ClearStats();
 }
 

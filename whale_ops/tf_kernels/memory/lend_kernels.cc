@@ -1,5 +1,5 @@
-// Values: what variables hold, by one op. Lend: tensors as peers of the machine read them where
-// they lie (core/transport/arena.h).
+// Values: reads many variables by one op. Lend: lets peers of the machine read tensors in place
+// (core/transport/arena.h).
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "whale_ops/core/transport/arena.h"
 #include "whale_ops/tf_kernels/kernel.h"
@@ -19,8 +19,8 @@ absl::Status copy(OpKernelContext* ctx, const Tensor& from, Tensor* made) {
   return absl::OkStatus();
 }
 
-// As TensorFlow's ReadVariableOp, for many variables: the executor needs longer for each node than
-// for what it does here.
+// The same as TensorFlow's ReadVariableOp for many variables, since the executor's overhead for a
+// node is larger than the work.
 class ValuesOp : public OpKernel {
  public:
   using OpKernel::OpKernel;
@@ -35,7 +35,8 @@ class ValuesOp : public OpKernel {
                   absl::FailedPreconditionError(absl::StrCat(
                       "variable ", i, " of those that are read ",
                       variable->is_initialized ? "has another type" : "has no value")));
-      // What is written row by row is written where it lies, whoever reads it.
+      // A variable that is updated row by row changes in place even if others refer to its memory,
+      // so it is copied.
       if (variable->copy_on_read_mode.load())
         OP_REQUIRES_OK(ctx, copy(ctx, *variable->tensor(), &value));
       ctx->set_output(i, value);
@@ -43,7 +44,7 @@ class ValuesOp : public OpKernel {
   }
 };
 
-// For as long as the outputs live, peers may read them at `places`.
+// As long as the outputs live, peers may read the tensors at `places`.
 class LendOp : public OpKernel {
  public:
   using OpKernel::OpKernel;

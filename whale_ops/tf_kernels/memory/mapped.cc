@@ -1,6 +1,6 @@
-// MappedTensor and MappedCopy: tensors in files that have no name. What is used of them is in
-// memory as long as there is room, and what was changed is written back by the system, so that a
-// variable may be larger than a rank's memory.
+// MappedTensor and MappedCopy: tensors in mapped files without a name. The system keeps used pages
+// in memory as long as there is room, and writes changed ones back, so that a variable may be
+// larger than a rank's memory.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -32,8 +32,8 @@ absl::Status failed(const std::string& folder, size_t bytes, int error) {
                                                    folder, ": ", std::strerror(error)));
 }
 
-// Zeros in a new file of `folder`. Its space is taken at once: a disk that is full is an error
-// here, not a signal later.
+// Creates a tensor of zeros in a new file in `folder`. Its space is allocated at once, so that a
+// full disk is an error here, and not a signal later.
 absl::Status map(const std::string& folder, DataType dtype, const TensorShape& shape,
                  Tensor* made) {
   const size_t bytes = static_cast<size_t>(shape.num_elements()) * tensorflow::DataTypeSize(dtype);

@@ -1,5 +1,5 @@
-// What lies in the host's memory and is computed with on another device passes through here: its
-// bytes are counted.
+// An op through which tensors pass that are kept in host memory and used on another device: it
+// counts their bytes.
 
 #include <atomic>
 #include <cstdint>
@@ -13,8 +13,7 @@ namespace {
 std::atomic<int64_t> bytes_to_host{0};
 std::atomic<int64_t> bytes_to_device{0};
 
-// Beside the host's memory: TensorFlow's runtime copies its input, or its output, between the
-// devices.
+// Runs in host memory: TensorFlow's runtime copies its input, or its output, between the devices.
 class OffloadOp : public OpKernel {
  public:
   explicit OffloadOp(OpKernelConstruction* ctx) : OpKernel(ctx) { read(ctx, "to_host", &to_host_); }
@@ -50,8 +49,7 @@ WHALE_CPU_KERNEL("WhaleOffload", OffloadOp);
 
 extern "C" {
 
-// values: bytes that have come to the host's memory since the process began, and bytes that have
-// left it.
+// values: bytes that have been copied to host memory, and from it, since the process began.
 __attribute__((visibility("default"))) void whale_offloaded(int64_t* values) {
   values[0] = whale_ops::bytes_to_host.load();
   values[1] = whale_ops::bytes_to_device.load();

@@ -1,5 +1,5 @@
-// How far the seed generator of a dataset's shuffle has gone: TensorFlow keeps that to itself, and
-// every iteration of the dataset, and of those made of it, takes the next seeds.
+// Reads how far the seed generator of a dataset's shuffle has advanced. TensorFlow does not expose
+// this, and every iteration of the dataset, and of datasets made from it, takes the next seeds.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/kernels/data/random_seed_ops.h"
 #include "tensorflow/core/platform/hash.h"
@@ -24,9 +24,9 @@ REGISTER_OP("WhaleSetShuffleOrder")
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc("The generator of a shuffle goes on behind so many seeds.");
 
-// A handle says it is of the generator; what has its name is the manager. The manager's type is
-// known to the library of TensorFlow's kernels alone, with which this one is not linked: its hash
-// is that of its name (tensorflow::TypeIndex).
+// The handle claims the generator's type, but the resource of its name is the manager. The
+// manager's type is defined only in TensorFlow's kernel library, with which this one is not linked;
+// its hash is that of its name (tensorflow::TypeIndex).
 absl::Status find(OpKernelContext* ctx,
                   tensorflow::core::RefCountPtr<SeedGeneratorManager>* manager) {
   tensorflow::ResourceHandle handle = ctx->input(0).scalar<tensorflow::ResourceHandle>()();

@@ -1,5 +1,5 @@
-// Random operations of which several kernels draw from one stream: each program of a step has
-// kernels of its own, and a stream goes on whichever of them runs.
+// Random ops of which several kernels share one stream: each program of a step has kernels of its
+// own, and the stream continues whichever of them runs.
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,7 +15,7 @@
 namespace whale_ops {
 namespace {
 
-// Of 128 bits each; as many as TensorFlow's own kernels leave for an element
+// Samples of 128 bits that are reserved for an element, as many as TensorFlow's own kernels reserve
 // (GuardedPhiloxRandom::ReserveRandomOutputs).
 constexpr uint64_t kSamplesOfElement = 256;
 constexpr char kContainer[] = "whale";
@@ -82,7 +82,7 @@ REGISTER_OP("WhaleForgetStreams")
         "All streams of the device begin anew, as those of TensorFlow's kernels do after "
         "tf.random.set_seed.");
 
-// All streams of a device, which outlive the kernels and end with the device.
+// All streams of a device; they outlive the kernels and end with the device.
 class Streams : public tensorflow::ResourceBase {
  public:
   std::string DebugString() const override { return "random streams"; }
@@ -95,7 +95,7 @@ class Streams : public tensorflow::ResourceBase {
     return before;
   }
 
-  // The kernel of a stream for one draw, which `make` makes where there is none yet.
+  // Returns the kernel of a stream for one draw, which `make` creates if there is none yet.
   template <typename Make>
   absl::Status kernel_of(const std::string& stream, const Make& make,
                          std::shared_ptr<OpKernel>* kernel) {
