@@ -4,10 +4,10 @@
 // compared and their memory given back behind the exchange; so a sanitizer sees who does not wait.
 // tests/whale_ops/sanitize.py compiles and runs it:
 //
-//   stream_orders LIBRARY ORDERS TRANSPORT SEED [FAULT]
+//   stream_orders LIBRARY ORDERS TRANSPORT SEED [FAULT KERNELS_MS]
 //
 // LIBRARY: the kernels as host code. FAULT: of the driver (streams.h), after which this ends with
-// an error.
+// an error if whoever does not wait comes before kernels end, which take so many milliseconds.
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -57,7 +57,7 @@ DeviceOperation between(const Side& side, Tensors* tensors) {
 
 // `kernels_take`: what writes the operands.
 void exchange(int orders, const char* transport, unsigned seed,
-              std::chrono::microseconds kernels_take) {
+              std::chrono::milliseconds kernels_take) {
   // CUDA IPC has room for a part of each rank, at the places that kernels want.
   const bool divides = std::strcmp(transport, "cuda-ipc") == 0;
   Ranks ranks("stream orders", kRanks, whale_device_plugin, transport, own_device,
@@ -110,7 +110,8 @@ void exchange(int orders, const char* transport, unsigned seed,
 }  // namespace
 
 int main(int count, char** arguments) {
-  require(count >= 5, "arguments: LIBRARY ORDERS TRANSPORT SEED [FAULT]");
+  require(count == 5 || count == 7,
+          "arguments: LIBRARY ORDERS TRANSPORT SEED [FAULT KERNELS_MS]");
   const std::string image = std::string("HOST:") + arguments[1];
   for (int rank = 0; rank < kRanks; ++rank) {
     const whale::Status loaded = whale::cuda::Gpu::load_kernels(rank, image.c_str());
@@ -119,6 +120,6 @@ int main(int count, char** arguments) {
   if (count > 5) host_gpu_plant(std::atoi(arguments[5]));
   // Ranks meet before they exchange: what nobody waits for has to be later than that.
   exchange(std::atoi(arguments[2]), arguments[3], static_cast<unsigned>(std::atoi(arguments[4])),
-           std::chrono::microseconds(count > 5 ? 4000 : 0));
+           std::chrono::milliseconds(count > 5 ? std::atoi(arguments[6]) : 0));
   whale::Engine::instance().stop();
 }
