@@ -104,7 +104,7 @@ def fit(
                     best, found, improved = value, tried, True
                     break
         if not improved:
-            factor **= 0.5  # the next one, twice, is this one
+            factor **= 0.5  # two steps of the next factor make one of this
     return found
 
 
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--stacks", nargs="+", default=[STACK], help="names or files; rows of other stacks are left out"
     )
     parser.add_argument("--constants", nargs="+", default=list(STACK_CONSTANTS), choices=_numbers(), metavar="FIELD")
-    parser.add_argument("--curve", action="store_true", help="also the A100's memory bandwidth")
+    parser.add_argument("--curve", action="store_true", help="also fit the fraction of A100's memory bandwidth")
     options = parser.parse_args(arguments)
     names = options.stacks
     rows = [case for path in options.rows for case in cases.read(path)[1] if case.stack in names]

@@ -11,13 +11,13 @@ from typing import Any
 
 from whale.errors import InstallError
 
-# Text and frame, grid, bands: what has another colour on a dark ground.
+# Colours that differ in the dark scheme: of text and frame, grid, bands.
 INK, LINE, BAND = "#16202c", "#d3d9e1", "#e9edf3"
 _ON_DARK = {INK: "#e6ebf1", LINE: "#37424f", BAND: "#222c38"}
 # Colour-blind safe (Okabe and Ito), each with every marker in turn.
 COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"), "os^Dv"
 STYLES = [(COLOURS[i % 5], MARKERS[(i + i // 5) % 5]) for i in range(25)]
-# What the name of a configuration has in it, and the colour of its system; the first that fits.
+# (part of a configuration's name, colour of its system); the first that matches counts.
 SYSTEMS = (
     ("Whale", "#2f6fdb"),
     ("Horovod", "#e08a24"),

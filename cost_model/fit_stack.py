@@ -25,8 +25,9 @@ from cost_model.validation.cases import Case, read, read_published_cluster
 from cost_model.validation.intervals import compare, group_of
 from whale.errors import ProgramError
 
-# Fields that may be fitted, and by what factor (its logarithm's standard deviation) they differ from one software to
-# the next: how fast kernels are in all, the traffic of those between products, what the host spends, and how often.
+# Candidates: the fields that share one factor, and the standard deviation of that factor's logarithm between software
+# stacks (the prior). In order: the time of all kernels, memory traffic between products, host time per launch, per pass
+# and per step.
 FIELDS: dict[str, tuple[tuple[str, ...], float]] = {
     "kernel_time": (("kernel_time",), 0.3),
     "pointwise": (("pointwise_passes", "norm_bytes"), 0.7),
@@ -38,7 +39,7 @@ NOISE = 0.03  # of a measured step, relative
 LEAST_ROWS = 5
 STEP = 0.05  # of a factor's logarithm, for a slope
 FIRST_STEP, LAST_STEP = 1.2, 0.01  # of a factor's logarithm, in a search
-BETTER = 0.9  # of the mean square of rows left out, at most, for which a further field is worth while
+BETTER = 0.9  # a further field is fitted if it lowers the mean square of rows left out at least by this factor
 MOST_CHANGE = 2.5  # of a factor's logarithm
 
 
@@ -73,7 +74,12 @@ def fit_rows(rows: Sequence[Case], base: Stack) -> Fit:
         WhaleError: a row cannot be predicted (its own error).
     """
     if len(rows) < LEAST_ROWS:
-        raise ProgramError("too few rows to fit a stack", given=f"{len(rows)}", expected=f"{LEAST_ROWS} or more; ten")
+        raise ProgramError(
+            "too few rows to fit a stack",
+            given=f"{len(rows)} measured steps",
+            expected=f"{LEAST_ROWS} or more, better ten",
+            action="add rows of further measured steps to the table",
+        )
     names = [name for name, (fields, _) in FIELDS.items() if getattr(base, fields[0]) > 0]
     before = _residuals(rows, base, {})
     factors: dict[str, float] = {}
@@ -258,7 +264,11 @@ def fit_file(path: Path, base: str, cluster: str | None, out: Path) -> str:
         PlanError, ClusterError: a row's plan is impossible, or its cluster is not known.
     """
     if is_file(base):
-        raise ProgramError("a fitted stack has one of the package's as its base", given=base, expected="a name")
+        raise ProgramError(
+            "a stack cannot be fitted from a stack file: its base must be one of the package's stacks",
+            given=base,
+            expected="a name, e.g. megatron-core-bf16",
+        )
     _, rows = read(path, software=base, cluster=cluster, strict=True)
     found = fit_rows(rows, stack(base))
     out.write_text(format_fit(found, path, out.stem))

@@ -32,7 +32,7 @@ from whale.ir.pipeline_schedule import Schedule, make_schedule
 from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, count_live_chunks
 
-SCHEDULES = ("1f1b", "gpipe")  # of whole backward passes
+SCHEDULES = ("1f1b", "gpipe")  # those that do not split a backward pass into two, as zero-bubble schedules do
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +244,10 @@ def simulate_passes(strategy: ParallelStrategy, found: Evaluation) -> tuple[Task
 def _orders(strategy: ParallelStrategy) -> Schedule:
     if strategy.schedule not in SCHEDULES:
         raise PlanError(
-            "steps of described models are predicted for whole backward passes only",
-            given=strategy.schedule,
+            "the cost model predicts schedules of whole backward passes only",
+            given=f"schedule={strategy.schedule}, which splits them",
             expected=" or ".join(SCHEDULES),
+            action="choose another schedule for the plan",
         )
     return make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
 

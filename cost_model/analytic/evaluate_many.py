@@ -23,9 +23,9 @@ from cost_model.cluster.pools import Machines
 from cost_model.simulator import SAME, STEADY_GROUPS, interleaved_ends_s
 from whale.ir.strategy import ParallelStrategy
 
-LEAST = 4  # strategies of one shape that are worth playing together
-MOST_PASSES = 200_000  # of a schedule, whose order is kept
-MOST_NUMBERS = 4_000_000  # passes x strategies that are played together
+LEAST = 4  # fewer strategies of one shape are simulated one by one
+MOST_PASSES = 200_000  # longer schedules are simulated one by one: an `_Order` holds all passes
+MOST_NUMBERS = 4_000_000  # passes x strategies of one simulation, which bounds its memory
 
 
 def evaluate_many(

@@ -99,10 +99,10 @@ def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
 def _likely(job: Job, cluster: Cluster, found: JobPrediction) -> str:
     one, machines = stack_of(stack(job.software), job.model), Machines(cluster)
     low_s, high_s = likely_s(one, found.strategy, machines, found.step_s)
-    text = f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
+    text = f"nine of ten measured steps are expected in {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
     if devices := not_compared(one, found.strategy, machines):
         kind = "of a model with experts " if job.model.experts else ""
-        text += f"; no step {kind}under {one.name} on {', '.join(devices)} was compared"
+        text += f"; no step {kind}under {one.name} on {', '.join(devices)} was compared with a prediction"
     return text
 
 

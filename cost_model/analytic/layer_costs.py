@@ -178,7 +178,7 @@ class Model(Protocol):
     experts: int  # of each layer, divided over a stage's replicas
     tied_parameters: float  # that the first and the last stage each have a copy of, and sum the gradients of
     sequence: int  # tokens of a row, which ranks may divide; 0: rows are whole
-    alike: list[int]  # of each layer, the first of the layers around it that cost as much (see `first_alike`)
+    alike: list[int]  # for each layer, the first one in its run of layers that cost the same (see `first_alike`)
 
     def layer_costs(
         self,

@@ -62,8 +62,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise ClusterError(
             "the profile has no measurement that the plan needs",
             given=f"{device}, {tensor} tensor-parallel ranks, micro-batch {micro_batch}",
-            expected="; ".join(f"{one.device}, {one.tensor}, {one.micro_batch}" for one in self.layers),
-            action="measure it, or choose a plan with what is measured",
+            expected="one of " + "; ".join(f"{one.device}, {one.tensor}, {one.micro_batch}" for one in self.layers),
+            action="add this measurement to the profile, or choose a plan whose devices, tensor and micro_batch it has",
         )
 
     def find(self, part: str, device: str, tensor: int, micro_batch: int) -> MeasuredLayer | None:

@@ -19,10 +19,11 @@ from whale.ir.strategy import DeviceGroup, Offload
 # A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.
 FRAGMENTATION = 0.03
 WORKSPACE_BYTES = 32e6  # of matrix products (cuBLAS documentation, recommended workspace on Hopper)
-# Layers whose whole parameters lie there at a time where they are gathered or fetched for their passes: the one in
+# Layers whose unsharded parameters are in memory at a time, if they are gathered or fetched for each pass: the one in
 # progress and the next (Zhao et al., "PyTorch FSDP", 2023, section 3.4, rate limiter).
 LAYERS_AHEAD = 2
-CHUNKS_SUMMED = 2  # whose gradients lie there whole where those of a chunk are summed as the next one's come
+# Chunks whose unsharded gradients are in memory at a time, if a chunk's are reduced while the next one's are computed.
+CHUNKS_SUMMED = 2
 COMMUNICATOR_BYTES = 4e6 * CHANNELS  # NCCL's buffers: NCCL_BUFFSIZE (4 MiB) for each channel of a communicator
 
 
@@ -65,7 +66,7 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
     """
     e, w, tokens = stack.element_bytes, p.tensor, float(p.tokens(t))
     operand = e if stack.kept_operand_bytes is None else stack.kept_operand_bytes
-    along = w if p.sequence_parallel else 1  # what lies between products is divided by
+    along = w if p.sequence_parallel else 1  # ranks that divide the tensors between products
     rows, own = expert_rows(t, p)
     routed = float(rows * own + count_shared_rows(t, p))
     into = t.products_per_network - 1 - (1 if t.relu else 0)  # tensors that go into the activation and are kept
@@ -226,12 +227,12 @@ def part_memory(
         forward_first: whether all forward passes of the stage come before its first backward pass.
     """
     once = zero >= 2 and stages > 1 and layers.shards_stages != "pass"
-    if once:  # what lies there is what ZeRO 1 leaves: nothing is divided between passes
+    if once:  # between passes, parameters and gradients are unsharded, as under ZeRO 1
         zero = 1
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     if once and forward_first and layers.shards_stages == "chunk":  # of the chunk in progress, and of the one before
         gradients *= min(1.0, CHUNKS_SUMMED / len(ranges))
-    whole = 0.0  # bytes of layers that lie there whole for as long as they are used
+    whole = 0.0  # bytes of layers that are in memory unsharded while they are used
     if zero >= 3 and replicas > 1:  # parameters and gradients of the layer in progress and of those gathered ahead
         own = layers.layer_parameters_of(ranges)
         if layers.experts and layers.expert_copies > 1:
@@ -239,7 +240,7 @@ def part_memory(
         whole = LAYERS_AHEAD * (layers.element_bytes + layers.gradient_bytes) * own
     if offload != "none":
         optimizer = 0.0
-    if offload == "parameters":  # of two layers, what was fetched and what goes back
+    if offload == "parameters":  # two layers' parameters, fetched, and their gradients, on the way back
         count = max(1, sum(high - low for low, high in ranges))
         whole = max(whole, LAYERS_AHEAD * (held + gradients) / count)
         held = gradients = 0.0

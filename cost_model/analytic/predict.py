@@ -115,24 +115,39 @@ def predict(
 def _check(t: Transformer, p: Degrees, profile: Profile | None) -> None:
     """Raises PlanError if the plan does not fit the model, or needs formulas where a profile is given."""
     if t.heads % p.tensor or t.hidden % p.tensor:
-        raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
+        raise PlanError(
+            "tensor-parallel ranks do not divide the heads",
+            given=f"{p.tensor} ranks, {t.heads} heads, hidden={t.hidden}",
+            expected="a divisor of heads and hidden",
+            action="change tensor in the plan",
+        )
     if p.experts > 1 and (t.experts % p.experts or p.replicas % p.experts or not t.experts):
         raise PlanError(
-            "so many ranks do not divide the experts",
+            "expert-parallel ranks do not divide the experts, or the ranks with the same parameters",
             given=f"{p.experts} ranks, {t.experts} experts, {p.replicas} ranks with the same parameters",
-            expected="a divisor of the experts of a layer and of the data-parallel ranks",
+            expected="a divisor of a layer's experts and of data x context",
+            action="change experts in the plan",
         )
     if t.sequence % p.context:
         raise PlanError(
-            "context-parallel ranks do not divide the sequence", given=f"{p.context} ranks, {t.sequence} tokens"
+            "context-parallel ranks do not divide the sequence",
+            given=f"{p.context} ranks, {t.sequence} tokens",
+            expected=f"a divisor of {t.sequence}",
+            action="change context in the plan",
         )
     if sum(p.stage_layers) not in (0, t.layers):
         raise PlanError(
-            "the stages' layers are not the model's", given=f"{sum(p.stage_layers)}", expected=f"{t.layers}"
+            "stage_layers do not add up to the model's layers",
+            given=f"{sum(p.stage_layers)} layers",
+            expected=f"{t.layers} layers",
+            action="change stage_layers in the plan, or leave them out for equal stages",
         )
     if profile and (p.zero >= 2 or p.context > 1):
         raise PlanError(
-            "fully sharded data parallelism and context parallelism are predicted by formulas only", given="a profile"
+            "fully sharded data parallelism and context parallelism cannot be predicted from a profile",
+            given=f"a profile, zero={p.zero}, context={p.context}",
+            expected="zero of 0 or 1, and context of 1",
+            action="leave out the profile, so that formulas are used, or change the plan",
         )
 
 

@@ -203,7 +203,11 @@ def find_modules(names: Sequence[str]) -> tuple[Module, ...]:
     """
     known: tuple[Module, ...] = get_args(Module)
     if wrong := [name for name in names if name not in known]:
-        raise PlanError("selective recomputation cannot repeat this", given=", ".join(wrong), expected=", ".join(known))
+        raise PlanError(
+            "selective names modules that selective recomputation cannot repeat",
+            given=", ".join(wrong),
+            expected=", ".join(known),
+        )
     return tuple(name for name in known if name in names)
 
 
@@ -252,8 +256,8 @@ def read(path: str | Path) -> Stack:
     if isinstance(file.data, dict) and len(needed - {*file.data}) > 1:
         raise file.make_error(
             [],
-            f"it has {len(needed & {*file.data})} of the {len(needed)} fields that every stack needs",
-            action="name one of the package's stacks, from which others are taken: `base: megatron-core-bf16`",
+            f"this stack has {len(needed & {*file.data})} of the {len(needed)} fields that every stack needs",
+            action="name one of the package's stacks to take the other fields from, e.g. `base: megatron-core-bf16`",
         )
     found = file.decode(Stack)
     for field, dtype in (("dtype", found.dtype), ("weights_dtype", found.weights_dtype)):
@@ -275,7 +279,7 @@ def _complete(data: Any, names: tuple[str, ...]) -> Any:
     if base in names or not path.is_file():
         known = {one.stem: one for one in FOLDER.glob("*.yaml")}
         raise ClusterError(
-            "a stack's base is none of the package's", given=base, **catalogue.suggest_nearest(str(base), known)
+            "a stack's base is none of the package's stacks", given=base, **catalogue.suggest_nearest(str(base), known)
         )
     text = yaml_files.read_text(path, KIND)
     fields = _complete(yaml_files.YamlFile(text, str(path), KIND).data, (*names, base))
@@ -285,7 +289,7 @@ def _complete(data: Any, names: tuple[str, ...]) -> Any:
         "compared": {},
         "compared_experts": False,
         **own,
-    }  # what its base was compared with says nothing of another stack
+    }  # measurements that the base was compared with do not apply to another stack
     if isinstance(sources, dict):  # a field's own source comes before that of a base, whose key may name several
         merged["sources"] = {**sources, **{key: text for key, text in fields["sources"].items() if key not in sources}}
     return merged

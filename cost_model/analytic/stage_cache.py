@@ -19,7 +19,7 @@ class StageCosts:
         model, machines: the model, and the cluster's devices, that costs are computed for (see `stage_cost`).
     """
 
-    MOST = 50_000  # of a kilobyte each; then it begins anew
+    MOST = 50_000  # entries, of about a kilobyte each; a full cache is emptied
 
     def __init__(self, model: Model, machines: Machines) -> None:
         self._model, self._machines = model, machines
@@ -59,8 +59,8 @@ class StageCosts:
             strategy.shard_ranks,
             strategy.expert_ranks,
         )
-        # Of the other stages what matters is whether there are any on both sides, on which devices, and how many passes
-        # of a chunk follow each other, or whether all do (see `stage_memory`).
+        # A stage's cost depends on other stages only by whether there are any before and after it, by their devices, by
+        # the number of passes behind which its reduction hides, and by whether all forward passes come first.
         key = (
             own,
             index == 0,

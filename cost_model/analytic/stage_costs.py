@@ -40,7 +40,7 @@ VIEWS_S = 2e-6
 CHANNEL_BYTES_PER_S = 20e9
 
 COUNT_BYTES = 8  # of the number of tokens that one rank sends to an expert
-PASSES = 2  # of a micro-batch; what the forward pass told, the backward pass knows
+PASSES = 2  # forward and backward, over which the counts of tokens are spread: only the forward pass exchanges them
 
 Passes = tuple[list[float], list[float], int]  # see `passes_of`
 
@@ -140,12 +140,12 @@ def stage_cost(
     experts = [one.experts_of(stage.layers) for one in costs]
     to_next_s, to_previous_s = (0.0, 0.0) if count == 1 or hidden else _sends_s(model, machines, strategy, index, stage)
     ahead, back, limiting = passes or passes_of(model, machines, strategy, stage, ranks)
-    # The model's last chunk has nobody to send its results to, the first one nobody to send its gradients to.
+    # The model's last chunk sends no activations, the first one no gradients.
     last = count * strategy.chunks - 1
     at = range(index, last + 1, count)
     sent_ahead_s = [to_next_s if i < last else 0.0 for i in at]
     sent_back_s = [to_previous_s if i > 0 else 0.0 for i in at]
-    if model.stack.receives_block:  # as much comes from each neighbour as goes there
+    if model.stack.receives_block:  # what a neighbour sends takes as long as what is sent there
         sent_ahead_s = [s + (to_previous_s if i > 0 else 0.0) for i, s in zip(at, sent_ahead_s)]
         sent_back_s = [s + (to_next_s if i < last else 0.0) for i, s in zip(at, sent_back_s)]
     # The gradients of experts are summed only where several replicas have these.

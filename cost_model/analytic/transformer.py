@@ -15,7 +15,7 @@ Switch = Annotated[int, Meta(ge=0, le=1)]
 # Of Adam per parameter: a float32 copy of it and two moments (Rajbhandari et al., "ZeRO", SC 2020, section 3).
 OPTIMIZER_BYTES = 12
 COPY_BYTES = 4  # of them, the copy in float32
-MOST_LAYERS = 4096  # each is looked at
+MOST_LAYERS = 4096  # costs are computed and kept for every layer
 
 
 VOCABULARY_STEP = 128  # Megatron-LM pads the vocabulary to a multiple of it, so that products divide into tiles
@@ -96,7 +96,7 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise PlanError(f"a transformer's {name} must be positive", given=getattr(self, name))
         if self.layers > MOST_LAYERS:
             raise PlanError(
-                "a model of that size cannot be planned",
+                "a model of so many layers cannot be planned",
                 given=f"layers={self.layers}",
                 expected=f"layers of at most {MOST_LAYERS:,}",
             )
@@ -105,17 +105,26 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "a token goes through more experts than there are",
                 given=f"top={self.top}, experts={self.experts}",
                 expected=f"top of at most {max(1, self.experts)}",
+                action="change top, the experts for each token, or experts, those of each layer",
             )
         if self.hidden % self.heads and not self.head_width:
             raise PlanError(
                 "hidden is not a multiple of heads",
-                given=f"{self.hidden} and {self.heads}",
-                action="give head_width, if heads have a width of their own",
+                given=f"hidden={self.hidden}, heads={self.heads}",
+                action="change one of them, or give head_width, if heads have a width of their own",
             )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise PlanError("heads are not a multiple of kv_heads", given=f"{self.heads} and {self.kv_heads}")
+            raise PlanError(
+                "heads are not a multiple of kv_heads",
+                given=f"heads={self.heads}, kv_heads={self.kv_heads}",
+                action="change kv_heads to a divisor of heads, or leave it out if every head has keys of its own",
+            )
         if self.latent and self.kv_heads:
-            raise PlanError("latent attention has keys and values for every head", given=f"kv_heads={self.kv_heads}")
+            raise PlanError(
+                "latent attention cannot be combined with kv_heads: every head has its own keys and values",
+                given=f"latent={self.latent}, kv_heads={self.kv_heads}",
+                action="leave out kv_heads or latent",
+            )
         if (self.query_latent or self.rope_width) and not self.latent:
             raise PlanError(
                 "query_latent and rope_width are for multi-head latent attention, which latent turns on",
@@ -125,21 +134,29 @@ class Transformer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if bool(self.expert_groups) != bool(self.top_groups) or self.top_groups > self.expert_groups:
             raise PlanError(
-                "a token's experts are in some of the groups",
+                "expert_groups and top_groups do not fit each other",
                 given=f"expert_groups={self.expert_groups}, top_groups={self.top_groups}",
-                expected="top_groups of 1 to expert_groups, or neither",
+                expected="top_groups of 1 to expert_groups, or neither of them",
             )
         for name in ("shared_experts", "dense_layers", "expert_groups"):
             if getattr(self, name) and not self.experts:
-                raise PlanError(f"{name} are for models with experts", given=getattr(self, name))
+                raise PlanError(
+                    f"{name} are for models with experts",
+                    given=f"{name}={getattr(self, name)}, experts=0",
+                    action=f"give experts, or leave out {name}",
+                )
         if self.dense_layers and not (self.dense_feed_forward and self.dense_layers < self.layers):
             raise PlanError(
-                "dense_layers are some of the layers and have a width of their own",
+                "dense_layers must be fewer than layers and need dense_feed_forward, the width of their networks",
                 given=f"dense_layers={self.dense_layers}, dense_feed_forward={self.dense_feed_forward}",
-                expected=f"fewer than {self.layers} layers, with dense_feed_forward",
+                expected=f"dense_layers below {self.layers}, and dense_feed_forward above 0",
             )
         if self.window_period and not self.window:
-            raise PlanError("window_period is for models with a window", given=self.window_period)
+            raise PlanError(
+                "window_period is for models with a window",
+                given=f"window_period={self.window_period}, window=0",
+                action="give window, the tokens that a token attends to, or leave out window_period",
+            )
 
     @property
     def inner(self) -> int:

@@ -241,7 +241,8 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     T, h, f, w = p.tokens(t), t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole
-    # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
+    # Gradients of dropout and of the bias before it. Without dropout there is no kernel: the residual sum passes its
+    # gradient on as it is.
     drop_1 = _pointwise("dropout 1 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
     drop_2 = _pointwise("dropout 2 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
     norm = (NORM_BACKWARD * stack.norm_bytes + 3 * e) * own  # and the sum with the residual's gradient
@@ -340,8 +341,8 @@ def _list_shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[O
     ]
 
 
-# What selective recomputation may repeat, by the names of its kernels in the forward pass. `core` is scores and
-# softmax, which fused attention makes again in any case.
+# The forward kernels of each module that selective recomputation may repeat (`Stack.selective`). The module `core`,
+# scores and softmax, is not listed: see `_core_forward`.
 MODULES: dict[str, tuple[str, ...]] = {
     "norms": ("norm 1", "norm 2"),
     "activation": ("activation", "shared activation"),
@@ -364,7 +365,7 @@ def _list_repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     for op in layer_forward(t, p, stack):
         if op.name in names:
             again.append(op)
-        elif isinstance(op, Matmul) and op.weights and stack.selective_part:  # of so many rows: a part of the products
+        elif isinstance(op, Matmul) and op.weights and stack.selective_part:  # fewer rows stand for fewer products
             again.append(replace(op, m=max(1, round(op.m * stack.selective_part))))
         elif isinstance(op, Streaming) and op.name not in ("softmax", "attention dropout") and stack.selective_part:
             again.append(replace(op, moved_bytes=op.moved_bytes * stack.selective_part))

@@ -20,7 +20,7 @@ from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import RoutedTokens, all_gather_s, point_to_point_s
 from whale.ir.strategy import Recompute, count_expert_ranks
 
-TENSOR_DEGREES = (1, 2, 4, 8, 16)  # that are looked at
+TENSOR_DEGREES = (1, 2, 4, 8, 16)  # from which a planner chooses
 
 
 class TransformerModel:
@@ -201,7 +201,7 @@ class TransformerModel:
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         if not self.stack.repeats_selectively:
             kinds = ("none", "full")
-        # Along the sequence wherever tensors are divided: as many bytes in the forward pass, less computed and held.
+        # Always with sequence parallelism: it sends as many bytes in the forward pass, and computes and keeps less.
         return [(kind, True) for kind in kinds]
 
     def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:

@@ -91,7 +91,7 @@ def _make_unreadable_error(variable: str, text: str) -> ClusterError:
         "the scheduler's list of hosts cannot be read",
         given=f"{variable}={text if len(text) <= 200 else f'{text[:200]}... ({len(text)} characters)'}",
         expected='names like gpu[01-03,07],login; for TF_CONFIG {"cluster": {"worker": ["host:port"]}}',
-        action="give a cluster file",
+        action=f"correct {variable}, or name a cluster file with --cluster",
     )
 
 
@@ -113,7 +113,7 @@ def repeat_cluster(local: Cluster, names: tuple[str, ...], network: str | None) 
             "the job has several hosts, and the network between them is not known",
             given=", ".join(itertools.islice(names, 4)) + (", ..." if len(names) > 4 else ""),
             expected="a type of network of the catalogue",
-            action="name it with --network, or give a cluster file",
+            action="name it, e.g. --network infiniband-hdr-200, or name a cluster file with --cluster",
         )
     catalogue.find_network(network)
     (one,) = local.hosts

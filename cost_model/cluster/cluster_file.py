@@ -297,7 +297,12 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
     seen: dict[str, int] = {}
     for i, host in enumerate(cluster.hosts):
         if host.name in seen:
-            fail(["hosts", i, "name"], "two entries of hosts have one name", given=host.name)
+            fail(
+                ["hosts", i, "name"],
+                "two entries of hosts have the same name",
+                given=host.name,
+                action="rename one of them, or describe equal hosts by one entry with count",
+            )
         seen[host.name] = i
         for name in host.networks:
             if name not in cluster.networks:
@@ -314,7 +319,12 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
                     **facts,
                 )
         if host.count > 1 and not host.networks:
-            fail(["hosts", i], "several hosts share no network", given=f"count: {host.count}", expected="networks")
+            fail(
+                ["hosts", i],
+                "several hosts are attached to no network",
+                given=f"name: {host.name}, count: {host.count}",
+                expected="networks, which name one of the file's networks, e.g. networks: {fabric: {nics: 1}}",
+            )
         for j, part in enumerate(host.devices):
             here: list[str | int] = ["hosts", i, "devices", j]
             try:
@@ -322,7 +332,7 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
             except ClusterError:
                 fail(
                     [*here, "type"],
-                    "unknown device",
+                    "unknown device type",
                     given=part.type,
                     **suggest_entry(part.type, catalogue.load_devices()),
                 )
@@ -353,7 +363,12 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
     if len(cluster.hosts) > 1:
         for i, host in enumerate(cluster.hosts):
             if host not in reachable:
-                fail(["hosts", i], "a host is attached to no network", given=host.name, expected="networks")
+                fail(
+                    ["hosts", i],
+                    "a host is attached to no network",
+                    given=f"name: {host.name}",
+                    expected="networks, which name one of the file's networks, e.g. networks: {fabric: {nics: 1}}",
+                )
 
 
 def _check_overridden(entry: DeviceEntry | NetworkEntry, file: yaml_files.YamlFile, where: list[str | int]) -> None:

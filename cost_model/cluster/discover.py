@@ -60,7 +60,7 @@ def _ask_driver() -> str:
         raise ClusterError(
             "the GPU driver does not answer",
             given=f"{' '.join(QUERY)}: {answer.strip()}",
-            action="repair the driver, or give a cluster file",
+            action="repair the driver until this command answers, or name a cluster file with --cluster",
         ) from error
 
 
@@ -109,7 +109,8 @@ def discover_processors(cpu_quota: float | None, root: Path = Path("/")) -> Devi
     share = min(1.0, usable / (sockets * device.units))
     log.warning(
         f"the hardware catalogue has no processor {name!r}: it is taken for {usable:g} of the {device.units} "
-        f"cores of {device.name}. A cluster file says it better (`whale cluster --example`)."
+        f"cores of {device.name}, so predictions may be far off. Describe the machine in a cluster file "
+        f"(`whale cluster --example` prints one)."
     )
     return DeviceEntry(device.name, sockets, share=share, memory_gb=memory_gb)
 

@@ -194,10 +194,6 @@ class Machines:
         return network.bytes_per_s * nics / crowd / entry.oversubscription, network.step_us.simple
 
 
-# Tells on which devices of a cluster the ranks of a job lie.
-#
-# Ranks are numbered over the cluster's hosts in the order of its file, and over a host's devices in the order of its
-# entry, as launchers do.
 def list_pool_runs(machines: Machines, ranks: int) -> list[tuple[int, int, int]]:
     """Returns (first rank, end, pool number) of each run of ranks on equal devices of one host.
 

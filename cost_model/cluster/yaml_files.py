@@ -14,14 +14,14 @@ from cost_model.hardware.catalogue import LOADER, suggest_nearest
 from whale.errors import ClusterError
 
 T = TypeVar("T")
-MOST_BYTES = 64 << 20  # of a file that a person writes, or a tool for one
+MOST_BYTES = 64 << 20  # larger files are refused
 MOST_DEPTH = 64
 MOST_ALIASES = 1000
 MOST_SHOWN = 60  # characters of a value in a message
-# How messages call kinds of values.
+# Names of JSON types in messages.
 KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "null": "nothing",
          "array": "a list, [...]", "object": "a mapping, {key: value}"}  # fmt: skip
-# What others call fields.
+# Names that other tools and people use for fields, to suggest the field.
 CALLED = {
     "hosts": ("nodes", "node", "machines", "servers"), "devices": ("gpus", "gpu", "accelerators", "device"),
     "count": ("number", "num", "n", "nodes", "hosts", "gpus", "devices", "quantity"), "networks": ("network", "fabric"),
@@ -56,7 +56,7 @@ def read_text(path: str | Path, what: str) -> str:
     except OSError as error:
         raise ClusterError(f"the {what} cannot be read", given=f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ClusterError(f"the {what} is no text", given=f"{path}: {error}", expected="UTF-8") from error
+        raise ClusterError(f"the {what} is not text", given=f"{path}: {error}", expected="UTF-8") from error
 
 
 def refuse_depth(text: str, origin: str, what: str) -> None:
@@ -75,7 +75,7 @@ def refuse_depth(text: str, origin: str, what: str) -> None:
         aliases += isinstance(event, yaml.AliasEvent)
         if depth > MOST_DEPTH or aliases > MOST_ALIASES:
             raise ClusterError(
-                f"the {what} is nested too deeply",
+                f"the {what} is nested too deeply, or has too many aliases",
                 given=f"{origin}:{event.start_mark.line + 1}",
                 expected=f"at most {MOST_DEPTH} levels and {MOST_ALIASES} aliases",
             )
@@ -132,7 +132,7 @@ class YamlFile:
             where = f"{origin}:{mark.line + 1}" if mark else origin
             problem = f"{where}: {getattr(error, 'problem', error)}"
             raise ClusterError(f"the {what} is not YAML", given=problem) from None
-        except (ValueError, TypeError) as error:  # a date or number that is none, a key that cannot be one
+        except (ValueError, TypeError) as error:  # an invalid date or number, a key of a type that no key can have
             raise ClusterError(f"the {what} cannot be read", given=f"{origin}: {error}") from None
 
     def decode(self, kind: type[T]) -> T:

@@ -21,16 +21,15 @@ from whale.ir.values import TensorType
 
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
 BIAS = "BiasAdd"
-MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # what a product in front may compute: biases, and activations behind them
+MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # ops that TensorFlow may fuse into the product before them
 
-# Results that share their operand's buffer: operand -> result, one by one. A variable is read, and items of lists come
-# and go, without a copy.
+# Ops whose results share their operands' buffers without a copy: views, reads of variables, items of lists.
 _SHARING = ALIASES | LIST_PUTS | LIST_TAKES | {"ReadVariableOp"}
 
 # Rows are cut from dimension 0 without a copy.
 _ROW_VIEWS = frozenset("Slice StridedSlice Split SplitV Unpack".split())
 
-# The result may take the place of an operand of equal size and dtype; by op the operands that it may take.
+# Ops whose result may reuse the buffer of an operand of equal size and dtype, with the indices of these operands.
 _ANY = (0, 1)
 _FORWARDING: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
@@ -51,7 +50,7 @@ _FORWARDING: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
 }
 
-# Result numbers that take an operand's place where it is not the first.
+# Index of the result that may reuse a buffer, for ops where it is not the first.
 _FORWARDED_RESULT = dict.fromkeys(CROSS_ENTROPIES, 1)
 
 # Ops that read or change some rows of a variable. From the first one on, TensorFlow changes the variable in place

@@ -32,7 +32,7 @@ def fuse_work(program: Program, work: list[Work]) -> list[Work]:
     if not any(node.marks.compiled for node in program.nodes):
         return work
     users = _count_fusing_users(program)
-    leaves: dict[Ref, frozenset[Ref]] = {}  # what kernels read in the place of a result that is not written
+    leaves: dict[Ref, frozenset[Ref]] = {}  # for a result that is not written, what its users read instead
     found: list[Work] = []
     for node, does in zip(program.nodes, work):
         reads = frozenset[Ref]().union(*(leaves.get(ref, (ref,)) for ref in node.inputs))

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from cost_model.graph.executor_graph import Graph
 from whale.ir.ops import APPLIES_ROWS, FUSED_UPDATES, SCATTERS, UPDATES
 
-# These change it whoever reads it (see buffers.copied_reads), or wait for who does (whale.kernels.updates).
+# Updates that copy a variable first if it is still being read. For the others, reads are copies
+# (`executor_graph.find_copied_reads`), or the update waits for the readers (whale.kernels.updates).
 _COPIED_FIRST = UPDATES - SCATTERS - APPLIES_ROWS - FUSED_UPDATES
-STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will from then on
+STEPS = 5  # at least; the first is not counted: the allocator has not yet settled into its final regions
 _FIRST_REGION_BYTES = 2 << 20
 _LARGEST_WASTE_BYTES = 128 << 20
 
@@ -186,7 +187,7 @@ class _Memory:
                 owner = self._held
             else:
                 candidates = (self._owner[r] for r in g.taken[mine])
-                # Only the node that asks refers to it.
+                # An operand's buffer is free to be reused if only this node still refers to it.
                 free = next((o for o in candidates if o.references == 1), None)
                 kind = self._kinds.results[mine]
                 if free is None:
