@@ -1,10 +1,10 @@
-"""Fits constants of stacks to measured rows: python -m cost_model.calibrate [--rows file.csv ...] [--stacks NAME ...].
+"""Fits constants of software stacks to measured rows: python -m cost_model.calibrate [--rows file.csv ...].
 
-`--constants` names the fields that are fitted, one value for all the stacks that have them (a stack without float8 has
-no `quantise_bytes`). Without options those are what vTrain's single-node rows leave open: what its host spends per
-launch. With --curve also the part of the memory bandwidth that eager kernels reach on A100, which other tables share:
-it was fitted once, before any of them was evaluated, and is kept. Five-fold cross-validation says what the fit is worth
-on rows that it has not seen.
+`--stacks` names the stacks to fit; `--constants` names the fields that are fitted, with one value for all the stacks
+that have them (a stack without float8 has no `quantise_bytes`). The defaults are the host's times per launch, which
+vTrain's single-node rows determine. `--curve` also fits the fraction of the memory bandwidth that eager kernels reach
+on A100; other tables share that constant, which was fitted once, before any of them was evaluated. Five-fold
+cross-validation shows the error on rows that a fit has not seen.
 
 Decision: 0034.
 """
@@ -38,12 +38,12 @@ Constants = Mapping[str, float]
 def current(
     curve: bool = False, names: Sequence[str] = (STACK,), constants: Sequence[str] = STACK_CONSTANTS
 ) -> dict[str, float]:
-    """Returns the present values of the constants to fit, by name, as the data files have them.
+    """Returns the values that the data files have for the constants to fit, by name: the start of a fit.
 
     Args:
-        curve: also those of the device's efficiency curve.
-        names: software stacks; where several have a constant, the last one's value is returned.
-        constants: which constants of a stack.
+        curve: whether to include constants of the device's efficiency curve.
+        names: software stacks; if several have a constant, the last one's value is returned.
+        constants: names of the stacks' fields.
     """
     found = {name: getattr(one, name) for one in map(stack, names) for name in constants if _has(one, name)}
     if curve:
@@ -56,7 +56,11 @@ def _has(one: Stack, constant: str) -> bool:
 
 
 def errors(rows: Sequence[Case], constants: Constants, names: Sequence[str] = (STACK,)) -> list[float]:
-    """Returns the relative errors of predictions with these constants instead of the data files' of some stacks."""
+    """Returns the relative error of each row's predicted step time with `constants` in place of the data files' values.
+
+    Args:
+        names: the stacks whose constants are replaced.
+    """
     known = catalogue.load_efficiencies()
     of_curve = {name: value for name, value in constants.items() if name in CURVE_CONSTANTS}
     curves = {**known, CURVE: msgspec.structs.replace(known[CURVE], **of_curve)}
@@ -78,7 +82,13 @@ def fit(
     loss: Callable[[list[float]], float],
     names: Sequence[str] = (STACK,),
 ) -> dict[str, float]:
-    """Fits constants by coordinate search: each is scaled up and down by ever smaller factors while that helps."""
+    """Fits constants by coordinate search: scales each up and down by ever smaller factors for as long as `loss` falls.
+
+    Args:
+        start: first value of each constant, by name.
+        loss: maps the rows' relative errors to the number to minimise.
+        names: the stacks whose constants are replaced.
+    """
     found = dict(start)
     best = loss(errors(rows, found, names))
     factor = FIRST_FACTOR
@@ -94,7 +104,7 @@ def fit(
                     best, found, improved = value, tried, True
                     break
         if not improved:
-            factor **= 0.5  # the next one, twice, is this one
+            factor **= 0.5  # two steps of the next factor make one of this
     return found
 
 
@@ -109,7 +119,7 @@ def mean_square(found: Sequence[float]) -> float:
 
 
 def cross_validate(rows: Sequence[Case], start: Constants, names: Sequence[str] = (STACK,)) -> list[float]:
-    """Returns the errors of every row with constants fitted on the other folds; row i is in fold i mod 5."""
+    """Returns the error of each row under constants fitted without its fold; row i is in fold i mod 5."""
     found = [0.0] * len(rows)
     for fold in range(FOLDS):
         seen = [case for i, case in enumerate(rows) if i % FOLDS != fold]
@@ -120,19 +130,19 @@ def cross_validate(rows: Sequence[Case], start: Constants, names: Sequence[str] 
 
 
 def _numbers() -> list[str]:
-    """Returns the fields of a stack that are numbers."""
+    """Returns the names of `Stack`'s fields that hold floats, which `--constants` may name."""
     return [name for name in Stack.__struct_fields__ if isinstance(getattr(stack(STACK), name), float)]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command (see the module's docstring): prints the constants and their errors."""
+    """Runs the command (see the module's docstring): prints the fitted constants and their errors."""
     parser = argparse.ArgumentParser(prog="python -m cost_model.calibrate", description=__doc__)
     parser.add_argument("--rows", nargs="+", type=Path, default=[ROWS])
     parser.add_argument(
         "--stacks", nargs="+", default=[STACK], help="names or files; rows of other stacks are left out"
     )
     parser.add_argument("--constants", nargs="+", default=list(STACK_CONSTANTS), choices=_numbers(), metavar="FIELD")
-    parser.add_argument("--curve", action="store_true", help="also the A100's memory bandwidth")
+    parser.add_argument("--curve", action="store_true", help="also fit the fraction of A100's memory bandwidth")
     options = parser.parse_args(arguments)
     names = options.stacks
     rows = [case for path in options.rows for case in cases.read(path)[1] if case.stack in names]

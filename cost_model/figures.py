@@ -1,4 +1,6 @@
-"""Draws the figures of the pages: SVG that follows its reader's light or dark scheme, with one colour a system."""
+"""Draws figures of the documentation as SVG that follows the reader's light or dark scheme, with one colour per
+system.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any
 
 from whale.errors import InstallError
 
-# Text and frame, grid, bands: what has another colour on a dark ground.
+# Colours that differ in the dark scheme: of text and frame, grid, bands.
 INK, LINE, BAND = "#16202c", "#d3d9e1", "#e9edf3"
 _ON_DARK = {INK: "#e6ebf1", LINE: "#37424f", BAND: "#222c38"}
 # Colour-blind safe (Okabe and Ito), each with every marker in turn.
 COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"), "os^Dv"
 STYLES = [(COLOURS[i % 5], MARKERS[(i + i // 5) % 5]) for i in range(25)]
-# What the name of a configuration has in it, and the colour of its system; the first that fits.
+# (part of a configuration's name, colour of its system); the first that matches counts.
 SYSTEMS = (
     ("Whale", "#2f6fdb"),
     ("Horovod", "#e08a24"),
@@ -28,15 +30,19 @@ SYSTEMS = (
 
 
 def find_colour(name: str) -> str:
-    """Returns the colour of the system that a configuration's name has in it."""
+    """Returns the colour of the system (Whale, Horovod, ...) whose name a configuration's name contains."""
     return next((colour for system, colour in SYSTEMS if system in name), INK)
 
 
 def open_figure(rows: int, columns: int, size_inches: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """Returns a figure with axes in rows and columns, laid out so that nothing covers another.
+    """Creates a matplotlib figure with a grid of axes, laid out without overlaps; returns (figure, array of axes).
+
+    Args:
+        rows, columns: shape of the grid.
+        options: further arguments of `pyplot.subplots`.
 
     Raises:
-      InstallError: matplotlib is not installed.
+        InstallError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -57,7 +63,9 @@ def open_figure(rows: int, columns: int, size_inches: tuple[float, float], **opt
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a figure as SVG without a ground, whose text, grid and bands change with the reader's scheme."""
+    """Writes a figure as SVG with transparent background, whose text, grid and bands follow the reader's colour
+    scheme.
+    """
     from matplotlib import pyplot
 
     text = io.StringIO()
@@ -77,7 +85,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def mark_diagonal(axes: Any, low: float, high: float, part: float) -> None:
-    """Draws the line on which both coordinates are equal, and the band in which they differ by ``part`` at most."""
+    """Draws the line x = y, and the band in which y differs from x by at most the fraction ``part``."""
     ends = [low, high]
     axes.fill_between(
         ends, [(1 - part) * n for n in ends], [(1 + part) * n for n in ends],
@@ -87,7 +95,9 @@ def mark_diagonal(axes: Any, low: float, high: float, part: float) -> None:
 
 
 def find_ticks(low: float, high: float) -> Sequence[float]:
-    """Returns 1, 2 and 5 times the powers of ten between two numbers, or the powers alone where these are many."""
+    """Returns tick positions for a logarithmic axis: 1, 2 and 5 times powers of ten, or powers alone if that were over
+    eight.
+    """
     powers = [10.0**exponent for exponent in range(-12, 13)]
     found = [k * power for power in powers for k in (1, 2, 5) if low <= k * power <= high]
     return found if len(found) <= 8 else [power for power in powers if low <= power <= high]

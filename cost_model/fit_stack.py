@@ -1,9 +1,10 @@
-"""Fits a software stack to steps that were measured: some of its fields, how well, and the interval that follows.
+"""Fits a software stack to measured steps: the values of some of its fields, their error, and the interval that
+follows.
 
-Fields are fitted as factors of what the base has, by least squares of log(predicted / measured) with a prior for each
-factor (ridge regression): a few rows move a field only as far as they say. Of the candidates in `FIELDS` only those are
-fitted that lower the error of rows that are left out. How well that works is said by the same rows, each left out: by
-the linearised fit without it (the hat matrix).
+Fields are fitted as factors on the base stack's values, by least squares of log(predicted / measured) with a prior for
+each factor (ridge regression), so that few rows move a field only as far as they support it. Of the candidates in
+`FIELDS` only those are fitted that lower the error of rows that are left out. The error on unseen rows is estimated by
+leaving out each row in turn, from the linearised fit (the hat matrix).
 
 Decision: 0156.
 """
@@ -24,8 +25,9 @@ from cost_model.validation.cases import Case, read, read_published_cluster
 from cost_model.validation.intervals import compare, group_of
 from whale.errors import ProgramError
 
-# Fields that may be fitted, and by what factor (its logarithm's standard deviation) they differ from one software to
-# the next: how fast kernels are in all, the traffic of those between products, what the host spends, and how often.
+# Candidates: the fields that share one factor, and the standard deviation of that factor's logarithm between software
+# stacks (the prior). In order: the time of all kernels, memory traffic between products, host time per launch, per pass
+# and per step.
 FIELDS: dict[str, tuple[tuple[str, ...], float]] = {
     "kernel_time": (("kernel_time",), 0.3),
     "pointwise": (("pointwise_passes", "norm_bytes"), 0.7),
@@ -37,19 +39,22 @@ NOISE = 0.03  # of a measured step, relative
 LEAST_ROWS = 5
 STEP = 0.05  # of a factor's logarithm, for a slope
 FIRST_STEP, LAST_STEP = 1.2, 0.01  # of a factor's logarithm, in a search
-BETTER = 0.9  # of the mean square of rows left out, at most, for which a further field is worth while
+BETTER = 0.9  # a further field is fitted if it lowers the mean square of rows left out at least by this factor
 MOST_CHANGE = 2.5  # of a factor's logarithm
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted stack.
+    """Holds a fitted stack and its errors.
 
     Attributes:
-        fields: those that differ from the base, with their values.
-        rows: what it was fitted on; before, after, left_out: log(predicted / measured) of each under the base, under
-            the stack, and under the stack fitted without it.
-        compared: the interval by efficiency curve.
+        base: the stack that the fit started from.
+        fields: fields that differ from the base, with their values.
+        rows: the measured steps that it was fitted to.
+        before: log(predicted / measured) of each row under the base.
+        after: the same under the fitted stack.
+        left_out: the same under the stack fitted without that row.
+        compared: the interval of further steps, by efficiency curve.
     """
 
     base: Stack
@@ -62,9 +67,19 @@ class Fit:
 
 
 def fit_rows(rows: Sequence[Case], base: Stack) -> Fit:
-    """Fits a stack to rows; raises ProgramError if they are fewer than five or one of them cannot be predicted."""
+    """Fits a stack to measured rows, starting from `base`.
+
+    Raises:
+        ProgramError: there are fewer than five rows.
+        WhaleError: a row cannot be predicted (its own error).
+    """
     if len(rows) < LEAST_ROWS:
-        raise ProgramError("too few rows to fit a stack", given=f"{len(rows)}", expected=f"{LEAST_ROWS} or more; ten")
+        raise ProgramError(
+            "too few rows to fit a stack",
+            given=f"{len(rows)} measured steps",
+            expected=f"{LEAST_ROWS} or more, better ten",
+            action="add rows of further measured steps to the table",
+        )
     names = [name for name, (fields, _) in FIELDS.items() if getattr(base, fields[0]) > 0]
     before = _residuals(rows, base, {})
     factors: dict[str, float] = {}
@@ -85,10 +100,13 @@ def fit_rows(rows: Sequence[Case], base: Stack) -> Fit:
 def _with(
     rows: Sequence[Case], base: Stack, start: Mapping[str, float], name: str, before: Sequence[float]
 ) -> tuple[dict[str, float], list[float], list[float]]:
-    """Fits one field more: returns factors, the residuals under them, and those of rows left out.
+    """Fits one more field, `name`, together with those already fitted (`start`).
 
-    By coordinate search, whose first steps are long: passes take the longer of two times, so that a factor may have no
-    effect until it is large.
+    Uses coordinate search with long first steps: a pass takes the longer of two times, so a factor may have no effect
+    until it is large.
+
+    Returns:
+        (logarithm of each field's factor, residuals under them, residuals of rows that are left out).
     """
     factors = {**start, name: 0.0}
     found, least, step = list(before), _loss(before, factors), FIRST_STEP
@@ -148,7 +166,14 @@ def _slopes(
 def _solve(
     residuals: Sequence[float], slopes: Slopes, names: Sequence[str], factors: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns by how much each factor's logarithm changes: the ridge solution, by Gauss' elimination."""
+    """Solves the ridge regression for the changes of the factors' logarithms, by Gaussian elimination.
+
+    Args:
+        residuals: log(predicted / measured) of each row.
+        slopes: derivative of each row's residual by each factor's logarithm.
+        names: the factors.
+        factors: their present logarithms, which the prior pulls towards 0.
+    """
     size = len(names)
     rows = [
         [
@@ -171,7 +196,7 @@ def _solve(
 def _left_out(
     residuals: Sequence[float], slopes: Slopes, names: Sequence[str], factors: Mapping[str, float]
 ) -> list[float]:
-    """Returns the residual of each row under the fit to the others, started where the factors are."""
+    """Returns the residual of each row under a fit to all other rows, linearised around the present factors."""
     found = []
     for i, residual in enumerate(residuals):
         others = {name: [*own[:i], *own[i + 1 :]] for name, own in slopes.items()}
@@ -189,7 +214,9 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def format_fit(found: Fit, path: Path, name: str) -> str:
-    """Returns the stack's file: its base, what differs, where that comes from, and how far rows were off."""
+    """Formats a fitted stack as the YAML text of a stack file: base, changed fields, sources, and how far rows were
+    off.
+    """
     own = found.base.name
     data: dict[str, object] = {"name": name, "base": own, **found.fields}
     if any(case.model.experts for case in found.rows):
@@ -201,7 +228,9 @@ def format_fit(found: Fit, path: Path, name: str) -> str:
 
 
 def describe_fit(found: Fit) -> str:
-    """Returns what a person reads of a fit: each row, then which fields changed and what that is worth."""
+    """Formats a fit as text for a person: the errors of each row, the fields that changed, and the interval that
+    follows.
+    """
     width = max(len(case.label) for case in found.rows)
     lines = [f"{'row':{width}}  measured s  base %  fitted %  left out %"]
     for case, *errors in zip(found.rows, found.before, found.after, found.left_out):
@@ -222,19 +251,24 @@ def describe_fit(found: Fit) -> str:
 
 
 def fit_file(path: Path, base: str, cluster: str | None, out: Path) -> str:
-    """Fits a stack to a table's rows, writes its file, and returns the description of the fit.
+    """Fits a stack to a table of measured steps, writes the stack's file, and returns a description of the fit as text.
 
     Args:
-        path: rows of the shared form (`validation/cases.py`).
-        base: the stack that it starts from, of the package; cluster: of rows that name none.
-        out: the file that is written; its name is the stack's.
+        path: CSV table of the form that `validation/cases.py` reads.
+        base: name of the package's stack that the fit starts from.
+        cluster: cluster of rows that name none.
+        out: the stack file to write; its name becomes the stack's.
 
     Raises:
-        ProgramError: the file is no such table, or has fewer than five rows; PlanError, ClusterError: a row's plan
-            cannot be.
+        ProgramError: the file is no such table, or has fewer than five rows.
+        PlanError, ClusterError: a row's plan is impossible, or its cluster is not known.
     """
     if is_file(base):
-        raise ProgramError("a fitted stack has one of the package's as its base", given=base, expected="a name")
+        raise ProgramError(
+            "a stack cannot be fitted from a stack file: its base must be one of the package's stacks",
+            given=base,
+            expected="a name, e.g. megatron-core-bf16",
+        )
     _, rows = read(path, software=base, cluster=cluster, strict=True)
     found = fit_rows(rows, stack(base))
     out.write_text(format_fit(found, path, out.stem))

@@ -1,8 +1,8 @@
-"""Simulates tasks by discrete events: each has a resource, a duration, and predecessors.
+"""Simulates tasks by discrete events; each task has a resource, a duration, and predecessors.
 
 A resource runs one task at a time. A stream (a rank's compute, copy or network stream) runs its tasks in the order in
 which they were added; a link shared by ranks serves tasks in the order in which they become ready. Ranks that do the
-same at the same time need one simulated rank.
+same at the same time need only one simulated rank.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ from dataclasses import dataclass, field
 from whale.errors import PlanError
 from whale.ir.pipeline_schedule import Schedule
 
-STEADY_GROUPS = 8  # of micro-batches, of which those in the middle may have become steady
-SAME = 1e-13  # part of the time up to which two durations are equal but for rounding
+STEADY_GROUPS = 8  # groups of micro-batches to simulate before looking for a steady state in the middle
+SAME = 1e-13  # relative difference up to which two durations are equal but for rounding
 
 
 @dataclass(slots=True)
 class Tasks:
-    """A growing list of tasks; `add` returns a task's number, by which later tasks refer to it."""
+    """Holds a growing list of tasks; `add` returns a task's number, by which later tasks refer to it.
+
+    Attributes:
+        resource: number of the stream or link that runs each task.
+        seconds: duration of each task.
+        after: numbers of the tasks that each waits for.
+        held_bytes: change of memory by each task, at its start if positive, at its end if negative.
+    """
 
     resource: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -29,7 +36,7 @@ class Tasks:
     held_bytes: list[float] = field(default_factory=list)
 
     def add(self, resource: int, seconds: float, after: tuple[int, ...] = (), held_bytes: float = 0.0) -> int:
-        """Adds a task. `held_bytes`: change of its rank's memory, at its start (positive) or its end (negative)."""
+        """Adds a task and returns its number (see the attributes for the arguments)."""
         self.resource.append(resource)
         self.seconds.append(seconds)
         self.after.append(after)
@@ -43,12 +50,13 @@ def pipeline_tasks(
     backward_s: Sequence[Sequence[float]],
     held_bytes: Sequence[Sequence[float]],
 ) -> Tasks:
-    """Makes one task for each pass of a schedule of forward and backward passes, on its stage's stream.
+    """Creates one task for each pass of a pipeline schedule, on its stage's stream.
 
     Args:
-        orders: each stage's passes, in order.
-        forward_s, backward_s: of one micro-batch, by stage and chunk; with sends that the stage waits for.
-        held_bytes: what a forward pass holds until its backward pass has begun, by stage and chunk.
+        orders: each stage's (chunk, micro-batch, is backward), in order.
+        forward_s, backward_s: seconds of one micro-batch, indexed [stage][chunk], sends that the stage waits for
+            included.
+        held_bytes: activations that a forward pass holds until the end of its backward pass, indexed [stage][chunk].
     """
     tasks = Tasks()
     stages, last = len(orders), len(orders) * len(forward_s[0]) - 1
@@ -77,13 +85,14 @@ def pipeline_tasks(
 
 
 def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> list[float]:
-    """Returns when each stage's last pass ends under 1F1B with one chunk each: as `simulate`, several times faster.
+    """Returns the seconds at which each stage's last pass ends under 1F1B with one chunk per stage.
 
-    Stage s of S does the forward pass of micro-batch m in slot s + 2m and its backward pass in slot 2S - 1 - s + 2m:
-    that is its order in the schedule, and what a pass waits for was done in the slot before.
+    Gives the same times as `simulate`, several times faster: stage s of S runs the forward pass of micro-batch m in
+    slot s + 2m and its backward pass in slot 2S - 1 - s + 2m; that is its order in the schedule, and each pass waits
+    only for passes of earlier slots.
 
     Args:
-        forward_s, backward_s: of one micro-batch, by stage; with sends that the stage waits for.
+        forward_s, backward_s: seconds of one micro-batch for each stage, sends that the stage waits for included.
     """
     stages = len(forward_s)
     free_s, ahead_s, back_s = [0.0] * stages, [0.0] * stages, [0.0] * stages
@@ -101,8 +110,8 @@ def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], 
             if stage < stages - 1 and back_s[stage + 1] > at:
                 at = back_s[stage + 1]
             back_s[stage] = free_s[stage] = at + backward_s[stage]
-        # Where all stages do passes of both kinds, two slots that have moved all times by as much are followed by
-        # others that do: what is to come depends on these times alone.
+        # Steady state, while all stages run passes of both kinds: if two slots have increased all times by the same
+        # amount, all further pairs of slots do so too, as what follows depends only on these times.
         if slot % 2 and 2 * stages <= slot < 2 * micro_batches - 4:
             now_s = [*free_s, *ahead_s, *back_s]
             if before_s and _moved_alike(before_s, now_s):
@@ -119,7 +128,7 @@ def one_f_one_b_ends_s(forward_s: Sequence[float], backward_s: Sequence[float], 
 
 
 def _moved_alike(before_s: Sequence[float], now_s: Sequence[float]) -> bool:
-    """Tells whether all times have moved by as much, up to rounding."""
+    """Returns True if all times have increased by the same amount, up to rounding."""
     moved, most = now_s[0] - before_s[0], SAME * now_s[0]
     return all(abs(now - before - moved) <= most for before, now in zip(before_s, now_s))
 
@@ -127,13 +136,15 @@ def _moved_alike(before_s: Sequence[float], now_s: Sequence[float]) -> bool:
 def interleaved_ends_s(
     forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int
 ) -> list[float]:
-    """Returns when each stage's last pass ends under interleaved 1F1B: as `simulate`, several times faster.
+    """Returns the seconds at which each stage's last pass ends under interleaved 1F1B.
 
-    Micro-batches go in groups (see `schedule_interleaved`). Once the passes of two groups in a row have moved by as
-    much everywhere, further groups do so too, and are not simulated.
+    Gives the same times as `simulate`, several times faster. Micro-batches go in groups (see `schedule_interleaved`).
+    Once all passes of a group come by the same amount later than those of the group before, so do those of further
+    groups, which are therefore not simulated.
 
     Args:
-        forward_s, backward_s: of one micro-batch, by stage and chunk; with sends that the stage waits for.
+        forward_s, backward_s: seconds of one micro-batch, indexed [stage][chunk], sends that the stage waits for
+            included.
     """
     count = max(1, micro_batches // len(forward_s))
     if micro_batches % count == 0:
@@ -149,15 +160,17 @@ def interleaved_ends_s(
 def least_end_s(
     forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int
 ) -> float:
-    """Returns a lower bound of when the first stage's last pass ends under 1F1B, in a time that does not grow with the
-    micro-batches.
+    """Returns a lower bound of the seconds at which the first stage's last pass ends under 1F1B.
 
-    A stage begins when those before it have done a pass of their first chunk, and these end after it with another. Its
-    first backward pass waits for all forward passes of a micro-batch and for the backward passes behind it; what the
-    stage has not done by then is still to come.
+    The bound takes a time that does not grow with the number of micro-batches, so a search can discard strategies by
+    it.
+
+    A stage begins when the stages before it have run one pass of their first chunk, and these still have another pass
+    to run after it ends. Its first backward pass waits for all forward passes of a micro-batch, and for the backward
+    passes of later stages; all passes that the stage has not run by then follow.
 
     Args:
-        forward_s, backward_s: as for `interleaved_ends_s`.
+        forward_s, backward_s: as in `interleaved_ends_s`.
     """
     stages, chunks = len(forward_s), len(forward_s[0])
     groups = max(1, micro_batches // stages)
@@ -187,7 +200,12 @@ def least_end_s(
 def _play_interleaved(
     forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]], micro_batches: int, groups: int
 ) -> tuple[list[float], list[float]]:
-    """Returns (ends of the stages' last passes, by how much passes of two later groups moved against those before)."""
+    """Simulates interleaved 1F1B with micro-batches in `groups` groups.
+
+    Returns:
+        (seconds at which each stage's last pass ends; by how many seconds each pass of two groups in the middle comes
+            later than that of the group before, to find a steady state; [] with few groups).
+    """
     stages, chunks = len(forward_s), len(forward_s[0])
     sizes = [(micro_batches + groups - 1 - i) // groups for i in range(groups)]
     firsts = [sum(sizes[:i]) for i in range(groups)]
@@ -204,7 +222,7 @@ def _play_interleaved(
         place, now, own = places[stage], free_s[stage], warm[stage]
         took, back_took = forward_s[stage], backward_s[stage]
         while place < 2 * total:
-            # Forward passes until it is warm, then one of each kind in turn, then what is left of the backward ones.
+            # Forward passes during the warm-up, then one of each kind in turn, then the remaining backward passes.
             over = place - own
             if over < 0 or (over % 2 == 0 and own + over // 2 < total):
                 chunk, m = ahead[place if over < 0 else own + over // 2]
@@ -242,12 +260,12 @@ def _play_interleaved(
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The start and end of every task.
+    """Holds the start and end of every task of a simulation.
 
     Attributes:
-        start_s, end_s: of each task.
+        start_s, end_s: start and end of each task, by its number.
         total_s: end of the last task.
-        busy_s: by resource, the sum of its tasks' seconds.
+        busy_s: resource -> sum of its tasks' seconds.
     """
 
     start_s: list[float]
@@ -257,13 +275,14 @@ class Timeline:
 
 
 def simulate(tasks: Tasks, shared: frozenset[int] = frozenset()) -> Timeline:
-    """Simulates the tasks: each starts when its predecessors have ended and its resource is free.
+    """Simulates tasks; each starts when its predecessors have ended and its resource is free.
 
     Args:
-        shared: resources that run tasks in the order in which they become ready; all others are streams.
+        shared: resources that run tasks in the order in which they become ready; all others are streams, which run them
+            in the order in which they were added.
 
     Raises:
-        PlanError: tasks wait for each other.
+        PlanError: tasks wait for each other for ever.
     """
     start_s, end_s = _simulate_by_time(tasks, shared) if shared else _simulate_by_stream(tasks)
     busy_s: dict[int, float] = {}
@@ -273,7 +292,9 @@ def simulate(tasks: Tasks, shared: frozenset[int] = frozenset()) -> Timeline:
 
 
 def _simulate_by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
-    """Returns start and end of every task if all resources are streams, whose own order suffices."""
+    """Returns (start, end) of every task if all resources are streams, whose order is known without a queue of
+    events.
+    """
     count, after, seconds = len(tasks.seconds), tasks.after, tasks.seconds
     start_s, end_s = [0.0] * count, [-1.0] * count
     streams: dict[int, list[int]] = {}
@@ -313,9 +334,7 @@ def _simulate_by_stream(tasks: Tasks) -> tuple[list[float], list[float]]:
 
 
 def _simulate_by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float], list[float]]:
-    """Returns start and end of every task with shared resources, which serve tasks in the order in which they become
-    ready.
-    """
+    """Returns (start, end) of every task if some resources serve tasks in the order in which they become ready."""
     count, seconds = len(tasks.seconds), tasks.seconds
     followers: list[list[int]] = [[] for _ in range(count)]
     waiting = [0] * count
@@ -347,18 +366,22 @@ def _simulate_by_time(tasks: Tasks, shared: frozenset[int]) -> tuple[list[float]
 
 
 def _never(task: int, count: int) -> PlanError:
-    return PlanError("tasks wait for each other", given=f"task {task} of {count} never starts")
+    return PlanError("simulated tasks wait for each other for ever", given=f"task {task} of {count} never starts")
 
 
 def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list[tuple[float, float]]:
-    """Returns (second, bytes held from then on) of one rank, whose resources are `ranks`."""
+    """Returns (seconds, bytes held from then on) of one rank over time.
+
+    Args:
+        ranks: the resources that belong to the rank.
+    """
     own = set(ranks)
     changes = []
     for task, held in enumerate(tasks.held_bytes):
         if held and tasks.resource[task] in own:
             changes.append((timeline.start_s[task] if held > 0 else timeline.end_s[task], held))
     curve, level = [(0.0, 0.0)], 0.0
-    # At one instant releases come first: the buffer that a task gives back is what the next one takes.
+    # At the same time, releases come first: the next task may take the buffer that a task gives back.
     for second, held in sorted(changes):
         level += held
         curve.append((second, level))
@@ -366,8 +389,10 @@ def memory_curve(tasks: Tasks, timeline: Timeline, ranks: Sequence[int]) -> list
 
 
 def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], group: int, lost: float = 0.0) -> float:
-    """Returns the part of the gradient reduction that the last backward passes do not hide, and by how much it slows
-    these down besides.
+    """Returns the seconds that the gradient reduction adds after the last backward pass of a stage.
+
+    That is the part that the last backward passes do not hide, plus the time by which collectives slow these passes
+    down.
 
     Each layer's reduction begins once its gradient is complete. Chunks end one after the other, and after each the next
     one still has its passes for the last `group` micro-batches (Narayanan et al., "Efficient large-scale language model
@@ -375,8 +400,11 @@ def not_hidden_s(reduce_s: float, counts: Sequence[int], back: Sequence[float], 
     layer.
 
     Args:
-        reduce_s: of all layers; counts, back: of each chunk, its layers and the seconds of one backward pass.
-        lost: the part of a device's units that a collective takes from kernels beside it.
+        reduce_s: seconds to reduce the gradients of all layers.
+        counts: number of layers of each chunk.
+        back: seconds of one backward pass of each chunk.
+        group: number of micro-batches that a chunk processes in a row.
+        lost: fraction of a device's units that a collective takes from kernels beside it.
     """
     each_s = reduce_s / max(1, sum(counts))
     free_s, ready_s = -math.inf, -group * sum(back)  # 0: the end of the last pass

@@ -1,7 +1,7 @@
-"""Whale: a training program written for one device, run over unequal devices.
+"""Whale runs a training program that is written for one device on several devices, which may be unequal.
 
 The public names are those of ``__init__.pyi``, which type checkers read as well. Each is loaded when it is first used,
-so that ``import whale`` costs nothing and needs no TensorFlow.
+so that ``import whale`` takes no time and needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_WHALE = "whale.frontends.first_whale"
 
 @functools.cache
 def _modules() -> dict[str, str]:
-    """Returns the module of each name, as the stub file says."""
+    """Returns public name -> module that defines it, as the stub file ``__init__.pyi`` lists them."""
     with open(os.path.splitext(__file__)[0] + ".pyi") as stub:
         lines = stub.read().splitlines()
     return {found[2]: found[1] for found in map(_LINE.fullmatch, lines) if found is not None}

@@ -1,4 +1,6 @@
-"""Defines the scopes that a user puts around model code."""
+"""Defines the scopes by which a user says how parts of a model are distributed: replica, split, stage, pipeline,
+recompute.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,22 @@ from typing import Any
 
 
 class replica(ContextDecorator):
-    """``with wh.replica():`` (or ``@wh.replica()``): the batch is divided over the devices.
+    """Data parallelism: ``with wh.replica():`` (or ``@wh.replica()``) divides the batch over the devices.
 
     Every device has all variables of the code inside, and computes its share of the batch; gradients are summed. The
     shares are as equal as possible, or those of ``batch.shares``.
 
     Args:
-      devices: ranks (or TensorFlow's names of devices: "/job:worker/task:1") among which
-        the rows of the code inside are divided; None means all.
-        The others have no rows of it, but its variables as well. A number is a ``device_count``.
-      device_count: devices that share the rows of one replica of the model; the rows of a batch are divided over all
-        replicas and their devices anyway.
-      name: what a person calls it; nothing else.
+        devices: ranks (or TensorFlow's names of devices: "/job:worker/task:1") over which the rows of the code inside
+            are divided; None: all. Other ranks hold its variables too, but compute no rows of it. A number is a
+            ``device_count``.
+        device_count: number of devices that share the rows of one replica of the model; the rows of a batch are divided
+            over all replicas and their devices anyway.
+        name: a name for people to read; it has no effect.
 
     Raises:
-      ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are no ranks of the run, or a number that does not divide them.
+        ClusterError: entered before ``wh.init``.
+        PlanError: entered with devices that are no ranks of the run, or a number that does not divide them.
     """
 
     def __init__(
@@ -49,33 +51,35 @@ class replica(ContextDecorator):
 
 
 class split(ContextDecorator):
-    """``with wh.split():`` (or ``@wh.split()``): the tensors of the code inside are divided over the devices.
+    """Tensor parallelism: ``with wh.split():`` (or ``@wh.split()``) divides the tensors of the code inside over the
+    devices.
 
-    Every device holds a part of each weight and computes with that part; how products, activations and updates are
+    Every device holds a part of each weight and computes with that part. How products, activations and updates are
     divided is chosen so that least is communicated. Outside, the batch is divided as under ``wh.replica``. Enter the
-    scope where layers are called (losses over many classes belong inside as well).
+    scope where layers are called (a loss over many classes belongs inside as well).
 
     Args:
-      devices: ranks that hold the parts; None means all. Other scopes may be on the same
-        ranks, on others, or on some of them.
-      dim: the dimension of their result along which products that read a weight are split: -1 divides the outputs of a
-        dense layer. None leaves it to what is communicated.
-      axis: the axis of the mesh over which tensors are divided, or several; None: "tensor". Over the other axes the
-        rows of the code inside are divided.
-      sequence: sequence parallelism: what lies between products (normalisations, residual sums, dropout) is divided
-        along this dimension of activations [batch, sequence, features], 1, or [sequence, batch, features], 0. None: it
-        is whole on every rank. It moves as many bytes and holds less.
-      context: context parallelism: this dimension of activations, 1 or 0 as for ``sequence``, is divided on every
-        layer, products included, over the axis "context" unless ``axis`` names another; weights are whole on every
-        rank. Attention gives parts of the sequence for heads, or passes keys and values round.
-      device_count: so many ranks in a row divide tensors together, as ``wh.Mesh(tensor=...)`` says for the run; a
-        number for ``devices`` is one.
-      name: what a person calls it; nothing else.
+        devices: ranks that hold the parts; None: all. Other scopes may be on the same ranks, on others, or on some of
+            them.
+        dim: dimension of their result along which products that read a weight are split: -1 divides the outputs of a
+            dense layer. None: chosen by what is communicated.
+        axis: the axis of the mesh over which tensors are divided, or several; None: "tensor". Over the other axes the
+            rows of the code inside are divided.
+        sequence: sequence parallelism: activations between products (normalisations, residual sums, dropout) are
+            divided along this dimension, which is 1 for [batch, sequence, features] and 0 for [sequence, batch,
+            features]. None: they are whole on every rank. It moves as many bytes and needs less memory.
+        context: context parallelism: this dimension of activations, 1 or 0 as for ``sequence``, is divided in every
+            layer, products included, over the axis "context" unless ``axis`` names another; weights are whole on every
+            rank. Attention exchanges parts of the sequence for heads, or passes keys and values round a ring.
+        device_count: number of neighbouring ranks that divide tensors together, as ``wh.Mesh(tensor=...)`` sets for the
+            run; a number for ``devices`` means the same.
+        name: a name for people to read; it has no effect.
 
     Raises:
-      ClusterError: entered before ``wh.init``.
-      PlanError: entered with devices that are no ranks of the run, an ``axis`` that is no name, another ``sequence``
-        or ``context``. Later, when the program is planned: nothing inside can be split, or not as these say.
+        ClusterError: entered before ``wh.init``.
+        PlanError: entered with devices that are no ranks of the run, an ``axis`` that is no name, or an invalid
+            ``sequence`` or ``context``. Later, when the program is planned: nothing inside can be split, or not in this
+            way.
     """
 
     def __init__(
@@ -109,23 +113,24 @@ class split(ContextDecorator):
 
 
 class stage(ContextDecorator):
-    """``with wh.stage():`` (or ``@wh.stage()``): a part of the model that has ranks of its own.
+    """Pipeline parallelism: ``with wh.stage():`` (or ``@wh.stage()``) makes the code inside a stage with ranks of its
+    own.
 
-    Its forward, backward and update run on those ranks, which hold its variables; what it reads of other stages is
-    sent. Stages form a graph: what is read where decides, so there may be skip connections, shared variables and
-    towers. With R times as many ranks as stages, rank r * stages + s runs stage s of replica r, and the batch is
-    divided over the replicas; with other numbers the first stages have one rank more. With fewer ranks than stages,
-    stage s is on rank s modulo the number of ranks.
+    Forward pass, backward pass and update of the code inside run on those ranks, which hold its variables; tensors that
+    it reads from other stages are sent. Stages form a graph that follows from these reads, so there may be skip
+    connections, shared variables and towers. With R times as many ranks as stages, rank r * stages + s runs stage s of
+    replica r, and the batch is divided over the replicas; if the ranks are not a multiple of the stages, the first
+    stages have one rank more. With fewer ranks than stages, stage s is on rank s modulo the number of ranks.
 
     Args:
-      devices: its ranks; None: as above. To be given for all stages or for none. In
-        ``wh.annotate`` also the number of the stage, in the order of the data.
-      device_count: ranks of one replica of it: 1, as without ``devices``.
-      name: what a person calls it; nothing else.
+        devices: ranks of the stage; None: as above. Give them for all stages or for none. In ``wh.annotate`` also the
+            number of the stage, in the order of the forward pass.
+        device_count: ranks of one replica of the stage; only 1, the same as None, is supported.
+        name: a name for people to read; it has no effect.
 
     Raises:
-      ClusterError: entered before ``wh.init``.
-      PlanError: a stage inside a stage, devices that are no ranks of the run, or a number.
+        ClusterError: entered before ``wh.init``.
+        PlanError: a stage inside a stage, devices that are no ranks of the run, or a number outside of ``wh.annotate``.
     """
 
     def __init__(
@@ -152,23 +157,25 @@ class stage(ContextDecorator):
 
 
 class pipeline(ContextDecorator):
-    """``with wh.pipeline(num_micro_batch=4):`` (or ``@wh.pipeline(...)``): the batch is computed in micro-batches.
+    """Computes the batch in micro-batches: ``with wh.pipeline(num_micro_batch=4):`` (or ``@wh.pipeline(...)``).
 
-    Around ``wh.stage`` it makes the stages work at once, each on another micro-batch; without stages, gradients are
-    accumulated. The number holds for the whole step of which a part is inside, as ``pipeline.micro_batches`` does for
-    all steps; the result is that of one device either way. Enter it inside the step, or where layers are created.
+    Around ``wh.stage`` it makes the stages work at the same time, each on another micro-batch; without stages,
+    gradients are accumulated. The number applies to the whole step of which a part is inside, as
+    ``pipeline.micro_batches`` does for all steps; the result is that of one device either way. Enter it inside the
+    step, or where layers are created.
 
     Args:
-      num_micro_batch: into how many parts each rank cuts its rows; at least 1. None: as many as are configured.
-      strategy: the order of micro-batches: that of the key ``pipeline.schedule``, or the names PreferBackward and
-        PreferForward for 1f1b and gpipe; None: as configured.
-      num_stages: how many there will be inside; nothing follows from it.
+        num_micro_batch: number of parts into which each rank divides its rows; at least 1. None:
+            ``pipeline.micro_batches``.
+        strategy: order of micro-batches: a value of the key ``pipeline.schedule``, or PreferBackward for 1f1b and
+            PreferForward for gpipe; None: as configured.
+        num_stages: number of stages inside; it has no effect.
 
     Raises:
-      ClusterError: entered before ``wh.init``.
-      PlanError: ``num_micro_batch`` is no positive integer; entered inside a stage, a split, or a pipeline with another
-        number; the configuration sets another number or order. Later, when the program is planned: it has scopes with
-        different numbers.
+        ClusterError: entered before ``wh.init``.
+        PlanError: ``num_micro_batch`` is no positive integer; entered inside a stage, a split, or a pipeline with
+            another number; the configuration sets another number or order. Later, when the program is planned: it has
+            scopes with different numbers.
     """
 
     def __init__(
@@ -192,16 +199,16 @@ class pipeline(ContextDecorator):
 
 
 def checkpoint(tensor: Any) -> Any:
-    """Marks an activation that is held until the backward pass, with ``memory.recompute="marked"``.
+    """Marks an activation to keep for the backward pass, if ``memory.recompute="marked"``.
 
-    What lies between two marked tensors is computed again when the backward pass reads it. In a session's graph
+    All activations between two marked tensors are recomputed when the backward pass reads them. In a session's graph
     ``tf.compat.v1.add_to_collection("checkpoints", tensor)`` does the same.
 
     Args:
-      tensor: a tensor of the forward pass.
+        tensor: a tensor of the forward pass.
 
     Returns:
-      ``tensor``, which the model has to go on with; outside of a graph nothing is marked.
+        The tensor, marked; the model has to use it in place of the argument. Outside of a graph nothing is marked.
     """
     from whale.runtime.scopes import mark_held
 
@@ -209,14 +216,15 @@ def checkpoint(tensor: Any) -> Any:
 
 
 class recompute(ContextDecorator):
-    """``with wh.recompute():`` what is built inside is computed again when the backward pass reads it, and not held.
+    """Recomputes the activations of the code inside, ``with wh.recompute():``, in the backward pass instead of keeping
+    them.
 
-    With ``memory.recompute="marked"``. Everything else of the forward pass is held as usual, so this suits
-    what takes much memory and little time, as the scores of an attention. Random ops, loops, branches and ops with
-    effects are held all the same. Outside of a graph nothing is marked.
+    Takes effect if ``memory.recompute="marked"``. All other activations are kept as usual, so this suits code that
+    needs much memory and little time, such as attention scores. Random ops, loops, branches and ops with side effects
+    are not recomputed. Outside of a graph nothing is marked.
 
     Raises:
-      PlanError: later, when the program is planned: it marks tensors with ``wh.checkpoint`` as well.
+        PlanError: later, when the program is planned: it also marks tensors with ``wh.checkpoint``.
     """
 
     def __init__(self) -> None:
@@ -235,22 +243,22 @@ class recompute(ContextDecorator):
 
 
 def annotate(patterns: Mapping[str, Any]) -> None:
-    """Puts layers and variables into scopes by their names; before the steps that have them are traced.
+    """Puts layers and variables into scopes by their names; call it before the steps that use them are traced.
 
     A pattern is a glob over the path of a layer or a variable (``*`` any text, ``/`` included, ``?`` one character,
-    ``[0-5]`` one of several), and begins and ends where parts of the path do: ``"decoder/layers_[0-5]"`` is all that is
-    inside of these layers. Paths are those of TensorFlow's name scopes and of variables, as Keras and tf.Module have
-    them. Of several patterns that match a name, the first of each kind of scope counts. Code inside of
-    ``with wh.split()`` and the like stays in the scope that it is in.
+    ``[0-5]`` one of several). It has to begin and end where parts of the path do: ``"decoder/layers_[0-5]"`` matches
+    everything inside of these layers. Paths are those of TensorFlow's name scopes and of variables, as Keras and
+    tf.Module name them. If several patterns match a name, the first one of each kind of scope counts. Code inside of
+    ``with wh.split()`` and other scopes stays in the scope that it is in.
 
     Args:
-      patterns: pattern -> ``wh.stage(number)``, ``wh.split(...)``, ``wh.replica(...)``, or a tuple of these. Stages of
-        one number are one stage. The first training step has to have something for every pattern.
+        patterns: pattern -> ``wh.stage(number)``, ``wh.split(...)``, ``wh.replica(...)``, or a tuple of these. Stages
+            with the same number are one stage. The first training step has to contain a match for every pattern.
 
     Raises:
-      ClusterError: called before ``wh.init``.
-      PlanError: a value that is no scope, or devices that are no ranks. Later, when the first training step is
-        compiled: a pattern matches nothing.
+        ClusterError: called before ``wh.init``.
+        PlanError: a value that is no scope, or devices that are no ranks. Later, when the first training step is
+            compiled: a pattern matches nothing.
     """
     from whale.errors import PlanError
     from whale.runtime import annotate as named
@@ -265,7 +273,7 @@ def annotate(patterns: Mapping[str, Any]) -> None:
                     "the value of an annotation is not a scope",
                     given=f"{text!r}: {scope!r}",
                     expected="a glob, and wh.stage(number), wh.split(...), wh.replica(...) or a tuple of them",
-                    action="correct it",
+                    action="correct this value of wh.annotate",
                 )
             settings = {
                 name: getattr(scope, name, None) for name in ("devices", "dim", "sequence", "context", "axis", "number")
@@ -277,13 +285,13 @@ def annotate(patterns: Mapping[str, Any]) -> None:
 def _devices(
     devices: Iterable[Any] | str | int | None, device_count: int | None
 ) -> tuple[tuple[int | str, ...] | None, int | None]:
-    """Returns (devices, how many): a number alone says how many."""
+    """Returns (devices, device count); a number given as `devices` is the device count."""
     if isinstance(devices, int):
         return None, devices
     return (None if devices is None else _flat(devices)), device_count
 
 
 def _flat(devices: Iterable[Any] | str) -> tuple[int | str, ...]:
-    """Returns ranks in order, or names of devices; a slice of a cluster is a list of groups of them."""
+    """Flattens nested lists of devices, such as a slice of a cluster, to ranks or device names in order."""
     items = [devices] if isinstance(devices, str) else devices
     return tuple(rank for item in items for rank in ([item] if isinstance(item, (int, str)) else _flat(item)))

@@ -1,4 +1,4 @@
-"""Reads the limits of the control groups around this process, in version 1, version 2, or both side by side."""
+"""Reads the limits of the control groups that contain this process, in version 1, version 2, or both side by side."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest number of pages
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns the CPUs' worth of time that the tightest group grants, or None without a quota.
+    """Returns the number of CPUs' worth of time that the tightest control group grants; None without a quota.
 
     Args:
-        root: where proc and sys are, for tests.
+        root: directory that contains proc and sys; tests set it.
     """
     quotas = []
     for folder in _folders("cpu", root):
@@ -25,12 +25,14 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the tightest limit of memory, or None."""
+    """Returns the tightest memory limit of the control groups in bytes; None without one."""
     return _smallest("memory", ("memory.max", "memory.limit_in_bytes"), _UNLIMITED_BYTES, root)
 
 
 def count_memory_kills(root: Path = Path("/")) -> int:
-    """Returns how many processes of this process's group the kernel has killed as memory was out; 0 if it tells not."""
+    """Returns how many processes of this process's group the kernel has killed for lack of memory; 0 if that is not
+    known.
+    """
     for folder in _folders("memory", root):
         for name in ("memory.events", "memory.oom_control"):  # of version 2 and of version 1
             for line in (_read(folder / name) or "").splitlines():
@@ -41,7 +43,7 @@ def count_memory_kills(root: Path = Path("/")) -> int:
 
 
 def process_limit(root: Path = Path("/")) -> int | None:
-    """Returns the tightest limit of processes and threads, or None."""
+    """Returns the tightest limit of the control groups on the number of processes and threads; None without one."""
     return _smallest("pids", ("pids.max",), _UNLIMITED_BYTES, root)
 
 
@@ -51,7 +53,9 @@ def _smallest(controller: str, names: tuple[str, ...], unlimited: int, root: Pat
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yields this process's group and those around it, in every hierarchy that may have the controller."""
+    """Yields the folders of this process's group and of all groups around it, in every hierarchy that has the
+    controller.
+    """
     own = {}  # controllers, "" for version 2 -> the group's path
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,6 +1,6 @@
 """Runs scripts written for the Easy Parallel Library with one line changed: ``import whale.epl as epl``.
 
-Modules such as ``epl.ir.graph`` are there under the library's names, and hold names of ``whale.frontends.epl``.
+Modules such as ``epl.ir.graph`` exist under the library's names; their contents come from ``whale.frontends.epl``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines the errors that a user of Whale can meet.
+"""Defines the errors that Whale raises on purpose.
 
 An error is a sentence, then facts (which op, what was given, what was expected), then one next action:
 
@@ -21,11 +21,11 @@ from typing import Any
 
 
 class WhaleError(Exception):
-    """Base of every error that Whale raises on purpose.
+    """Base class of every error that Whale raises on purpose.
 
     Attributes:
         message: one sentence that says what is wrong.
-        facts: the facts in the order given; usual names are ``op``, ``given``, ``expected``.
+        facts: name -> value, printed in this order; usual names are ``op``, ``given``, ``expected``.
         action: one thing to do next, or None.
     """
 
@@ -52,18 +52,18 @@ def _rebuild(kind: type[WhaleError], message: str, action: str | None, facts: di
 
 
 def find_similar(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that an unknown one most likely means; "" where none is spelt much like it."""
+    """Returns the known name that is spelt most like an unknown one; "" if none is similar."""
     import difflib  # `import whale` does without
 
     return next(iter(difflib.get_close_matches(name, list(known), 1, 0.6)), "")
 
 
 class InstallError(WhaleError):
-    """Something that Whale needs is not installed."""
+    """Raised if something that Whale needs is not installed."""
 
 
 def no_tensorflow(what: str) -> InstallError:
-    """Creates the error that `what` is not available without TensorFlow."""
+    """Returns the error to raise if `what` (the subject of its sentence) needs TensorFlow, and none is installed."""
     return InstallError(
         f"{what} needs TensorFlow",
         given=f"no TensorFlow in {sys.executable}",
@@ -73,39 +73,39 @@ def no_tensorflow(what: str) -> InstallError:
 
 
 class ConfigError(WhaleError):
-    """A configuration key, value, environment variable or file is wrong."""
+    """Raised if a configuration key, value, environment variable or file is wrong."""
 
 
 class ClusterError(WhaleError):
-    """The processes, hosts or devices asked for cannot be had."""
+    """Raised if the requested processes, hosts or devices are not available, or a cluster's description is wrong."""
 
 
 class CommError(WhaleError):
-    """Ranks cannot exchange data: a peer is gone, ops do not match, or the op library does not fit."""
+    """Raised if ranks cannot exchange data: a peer is gone, ops do not match, or the op library does not fit."""
 
 
 class CheckpointError(WhaleError):
-    """A checkpoint cannot be written or read, or is damaged."""
+    """Raised if a checkpoint cannot be written or read, or is damaged."""
 
 
 class ProgramError(WhaleError):
-    """A program (the captured graph) is malformed or used in a way it does not allow."""
+    """Raised if a program (the captured graph) is malformed, or used in a way that it does not allow."""
 
 
 class CaptureError(ProgramError):
-    """A function or graph cannot be captured as a program."""
+    """Raised if a function or graph cannot be captured as a program."""
 
 
 class RuleError(WhaleError):
-    """A layout rule is malformed, or does not fit the op it is registered for."""
+    """Raised if a sharding rule is malformed, or does not fit the op that it is registered for."""
 
 
 class LayoutError(WhaleError):
-    """A tensor's layout is impossible: no such dimension, not divisible, or not allowed by the op."""
+    """Raised if a tensor cannot have a layout: no such dimension, not divisible, or not allowed by the op."""
 
 
 class PlanError(WhaleError):
-    """A plan is not legal for its program, or no legal plan exists."""
+    """Raised if a plan is not legal for its program, or no legal plan exists."""
 
 
 class DoesNotFitError(PlanError):
@@ -113,6 +113,6 @@ class DoesNotFitError(PlanError):
 
 
 class AcrossMicroBatchesError(PlanError):
-    """Raised if a step cannot run in micro-batches, whatever their number: it needs a value of all before the last
+    """Raised if a step cannot run in any number of micro-batches, as it needs a value of all of them before the last
     one.
     """

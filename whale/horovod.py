@@ -1,8 +1,8 @@
 """Runs scripts written for Horovod with one line changed: ``import whale.horovod as hvd``.
 
-``whale.horovod.tensorflow``, ``.tensorflow.keras`` and ``.keras`` are there under Horovod's names, and hold names of
-``whale.frontends.horovod``. This module has what ``horovod.tensorflow`` has, and ``callbacks`` and ``load_model`` for
-the Keras that ``tf.keras`` is.
+``whale.horovod.tensorflow``, ``.tensorflow.keras`` and ``.keras`` exist under Horovod's names; their contents come from
+``whale.frontends.horovod``. This module itself has what ``horovod.tensorflow`` has, and also ``callbacks`` and
+``load_model`` for the Keras that ``tf.keras`` is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whale.imports import NamedModules, names_of
 __path__: list[str] = []
 
 _HOME = "whale.frontends.horovod"
-# What Horovod has in each of its modules for TensorFlow and Keras.
+# Module of whale.frontends.horovod -> names that Horovod's modules for TensorFlow and Keras export.
 _RANKS = (
     "ProcessSet add_process_set ccl_built cross_rank cross_size cuda_built ddl_built elastic global_process_set "
     "gloo_built gloo_enabled init is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled "
@@ -48,7 +48,12 @@ def _names(held: dict[str, str]) -> Callable[[], dict[str, Any]]:
 
 
 def _keras(name: str, keras: str) -> dict[str, Any]:
-    """Returns what Horovod's module for a Keras holds."""
+    """Returns the contents of Horovod's module for a Keras.
+
+    Args:
+        name: name of the module.
+        keras: which Keras it is for, "keras" or "tensorflow.keras".
+    """
     load = importlib.import_module(f"{_HOME}.on_keras").load_model_with
     none = importlib.import_module(f"{_HOME}.reductions").Compression.none
 
@@ -59,7 +64,7 @@ def _keras(name: str, keras: str) -> dict[str, Any]:
         compression: Any = none,
         legacy_opts: bool = False,
     ) -> Any:
-        """Loads a model, whose optimizer averages gradients over the ranks and has the state that it was saved with."""
+        """Loads a Keras model and wraps its optimizer, with its saved state, to average gradients over the ranks."""
         return load(keras, filepath, custom_optimizers, custom_objects, compression)
 
     callbacks = importlib.import_module(f"{name}.callbacks")
@@ -67,7 +72,7 @@ def _keras(name: str, keras: str) -> dict[str, Any]:
 
 
 def _callbacks(keras: str) -> dict[str, Any]:
-    """Returns Horovod's callbacks for a Keras."""
+    """Returns the contents of Horovod's module of callbacks for a Keras ("keras" or "tensorflow.keras")."""
     classes: dict[str, Any] = importlib.import_module(f"{_HOME}.callbacks").callback_classes(keras)
     return classes
 
@@ -81,7 +86,9 @@ sys.meta_path.append(NamedModules(_contents))
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what ``horovod.tensorflow`` has by that name, and callbacks and load_model for ``tf.keras``."""
+    """Returns the attribute that ``horovod.tensorflow`` has by that name, or callbacks and load_model for
+    ``tf.keras``.
+    """
     if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
     held = importlib.import_module(f"{__name__}.tensorflow")

@@ -15,10 +15,11 @@ Load = Callable[[ModuleType], None]
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """A finder that changes how the modules ``names`` load: ``load(their usual load, module)`` replaces it.
+    """Finds some modules as usual, but changes how they are executed.
 
-    Attributes:
-      names: of the modules.
+    Args:
+        names: full names of the modules.
+        load: called as ``load(usual load function, module)`` in place of the module's usual execution.
     """
 
     def __init__(self, names: Collection[str], load: Callable[[Load, ModuleType], None]) -> None:
@@ -28,7 +29,9 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the specification of one of the modules, changed to load it so; else None (see importlib)."""
+        """Returns the usual spec of a module of ``names``, with its execution replaced; None for other modules (see
+        importlib).
+        """
         if fullname not in self.names or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -44,12 +47,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class NamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder of modules that hold names of others: the layout of another library's package without a file for each.
+    """Finds modules that only re-export names: the layout of another library's package, without a file for each module.
 
     The package itself is a module whose ``__path__`` is empty.
 
     Attributes:
-      contents: by the full name of a module, a function that is called when it is imported and returns what it holds.
+        contents: full name of a module -> function that is called when it is imported and returns its names and values.
     """
 
     def __init__(self, contents: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
@@ -58,20 +61,24 @@ class NamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the specification of one of the modules; else None (see importlib)."""
+        """Returns the spec of a module in ``contents``; None for other modules (see importlib)."""
         if fullname not in self.contents:
             return None
         is_package = any(name.startswith(f"{fullname}.") for name in self.contents)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives the module its names (see importlib)."""
+        """Fills the module with its names (see importlib)."""
         module.__dict__.update(self.contents[module.__name__]())
         module.__dict__.setdefault("__all__", [name for name in vars(module) if not name.startswith("_")])
 
 
 def names_of(modules: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
-    """Returns a function that imports names from modules: ``names_of({"os.path": "join split"})``."""
+    """Returns a function that imports names from modules and returns name -> value; for `NamedModules`.
+
+    Args:
+        modules: module -> its names, separated by spaces: ``names_of({"os.path": "join split"})``.
+    """
 
     def take() -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -84,7 +91,9 @@ def names_of(modules: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
 
 
 def change_when_imported(names: Collection[str], change: Callable[[ModuleType], None]) -> None:
-    """Applies ``change`` to modules of these names: now if loaded, else when they are imported. Safe to repeat."""
+    """Calls ``change`` on modules of these names: at once if they are loaded, else when they are imported. Safe to
+    repeat.
+    """
 
     def load_and_change(load: Load, module: ModuleType) -> None:
         load(module)

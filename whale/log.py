@@ -3,7 +3,7 @@
 Lines go to stderr as ``whale: text``, from the level of ``WHALE_DEBUG_LOG`` (key ``debug.log``) on. They are not
 propagated to the root logger, which would print them again; ``logging.getLogger("whale").propagate = True`` does that.
 
-While an operation takes longer than a user would expect, ``log_while_running`` says that it is still running.
+``log_while_running`` logs that an operation is still running, if it takes longer than a user would expect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST_S, _LATER_S = 2.0, 10.0
 
 
 class _ToStderr(logging.Handler):
-    """A handler that writes to the present ``sys.stderr``."""
+    """Writes records to the ``sys.stderr`` of the moment, which tests and notebooks replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record."""
@@ -35,8 +35,8 @@ class _ToStderr(logging.Handler):
 
 
 def _with_rank(record: logging.LogRecord) -> bool:
-    """Adds ``rank`` to a record, for users' own handlers and formats; None if the launcher's variables contradict each
-    other.
+    """Adds ``rank`` to a record, for users' own handlers and formats; None if the launcher's variables contradict
+    each other.
     """
     try:
         record.rank = process_place().rank
@@ -60,7 +60,7 @@ if not log.handlers:
 
 @contextmanager
 def log_while_running(what: str) -> Iterator[None]:
-    """Logs that ``what`` is still running after two seconds inside, and every ten seconds from then on."""
+    """Logs that ``what`` is still running after two seconds inside, and then every ten seconds."""
     over, start_s = threading.Event(), time.monotonic()
 
     def tell() -> None:

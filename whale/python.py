@@ -1,7 +1,7 @@
-"""Starts processes that run modules of the same Whale as this one, in whatever folder they are started.
+"""Starts processes that run modules of the same Whale as this one, whatever the current folder is.
 
-``python -m`` puts the current folder first on the path. In a checkout that is another Whale than the installed one, and
-perhaps one whose op library is not built.
+``python -m`` puts the current folder first on the path. In a checkout, that would be another Whale than the installed
+one, perhaps one whose op library is not built.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ _WITHOUT_FOLDER = (
 
 
 def module(name: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-    """Returns the command line that runs a module with the current folder off the path.
+    """Returns the command line that runs a module without the current folder on the path.
 
     Args:
-        options: of the interpreter, such as ``-u``.
+        options: options of the interpreter, such as ``-u``.
     """
     first = ["-P", "-m"] if sys.version_info >= (3, 11) else ["-c", _WITHOUT_FOLDER]
     return [sys.executable, *options, *first, name, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment, extended so that other processes find the packages of a checkout too."""
+    """Returns this process's environment, with PYTHONPATH extended so that child processes find the packages of a
+    checkout.
+    """
     found = dict(os.environ)
     if _HOME.name not in ("site-packages", "dist-packages"):
         rest = found.get("PYTHONPATH")
@@ -42,11 +44,13 @@ def environment() -> dict[str, str]:
 
 
 def last_lines(output: str) -> str:
-    """Returns the last lines of a process's output, where the cause stands."""
+    """Returns the last lines of a process's output, which usually contain the error."""
     return "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
 
 
 def take_own_packages() -> None:
-    """Imports the rest of this Whale before a script's folder, which may be another checkout, is on the path."""
+    """Imports the other packages of this Whale, before a script's folder comes first on the path: it may be another
+    checkout.
+    """
     for name in _PACKAGES:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Filters lines that TensorFlow prints whenever it starts, whatever ``TF_CPP_MIN_LOG_LEVEL`` is, and nobody needs.
+"""Filters out lines that TensorFlow prints whenever it starts, whatever ``TF_CPP_MIN_LOG_LEVEL`` is.
 
 Decision: 0073.
 """
@@ -21,5 +21,5 @@ _LINE = re.compile(STARTUP)
 
 
 def others(lines: list[bytes]) -> list[bytes]:
-    """Returns the lines that are none of these."""
+    """Returns the lines that are not among TensorFlow's startup messages."""
     return [line for line in lines if not _LINE.search(line)]

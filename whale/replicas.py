@@ -1,4 +1,4 @@
-"""Compares variables between ranks, from each rank's description of its variables.
+"""Compares the ranks' replicas of variables, by short descriptions that the ranks exchange.
 
 Decision: 0178.
 """
@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 
 class Sketch(NamedTuple):
-    """A description of a variable of floating point, by which copies that differ by rounding only are recognised.
+    """Describes the values of a floating-point variable, so that replicas that differ only by rounding are recognised
+    as equal.
 
     Attributes:
-      tolerance: how far copies may be apart, relative to the norm of a block: the root of the dtype's unit in the last
-        place. What every step rounds otherwise adds up as a random walk does, and reaches it after millions of steps.
-      infinite: number of elements that are not finite.
-      blocks: for each block of elements, in their order, its Euclidean norm, and its products with vectors of signs,
-        which are the same on all ranks. The products of two copies are as far apart as the copies are, give or take.
+        tolerance: how far replicas may be apart, relative to the norm of a block: the square root of the dtype's unit
+            in the last place. Rounding differences of single steps add up like a random walk, and reach it only after
+            millions of steps.
+        infinite: number of elements that are not finite.
+        blocks: for each block of elements, in order, its Euclidean norm, then its products with vectors of random
+            signs, which are the same on all ranks. The products of two replicas are about as far apart as the replicas
+            are.
     """
 
     tolerance: float
@@ -29,9 +32,9 @@ class Held(NamedTuple):
     """Describes a rank's replica of a variable to the other ranks, so that replicas can be compared.
 
     Attributes:
-      checksum: of all bytes.
-      must: whether replicas have to be equal at this point of the run.
-      sketch: of a floating-point variable that ranks may round differently; None: all bytes have to be equal.
+        checksum: checksum of all bytes.
+        must: whether replicas have to be equal at this point of the run.
+        sketch: of a floating-point variable that ranks may round differently; None: all bytes have to be equal.
     """
 
     checksum: int
@@ -41,15 +44,18 @@ class Held(NamedTuple):
 
 Said = Mapping[str, Held]  # by name of the variable
 
-_DEVIATIONS = 4.0  # of a product with random signs, in units of the distance; one of 16,000 is beyond it
+_DEVIATIONS = 4.0  # standard deviations of a product with random signs; one product in 16,000 is beyond
 
 
 def find_differing(said: Sequence[Said]) -> tuple[dict[str, list[int]], int]:
-    """Compares what the ranks say, in order of ranks; what only one of them names is left out.
+    """Compares the ranks' descriptions of their variables; variables that only one rank holds are left out.
+
+    Args:
+        said: for each rank, variable -> its description.
 
     Returns:
-      (name of a variable that differs -> the ranks that have another value than the first that holds it,
-      number of variables that were compared).
+        (name of a variable that differs -> ranks whose value differs from that of the first rank that holds it, number
+            of variables that were compared).
     """
     found: dict[str, list[int]] = {}
     compared = 0
@@ -65,14 +71,14 @@ def find_differing(said: Sequence[Said]) -> tuple[dict[str, list[int]], int]:
 
 
 def _is_equal(one: Held, other: Held) -> bool:
-    """Tells whether two copies are equal, or apart by no more than rounding where both have a sketch."""
+    """Returns True if two replicas are equal, or, if both have a sketch, differ only by rounding."""
     if one.checksum == other.checksum:
         return True
     return one.sketch is not None and other.sketch is not None and differ_by_rounding(one.sketch, other.sketch)
 
 
 def differ_by_rounding(one: Sketch, other: Sketch) -> bool:
-    """Tells whether what two sketches describe is as good as equal."""
+    """Returns True if the variables that two sketches describe differ only by rounding."""
     if one.infinite != other.infinite or len(one.blocks) != len(other.blocks):
         return False
     for (norm, *products), (_, *others) in zip(one.blocks, other.blocks):
@@ -82,7 +88,11 @@ def differ_by_rounding(one: Sketch, other: Sketch) -> bool:
 
 
 def in_words(found: Mapping[str, Sequence[int]]) -> str:
-    """Describes the first few variables and the ranks with other values: "w on rank 1, b on ranks 1 and 3"."""
+    """Formats differing variables as text; the first five are named: "w on rank 1, b on ranks 1 and 3".
+
+    Args:
+        found: variable -> ranks with another value, from `find_differing`.
+    """
     words = [
         f"{name.partition('#')[0]} on rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
         for name, ranks in found.items()

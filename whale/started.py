@@ -1,6 +1,6 @@
-"""Reads the environment that a launcher gave this process: its rank, the number of ranks, and its place on the host.
+"""Reads from the launcher's environment variables: this process's rank, the number of ranks, and its place on the host.
 
-It understands `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. It needs no TensorFlow.
+Understands `whale run`, Open MPI's mpirun, MPICH-like launchers (PMI), and SLURM's srun. Needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ SIZE_VARIABLE = "WHALE_SIZE"
 LOCAL_RANK_VARIABLE = "WHALE_LOCAL_RANK"
 LOCAL_SIZE_VARIABLE = "WHALE_LOCAL_SIZE"
 RESTART_VARIABLE = "WHALE_RESTART"
-# Of a process that joins a run which goes on: with how many ranks that had begun.
+# Set for a process that joins a running run: the number of ranks with which that began.
 JOINS_VARIABLE = "WHALE_JOINS"
-# Of a process that joins: of every rank so far, the number on its host, which no other one has that is there.
+# Set for a process that joins: for every rank so far, its number on its host, unique among the processes there.
 SLOTS_VARIABLE = "WHALE_SLOTS"
-# Where other ranks of the run reach this process, should they have to, and what they show then: "address secret".
+# Address under which other ranks of the run can connect to this process, and the token to send: "address secret".
 PEERS_VARIABLE = "WHALE_PEERS"
 # Set when ranks may join the run while it goes on.
 GROWS_VARIABLE = "WHALE_GROWS"
-# Set when the ranks of each host have an mpirun, and so an MPI, of their own: they connect as those do that join.
+# Set when each host has an mpirun, and so an MPI, of its own: ranks then connect in the way in which ranks join.
 APART_VARIABLE = "WHALE_APART"
 # "<pid>:<file descriptor>" of the socket between a script and the worker of `whale run` beside it: lines of JSON.
 CONTROL_VARIABLE = "WHALE_CONTROL"
 # The same for the pipe that takes the script's trace, when `whale run --trace` asks for one.
 TRACE_PIPE_VARIABLE = "WHALE_TRACE_PIPE"
-# The folder in memory on this host that goes with the run, however it ends.
+# Folder in memory (tmpfs) on this host for files of the run, removed however the run ends.
 FILES_VARIABLE = "WHALE_RUN_FILES"
-# Set when `whale run -v` wants to know what each rank has communicated.
+# Set by `whale run -v`: ranks report their communication counters.
 COUNTERS_VARIABLE = "WHALE_COUNTERS"
-# Set when `whale run --logdir` wants the plans of programs as texts.
+# Set by `whale run --logdir`: ranks report the plans of programs as text.
 PLANS_VARIABLE = "WHALE_PLANS"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """The place of this process among the ranks.
+    """Holds the place of this process among the ranks.
 
     Attributes:
         rank: number of this process, 0 <= rank < size.
         size: number of ranks.
         local_rank: number of this process among those on its host, 0 <= local_rank < local_size.
         local_size: number of ranks on this host.
-        launcher: who said so: ``whale run``, ``Open MPI``, ``PMI``, ``SLURM``, or ``none`` for a process started alone.
+        launcher: whose variables were read: ``whale run``, ``Open MPI``, ``PMI``, ``SLURM``, or ``none`` for a process
+            started alone.
     """
 
     rank: int
@@ -96,19 +97,23 @@ def process_place(environment: Mapping[str, str] | None = None) -> ProcessPlace:
 
 
 def own_descriptor(variable: str) -> int | None:
-    """Returns the file descriptor that `whale run` left to this process; None in a process that the script starts."""
+    """Returns the file descriptor that `whale run` left to this process in a variable; None in child processes of
+    the script.
+    """
     pid, _, number = os.environ.get(variable, "").partition(":")
     return int(number) if pid == str(os.getpid()) else None
 
 
 def joins() -> int:
-    """Returns the original number of ranks of the run that this process joins; 0: it was there from the start."""
+    """Returns with how many ranks the run began that this process joins; 0 if the process did not join later."""
     return int(os.environ.get(JOINS_VARIABLE, "0"))
 
 
 def find_slot(place: ProcessPlace) -> int:
-    """Returns this process's number among the run's on its host. Of one that joins, its launcher knows those it started
-    with only, and `whale run` says.
+    """Returns this process's number among the run's processes on its host.
+
+    For a process that joins, the launcher's number counts only the processes started together with it, so the number
+    that `whale run` gave is used.
     """
     slots = os.environ.get(SLOTS_VARIABLE, "")
     return int(slots.split(",")[place.rank]) if joins() and slots else place.local_rank
@@ -122,14 +127,14 @@ def restarts() -> int:
 def _read(dialect: _Dialect, environment: Mapping[str, str]) -> ProcessPlace:
     rank = _number(environment, dialect, dialect.rank)
     size = _number(environment, dialect, dialect.size)
-    # A launcher that says nothing about the host is taken to run all of its ranks on one.
+    # If a launcher says nothing about hosts, all of its ranks are assumed to be on one.
     local_rank = next((_number(environment, dialect, v) for v in dialect.local_rank if v in environment), rank)
     local_size = next((_number(environment, dialect, v) for v in dialect.local_size if v in environment), None)
     if local_size is None:
         local_size = _slurm_local_size(environment, size) if dialect.launcher == "SLURM" else size
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise ClusterError(
-            f"{dialect.launcher} gave this process an impossible place",
+            f"{dialect.launcher} gave this process an impossible rank or number of ranks",
             given=f"rank {rank} of {size}, local rank {local_rank} of {local_size}",
             expected="0 <= rank < size and 0 <= local rank < local size <= size",
             action=f"check {dialect.rank}, {dialect.size} and the local variables in the environment",
@@ -150,7 +155,10 @@ def _number(environment: Mapping[str, str], dialect: _Dialect, variable: str) ->
 
 
 def _slurm_local_size(environment: Mapping[str, str], size: int) -> int:
-    """Returns the tasks on this node; SLURM_STEP_TASKS_PER_NODE "2(x3),1" is two on each of three nodes, then one."""
+    """Returns the number of SLURM's tasks on this node.
+
+    SLURM_STEP_TASKS_PER_NODE "2(x3),1" means two tasks on each of three nodes, then one.
+    """
     text, node = environment.get("SLURM_STEP_TASKS_PER_NODE"), environment.get("SLURM_NODEID", "0")
     if text is None:
         return size

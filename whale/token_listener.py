@@ -1,11 +1,11 @@
-"""Accepts connections: those that show the run's token are handed on, all others are closed.
+"""Accepts connections and hands on those that send the run's token; all others are closed.
 
-The launcher accepts its workers so, and a rank the ranks that connect anew. Anybody who reaches the port may connect.
-So nothing that such a connection sends is decoded before as many bytes as a token has were compared with it, in a time
-that does not depend on them; only `STRANGERS` of them are held at once, the oldest goes for a new one, each for
-`TOKEN_S` at most; and whatever happens to one ends that one alone. Whoever belongs to the run sends the token as soon
-as it is connected, so that it is a stranger for as long as the network takes, and comes again if a flood of others has
-pushed it out before that: until it is answered, it takes nothing for granted.
+The launcher accepts its workers in this way, and a rank the ranks that connect anew. Anybody who reaches the port may
+connect. So nothing that a connection sends is decoded before its first bytes were compared with the token, in a time
+that does not depend on them. At most `STRANGERS` connections without a token are held at once, each for `TOKEN_S` at
+most; the oldest is closed for a new one. An error of one connection ends only that one. Processes of the run send the
+token as soon as they are connected, so they are strangers only for as long as the network takes. If a flood of other
+connections pushes one out before that, it connects again: it relies on nothing until it is answered.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Callable
 
 STRANGERS = 64
 TOKEN_S = 5.0
-# linux/tcp.h: what is lost is sent again six times before the time until then doubles; that it takes at most.
+# Options of linux/tcp.h: lost packets are sent again six times before the interval doubles; the longest interval.
 _THIN_LINEAR_TIMEOUTS, _RTO_MAX_MS, _AGAIN_MS = 16, 44, 1000
 
 
 class TokenListener:
-    """The acceptor of a listening socket's connections, which hands on those that have shown the token.
+    """Accepts the connections of a listening socket in an event loop, and hands on those that have sent the token.
 
     Args:
-        listener: set to not wait; the caller closes it.
+        listener: the socket, non-blocking; the caller closes it.
         token: what a connection has to send first.
-        selector: that of the loop; the data of its keys are called when their file is ready.
-        welcome: gets each connection that has shown the token, which is then no longer in the selector and waits, and
-            the bytes behind the token.
-        header_bytes: how many bytes belong to the token, behind it: they are read before the connection is handed on.
+        selector: the loop's selector; the data of its keys are functions to call when their file is ready.
+        welcome: called with each connection that has sent the token, which is then blocking and no longer in the
+            selector, and the header bytes.
+        header_bytes: number of bytes after the token that are read before the connection is handed on.
     """
 
     def __init__(
@@ -55,29 +55,31 @@ class TokenListener:
 
     @property
     def deadlines_s(self) -> list[float]:
-        """Returns the monotonic time at which the next stranger has had its time."""
+        """Returns the monotonic time at which the oldest connection without a token is due to be closed; [] if there
+        is none.
+        """
         return [since_s + TOKEN_S for since_s, _ in list(self._strangers.values())[:1]]
 
     def look(self) -> None:
-        """Closes connections that had enough time to show a token."""
+        """Closes connections that have not sent a token in time; the loop calls it at `deadlines_s`."""
         now_s = time.monotonic()
         while self._strangers and next(iter(self._strangers.values()))[0] + TOKEN_S <= now_s:
             self._dismiss(next(iter(self._strangers)))
 
     def close(self) -> None:
-        """Closes the connections that have shown no token."""
+        """Closes all connections that have not sent a token."""
         while self._strangers:
             self._dismiss(next(iter(self._strangers)))
 
     def _accept(self) -> None:
-        # As many as can be held, and then the loop's other work: a flood must not keep it from that.
+        # At most as many as can be held, then the loop's other work: a flood must not keep the loop from it.
         for _ in range(STRANGERS):
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError:
-                # It went away meanwhile, or there are no descriptors left: those of strangers are the ones to spare.
+                # The connection is gone, or no descriptors are left: then those without a token are given up.
                 self.close()
                 return
             if len(self._strangers) == STRANGERS:
@@ -90,11 +92,11 @@ class TokenListener:
             except OSError:
                 self._dismiss(connection)
                 continue
-            self._read(connection)  # a worker's token is there already, as a rule
+            self._read(connection)  # a worker's token has usually arrived already
 
     def _read(self, connection: socket.socket) -> None:
         if connection not in self._strangers:
-            return  # it made room for another one since the selector saw it
+            return  # closed for a newer one since the selector reported it
         said = self._strangers[connection][1]
         try:
             data = connection.recv(self._wanted_bytes - len(said))
@@ -119,12 +121,14 @@ class TokenListener:
         try:
             self._selector.unregister(connection)
         except KeyError:
-            pass  # it never got that far
+            pass  # it was not registered yet
         connection.close()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets a connection break within half a minute when the other host is gone without a word; sends at once."""
+    """Sets socket options: the connection breaks within half a minute if the other host vanishes, and sends without
+    delay.
+    """
     # Frames are small, and the answer to a question about the time must not wait for an acknowledgement.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # Where packets are lost, the time after which a heartbeat is sent again would double each time, to more than

@@ -1,14 +1,14 @@
-"""Communicates between ranks: collectives and point-to-point operations, as TensorFlow ops and for the host program.
+"""Exchanges data between ranks: collectives and sends, as TensorFlow ops and as calls of the host program.
 
     comm = whale_ops.connect_mpi("run")              # this process is one rank
     comms = whale_ops.connect_in_process("test", 4)  # this process holds four ranks
 
     comm.allgather_bytes("plan", data)       # host side, without TensorFlow
-    ops = whale_ops.load_ops()                    # TensorFlow ops, see tf_kernels/communication/registration.cc
+    ops = whale_ops.load_ops()               # TensorFlow ops, see tf_kernels/communication/registration.cc
     handle = ops.whale_communicator(communicator=comm.name, rank=comm.rank)
     total = ops.whale_all_reduce(handle, [gradient], key="gradient")
 
-Keys name operations: ranks meet under equal keys, the n-th use of a key on one rank meets the n-th on the others.
+Operations are matched by key, not by order: the n-th use of a key on one rank meets its n-th use on the other ranks.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = [
     "load_ops",
 ]
 
-FINISH_S = 60.0  # that MPI may take to end
+FINISH_S = 60.0  # seconds that MPI may take to finalise
 
-# Of the status of an exchange that failed; as kExchange of tf_kernels/communication/communication_op.cc.
+# Payload key in the status of a failed exchange; kExchange of tf_kernels/communication/communication_op.cc.
 EXCHANGE_PAYLOAD = b"whale_ops.exchange"
 
 COMMUNICATING_OPS = (
@@ -67,9 +67,12 @@ COMMUNICATING_OPS = (
 
 
 def connect_in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> list[Communicator]:
-    """Returns communicators of `size` ranks that all live in this process.
+    """Creates a communicator for each of `size` ranks that are all in this process, as threads; for tests.
 
-    ``hosts`` as for `mpi`.
+    Args:
+        name: name of the communicator, by which TensorFlow ops refer to it; unique in this process.
+        size: number of ranks.
+        hosts: as in `connect_mpi`.
 
     Raises:
         CommError: the name is in use, `size` is not positive, the hosts hold another number of ranks, or the op library
@@ -85,7 +88,7 @@ def connect_in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> li
         raise CommError(
             "the emulated hosts hold another number of ranks than the run has",
             given=f"{' + '.join(map(str, hosts))} ranks on hosts",
-            expected=size,
+            expected=f"{size} ranks",
             action="give the number of ranks of each host",
         )
     handles = (ctypes.c_void_p * size)()
@@ -94,10 +97,10 @@ def connect_in_process(name: str, size: int, *, hosts: Sequence[int] = ()) -> li
 
 
 def count_devices(library: str | os.PathLike[str]) -> int:
-    """Returns how many devices a device's library finds.
+    """Returns how many devices (GPUs) a device library such as libwhale_cuda.so finds on this machine.
 
     Raises:
-        CommError: the library does not load, was built from other sources, or its driver has an error.
+        CommError: the library does not load, was built from other sources, or its driver reports an error.
     """
     from whale_ops import _native
 
@@ -108,18 +111,22 @@ def count_devices(library: str | os.PathLike[str]) -> int:
 
 
 def _encode_hosts(ranks: Sequence[int]) -> tuple[Any, int]:
-    """Returns the host of each rank for the core, and the number of ranks, from the numbers of ranks of each host."""
+    """Converts numbers of ranks per host to (host of each rank as a C array, number of ranks); (None, 0) if empty."""
     numbers = [host for host, count in enumerate(ranks) for _ in range(count)]
     return ((ctypes.c_int32 * len(numbers))(*numbers) if numbers else None), len(numbers)
 
 
 def connect_mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = ()) -> Communicator:
-    """Returns the communicator of this process among all processes that mpirun or srun has started.
+    """Creates the communicator of this process with all processes that mpirun or srun has started.
 
-    Collective: all processes make their communicators in the same order. Starts MPI if nobody else has. With
-    ``share_memory`` ranks of one machine speak through memory; where they cannot, the logger ``whale`` says why, and
-    MPI carries their messages. ``hosts`` emulates several machines on one: the number of ranks of each, in rank order;
-    ranks of different ones do without shared memory.
+    Collective: all processes create their communicators in the same order. Initialises MPI if nobody else has.
+
+    Args:
+        name: name of the communicator; the same on all ranks.
+        share_memory: whether ranks of one machine exchange messages through shared memory. If they cannot, the logger
+            ``whale`` gives the reason, and MPI carries their messages.
+        hosts: emulates several machines on one: the number of ranks of each, in rank order. Ranks of different emulated
+            machines do not use shared memory.
 
     Raises:
         CommError: the MPI transport is not built or cannot start, the ranks give different names, or the hosts hold
@@ -129,10 +136,10 @@ def connect_mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = 
     names = [other.decode() for other in communicator.allgather_bytes("whale_ops.connect_mpi", name.encode(), 60.0)]
     if len(set(names)) > 1:
         raise CommError(
-            "the ranks make different communicators",
+            "the ranks create communicators of different names",
             given=dict(enumerate(names)),
             expected="the same name on all ranks",
-            action="make communicators in the same order on every rank",
+            action="create communicators in the same order on every rank",
         )
     return communicator
 
@@ -140,17 +147,19 @@ def connect_mpi(name: str, *, share_memory: bool = True, hosts: Sequence[int] = 
 def connect_survivors(
     name: str, members: Sequence[int], number: int, *, share_memory: bool = True, hosts: Sequence[int] = ()
 ) -> Communicator:
-    """Returns a member's communicator of ``members`` alone, in order of ranks, when other processes of `mpi` are gone.
+    """Creates a communicator of ``members`` alone, once other processes of `connect_mpi` are gone; called by each
+    member.
+
+    New ranks are numbered in the order of the old ones.
 
     Args:
-        members: their ranks among all processes that were started, ascending.
-        number: positive; counts up, the same on all members.
-        share_memory, hosts: as for `connect_mpi`; hosts are those of the members. With ``share_memory`` all members
-          have to be
-            alive: without it nobody is waited for.
+        members: the survivors' ranks among all processes that were started, ascending.
+        number: positive; increases with each call, the same on all members.
+        share_memory, hosts: as in `connect_mpi`; hosts are those of the members. With ``share_memory`` all members have
+            to be alive; without, the call does not wait for them.
 
     Raises:
-        CommError: one of the members does not come, or MPI cannot tell so many communicators apart.
+        CommError: one of the members does not take part, or MPI cannot tell so many communicators apart.
     """
     return _connect_processes(name, share_memory, hosts, members, number)
 
@@ -184,17 +193,17 @@ def _connect_processes(
 def connect_over_sockets(
     name: str, rank: int, sockets: Sequence[int], *, share_memory: bool = True, hosts: Sequence[int] = ()
 ) -> Communicator:
-    """Returns one process's communicator with processes that were not started together with it, without MPI.
+    """Creates a communicator of this process with processes that were not started together with it, without MPI.
 
     Args:
-        rank: of this process.
-        sockets: descriptors of stream sockets that are connected with the others, by rank; -1 for this rank's own. They
-            belong to the communicator from now on, also if it cannot be made.
-        share_memory, hosts: as for `connect_mpi`. With ``share_memory`` it is collective; without, nobody is waited
-          for.
+        rank: rank of this process.
+        sockets: for each rank, the descriptor of a stream socket that is connected with it; -1 for this process. The
+            communicator closes them, also if it cannot be created.
+        share_memory, hosts: as in `connect_mpi`. With ``share_memory`` the call is collective; without, it does not
+            wait for other ranks.
 
     Raises:
-        CommError: one of the others is gone, the name is in use, or the hosts hold another number of ranks.
+        CommError: one of the other processes is gone, the name is in use, or the hosts hold another number of ranks.
     """
     from whale_ops import _native
 
@@ -230,19 +239,21 @@ def _finish_at_exit() -> None:
 
 
 def finish() -> None:
-    """Ends MPI, if Whale has started it and all ranks have left; called as the process ends. It cannot start again.
+    """Finalises MPI, if Whale has initialised it and all ranks have left their communicators; called when the process
+    exits.
 
-    A process for which MPI does not end within `FINISH_S` ends itself with code 1, and says where it was.
+    MPI cannot be initialised again afterwards. If it does not end within `FINISH_S` seconds, the process exits with
+    code 1 and prints its stack.
 
     Raises:
-        CommError: MPI says that it failed.
+        CommError: MPI reports an error.
     """
     from whale_ops import _native
 
     try:
         faulthandler.dump_traceback_later(FINISH_S, exit=True)
     except (RuntimeError, ValueError, OSError):
-        pass  # stderr is closed: there is nowhere to say it
+        pass  # stderr is closed: there is nowhere to print the stack
     try:
         _native.check(_native.load_core().whale_finalize())
     finally:
@@ -250,15 +261,16 @@ def finish() -> None:
 
 
 def forget_streams() -> None:
-    """Random streams that programs share begin anew, in what runs eagerly; sessions keep theirs."""
+    """Restarts the random streams that several programs share, for functions that run eagerly; sessions keep theirs."""
     if load_ops.cache_info().currsize:  # else there are none
         load_ops().whale_forget_streams()
 
 
 def read_streams() -> tuple[dict[str, int], dict[str, int]]:
-    """Returns where random streams that programs share are, and how often kernels drew from those without a counter.
+    """Returns the positions of the random streams that several programs share, for functions that run eagerly.
 
-    By name, of what runs eagerly.
+    Returns:
+        (stream -> position, for streams with a counter; stream -> number of draws, for those without).
     """
     if not load_ops.cache_info().currsize:
         return {}, {}
@@ -271,16 +283,17 @@ def read_streams() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def set_streams(positions: Mapping[str, int]) -> None:
-    """Random streams that have counters go on from there, by name, in what runs eagerly."""
+    """Sets the positions of random streams that have counters (stream -> position), for functions that run eagerly."""
     if positions:
         load_ops().whale_set_streams(counted=list(positions), positions=list(positions.values()))
 
 
 @functools.cache
 def load_ops() -> ModuleType:
-    """Returns the TensorFlow ops (whale_all_reduce, ...), loaded on first use.
+    """Returns the module of Whale's TensorFlow ops (whale_all_reduce, ...), which is loaded on first use.
 
-    Automatic control dependencies treat them as reads of the communicator, so that they run side by side.
+    TensorFlow's automatic control dependencies are told that these ops only read the communicator, so that operations
+    of one step run side by side.
 
     Raises:
         CommError: the library was built for another TensorFlow, or is not built.
@@ -310,8 +323,8 @@ def load_ops() -> ModuleType:
             expected=f"TensorFlow {tf.__version__}",
             action="run python -m whale_ops.build in this environment",
         ) from error
-    # Reads, so that a function that communicates does not wait for another one that does. But TensorFlow drops a read
-    # whose value nobody takes, and the other ranks would wait for it: hence also "must run, in any order".
+    # Declared as reads, so that functions that communicate do not wait for each other. But TensorFlow drops reads whose
+    # value is not used, for which other ranks would wait: hence also "must run, in any order".
     for op in COMMUNICATING_OPS:
         auto_control_deps_utils.register_read_only_resource_op(op)
     auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= frozenset(COMMUNICATING_OPS)

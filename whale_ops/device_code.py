@@ -1,7 +1,8 @@
-"""Compiles the kernels for GPUs (gpu/kernels.cu) to machine code of one GPU, by NVRTC; without nvcc and headers.
+"""Compiles Whale's GPU kernels (gpu/kernels.cu) for one GPU at run time by NVRTC, without nvcc or CUDA's headers.
 
-NVRTC is the compiler that ``tensorflow[and-cuda]`` brings as the package ``nvidia-cuda-nvrtc-cu12``. It is looked for
-among the libraries that this process has loaded, in NVIDIA's packages of this environment, and where the loader looks.
+NVRTC is the compiler library that ``tensorflow[and-cuda]`` installs as the package ``nvidia-cuda-nvrtc-cu12``. It is
+looked for among the libraries that this process has loaded, in NVIDIA's packages of this environment, and on the
+dynamic loader's path.
 
 Decision: 0135.
 """
@@ -26,11 +27,12 @@ _LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*")
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """A compiler of CUDA programs in memory.
+    """Describes an NVRTC library.
 
     Attributes:
-        version: (12, 9).
-        architectures: those whose machine code it writes: 75, 80, ..., 120.
+        path: its path or name.
+        version: e.g. (12, 9).
+        architectures: compute capabilities times ten for which it generates machine code: 75, 80, ..., 120.
     """
 
     path: str
@@ -41,10 +43,14 @@ class Nvrtc:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
 
     def find_target(self, architecture: int) -> str | None:
-        """Returns what to compile for: "sm_86" for a GPU, "compute_90" for one that came later, None for one too old.
+        """Returns the architecture to compile for: "sm_86", or "compute_90" for a newer GPU; None if the GPU is too
+        old.
 
-        Machine code fits later minor numbers of its major one. For a newer major one the driver makes it of what is
-        written for virtual GPUs.
+        Machine code (sm) runs on later minor versions of its major architecture. For a newer major version, PTX
+        (compute) is generated, which the driver compiles.
+
+        Args:
+            architecture: the GPU's compute capability times ten.
         """
         older = [known for known in self.architectures if known <= architecture]
         if not older:
@@ -53,7 +59,7 @@ class Nvrtc:
 
 
 def open_nvrtc(path: str) -> Nvrtc | None:
-    """Opens the NVRTC of that path or name; None where the loader finds none that loads."""
+    """Opens the NVRTC with a path or library name; None if it does not exist or does not load."""
     try:
         library = ctypes.CDLL(path)
     except OSError:
@@ -69,7 +75,9 @@ def open_nvrtc(path: str) -> Nvrtc | None:
 
 
 def find_nvrtcs() -> Iterator[Nvrtc]:
-    """Yields the NVRTCs found, in this order: loaded by this process, of this environment's packages, the loader's."""
+    """Yields the NVRTC libraries that exist: loaded by this process, then in this environment's packages, then the
+    loader's.
+    """
     seen = set()
     for path in (*_list_loaded(), *_list_packaged(), *(f"libnvrtc.so.{major}" for major in _MAJORS)):
         found = open_nvrtc(path)
@@ -88,7 +96,9 @@ def _list_loaded() -> list[str]:
 
 
 def find_package_folders(name: str) -> list[Path]:
-    """Returns folders of a name (``cuda_nvrtc/lib``), or a pattern, in NVIDIA's packages of this environment."""
+    """Returns the folders that match a name or pattern (``cuda_nvrtc/lib``) in NVIDIA's packages of this
+    environment.
+    """
     found = importlib.util.find_spec("nvidia")
     roots = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
     return [folder for root in roots for folder in sorted(root.glob(name)) if folder.is_dir()]
@@ -100,14 +110,16 @@ def _list_packaged() -> list[str]:
 
 
 def choose(found: Sequence[Nvrtc], architecture: int, driver: int | None = None) -> Nvrtc:
-    """Returns the first one whose code runs on that GPU; machine code goes before what the driver compiles once more.
+    """Returns the first NVRTC whose code runs on a GPU; those that generate machine code are preferred to those with
+    PTX.
 
     Args:
-        architecture: 86 for the compute capability 8.6.
-        driver: the major number of the newest CUDA that the driver runs; None: any.
+        found: the libraries to choose from.
+        architecture: the GPU's compute capability times ten (86 for 8.6).
+        driver: major number of the newest CUDA version that the driver supports; None: not checked.
 
     Raises:
-        CommError: there is none.
+        CommError: none fits.
     """
     fitting = [one for one in found if driver is None or one.version[0] <= driver]
     for kind in ("sm", "compute"):
@@ -126,16 +138,16 @@ def choose(found: Sequence[Nvrtc], architecture: int, driver: int | None = None)
 
 
 def compute_source_digest() -> str:
-    """Returns a digest of what is compiled."""
+    """Returns a digest of the kernels' sources, by which compiled code is cached."""
     return hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes()).hexdigest()[:16]
 
 
 def compile_kernels(nvrtc: Nvrtc, architecture: int) -> bytes:
-    """Compiles the kernels to machine code of that GPU, or to PTX (ends with a zero) where `Nvrtc.find_target` is
-    virtual.
+    """Compiles the kernels to machine code of a GPU, or to PTX (zero-terminated) if `Nvrtc.find_target` is
+    "compute_...".
 
     Raises:
-        CommError: they do not compile.
+        CommError: they do not compile; the error contains the compiler's log.
     """
     library, program, size = ctypes.CDLL(nvrtc.path), ctypes.c_void_p(), ctypes.c_size_t()
     library.nvrtcGetErrorString.restype = ctypes.c_char_p

@@ -1,7 +1,7 @@
-"""Prepares the library for GPUs, libwhale_cuda.so (``gpu/``), at run time: finds NCCL, and loads machine code.
+"""Prepares the library for GPUs, libwhale_cuda.so (``gpu/``), at run time: loads NCCL, and the GPU kernels' code.
 
-It is built with the other libraries (build.py) by the C++ compiler alone, and finds NVIDIA's driver when it is asked
-for a GPU. Kernels are compiled for the GPU that is there (device_code.py).
+The library is built with the others (build.py) by the C++ compiler alone; it loads NVIDIA's driver when it is first
+asked for a GPU. Its kernels are compiled for the GPU of this machine (device_code.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _NCCL = "libnccl.so.2"
 
 
 def find_nccl() -> str | None:
-    """Returns NCCL's library in NVIDIA's packages of this environment, or its name if the loader finds it, or None."""
+    """Returns the path of NCCL in NVIDIA's packages of this environment, or its name if the loader finds it, or
+    None.
+    """
     for folder in find_package_folders("nccl/lib"):
         if (folder / _NCCL).exists():
             return str(folder / _NCCL)
@@ -30,7 +32,7 @@ def find_nccl() -> str | None:
 
 
 def load_nccl() -> None:
-    """Loads NCCL, which the library for GPUs then finds by its name.
+    """Loads NCCL into this process, where libwhale_cuda.so then finds it.
 
     Raises:
         CommError: there is none, or it does not load.
@@ -51,7 +53,11 @@ def load_nccl() -> None:
 
 
 def find_architecture(library: str | os.PathLike[str], ordinal: int) -> int:
-    """Returns the GPU's compute capability times ten: 90 for an H100, which has 9.0.
+    """Returns a GPU's compute capability times ten, e.g. 90 for an H100.
+
+    Args:
+        library: path of libwhale_cuda.so.
+        ordinal: number of the GPU.
 
     Raises:
         CommError: the library does not load, or there is no such GPU.
@@ -63,10 +69,10 @@ def find_architecture(library: str | os.PathLike[str], ordinal: int) -> int:
 
 
 def load_kernels(library: str | os.PathLike[str], ordinal: int, image: bytes) -> None:
-    """Gives a GPU the machine code of its kernels, once in a process.
+    """Loads the compiled kernels (`device_code.compile_kernels`) into a GPU, once per process.
 
     Raises:
-        CommError: the driver refuses it.
+        CommError: the driver refuses them.
     """
     loaded = _load_library(library)
     _check(loaded, loaded.whale_cuda_load_kernels(ordinal, image))

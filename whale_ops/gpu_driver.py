@@ -1,7 +1,7 @@
-"""Asks the NVIDIA driver about this process's GPUs, without CUDA's runtime and without taking their memory.
+"""Asks the NVIDIA driver about this process's GPUs, without the CUDA runtime and without taking GPU memory.
 
-The calls are those of cuda.h that need no context; they see the GPUs that CUDA_VISIBLE_DEVICES leaves. How much of a
-GPU's memory is in use is asked of NVML, which comes with the driver.
+Only functions of cuda.h that need no context are called; they see the GPUs that CUDA_VISIBLE_DEVICES leaves. How much
+of a GPU's memory is in use is asked of NVML, which comes with the driver.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ _CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ..._MINOR
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU.
+    """Describes one GPU.
 
     Attributes:
-        memory_bytes: all that it has.
-        capability: the major number of its compute capability.
-        peers: of every GPU, by number, whether this one can read its memory; itself: yes.
-        minor: the minor number of its compute capability.
-        uuid: the only one that has it; a part of a GPU (MIG) has its own. "" where the driver does not say.
+        name: name that the driver reports.
+        memory_bytes: size of its memory.
+        capability: major number of its compute capability.
+        peers: for every GPU, by number, whether this one can access its memory; True for itself.
+        minor: minor number of its compute capability.
+        uuid: identifies the GPU; a part of a GPU (MIG) has its own. "" if the driver does not tell.
     """
 
     name: str
@@ -37,18 +38,18 @@ class Gpu:
 
     @property
     def architecture(self) -> int:
-        """Returns 90 for the compute capability 9.0."""
+        """Returns the compute capability times ten, e.g. 90 for 9.0."""
         return 10 * self.capability + self.minor
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The driver and its GPUs.
+    """Describes the driver and its GPUs.
 
     Attributes:
-        cuda: the newest CUDA that it runs, (13, 0).
-        gpus: by CUDA's number.
-        failure: what it says instead; "" where it answers.
+        cuda: newest CUDA version that it supports, e.g. (13, 0).
+        gpus: the GPUs, in CUDA's order.
+        failure: error of the driver if it does not answer; else "".
     """
 
     cuda: tuple[int, int]
@@ -57,10 +58,10 @@ class Driver:
 
 
 def look(library: str | None = None) -> Driver | None:
-    """Asks the driver of this machine; None where none is installed.
+    """Asks the driver of this machine for its version and GPUs; None if no driver is installed.
 
     Args:
-        library: another one than `LIBRARY`.
+        library: driver library to load instead of `LIBRARY`; tests set it.
     """
     try:
         cuda = ctypes.CDLL(library or LIBRARY)
@@ -108,7 +109,7 @@ def _read_gpu(cuda: ctypes.CDLL, device: ctypes.c_int, devices: list[ctypes.c_in
 
 
 class _Memory(ctypes.Structure):
-    """nvmlMemory_v2_t of nvml.h."""
+    """Mirrors the struct nvmlMemory_v2_t of nvml.h."""
 
     _fields_ = (
         ("version", ctypes.c_uint),
@@ -117,10 +118,10 @@ class _Memory(ctypes.Structure):
 
 
 def count_used_bytes(gpu: Gpu, library: str | None = None) -> int:
-    """Returns how much of a GPU's memory processes have, without what the driver keeps to itself; 0: it is not known.
+    """Returns the bytes of a GPU's memory that processes use, without the driver's own reserve; 0 if that is not known.
 
     Args:
-        library: another one than `MANAGEMENT_LIBRARY`.
+        library: NVML library to load instead of `MANAGEMENT_LIBRARY`; tests set it.
     """
     try:
         nvml = ctypes.CDLL(library or MANAGEMENT_LIBRARY)

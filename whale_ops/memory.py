@@ -1,10 +1,10 @@
-"""Reads the bytes that TensorFlow's allocators have given out in this process: live ones, and their peak since a reset.
+"""Reads how many bytes TensorFlow's allocators have given out in this process: now, and the peak since a reset.
 
-On the processor these are the figures of TensorFlow's own allocator, which serves tensors, variables and scratch memory
-of kernels in pieces of `COUNTED_FROM_BYTES` and more; smaller ones come from malloc and are counted by nobody. It keeps
-figures as long as its optimised kernels (oneDNN) are on: by default on processors with AVX-512 VNNI or newer
-instructions, elsewhere with TF_ENABLE_ONEDNN_OPTS=1. On a GPU they are those of
-tf.config.experimental.get_memory_info, where every allocation counts.
+On the processor the figures are those of TensorFlow's own allocator, which serves tensors, variables and scratch memory
+of kernels in pieces of `COUNTED_FROM_BYTES` and more; smaller ones come from malloc and are not counted. The allocator
+keeps figures if TensorFlow's optimised kernels (oneDNN) are on: by default on processors with AVX-512 VNNI or newer
+instructions, elsewhere with TF_ENABLE_ONEDNN_OPTS=1. On a GPU the figures are those of
+tf.config.experimental.get_memory_info, which counts every allocation.
 
 Decision: 0004.
 """
@@ -24,11 +24,11 @@ GRAIN_BYTES = 256  # sizes are rounded up to a multiple of it (bfc_allocator.h: 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The bytes that the allocator of a device has given out.
+    """Holds the bytes that a device's allocator has given out.
 
     Attributes:
-        live_bytes: at this moment.
-        peak_bytes: the most at any moment since `reset_peak`, or since the start.
+        live_bytes: bytes given out now.
+        peak_bytes: the largest such number since `reset_peak`, or since the start.
     """
 
     live_bytes: int
@@ -37,7 +37,7 @@ class DeviceMemory:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Returns the op library, for its plain functions."""
+    """Returns the op library as a ctypes library, for its plain C functions."""
     import tensorflow as tf
 
     import whale_ops
@@ -51,25 +51,28 @@ def load_library() -> ctypes.CDLL:
 
 
 def share_tensors() -> str:
-    """Puts TensorFlow's large tensors from now on in memory that ranks of this machine can map.
+    """Makes TensorFlow allocate large tensors in memory that other ranks of this machine can map, from now on.
 
-    All-reduces between ranks of one machine are fastest with it: they read and write tensors where they lie.
-    Call it before the communicator is made, and before TensorFlow makes its first tensor.
+    All-reduces between ranks of one machine are fastest with it: they read and write each other's tensors in place.
+    Call it before the communicator is created, and before TensorFlow creates its first tensor.
 
     Returns:
-        What is in the way, in words; empty if nothing is.
+        "" if it worked, else the reason why not.
     """
     code = load_library().whale_share_tensors()
     if code < 0:
-        return "TensorFlow has made tensors already"
+        return "TensorFlow has created tensors already"
     return os.strerror(code) if code > 0 else ""
 
 
 def read_memory(gpu: str = "") -> DeviceMemory:
-    """Returns what this process holds on the processor, or on a GPU by its name ("GPU:0").
+    """Returns the bytes that TensorFlow has allocated on the processor, or on a GPU.
+
+    Args:
+        gpu: TensorFlow's name of a GPU, e.g. "GPU:0"; "": the processor.
 
     Raises:
-        CommError: TensorFlow's allocator keeps no figures.
+        CommError: TensorFlow's allocator keeps no statistics.
     """
     if gpu:
         import tensorflow as tf
@@ -79,16 +82,16 @@ def read_memory(gpu: str = "") -> DeviceMemory:
     values = (ctypes.c_int64 * 4)()
     if not load_library().whale_host_memory(values):
         raise CommError(
-            "TensorFlow's allocator keeps no figures",
-            given="an allocator without statistics",
-            expected="that of TensorFlow's optimised kernels, which it leaves off on older processors",
+            "TensorFlow's CPU allocator keeps no statistics, so used memory cannot be read",
+            given="TensorFlow without its optimised kernels (oneDNN), as by default on older processors",
+            expected="oneDNN turned on, whose allocator keeps statistics",
             action="set TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported",
         )
     return DeviceMemory(values[0], values[1])
 
 
 def reset_peak(gpu: str = "") -> None:
-    """Resets the peak to the live bytes."""
+    """Resets the peak to the bytes allocated now, on the processor or a GPU (see `read_memory`)."""
     if gpu:
         import tensorflow as tf
 
@@ -98,9 +101,9 @@ def reset_peak(gpu: str = "") -> None:
 
 
 def trim() -> None:
-    """Gives freed memory back to the system that the C library keeps, where it can (glibc).
+    """Returns freed memory that the C library keeps to the system, if the C library can do that (glibc).
 
-    Capturing, planning and TensorFlow's optimiser leave 90 MB of it behind for 170 dense layers under Adam.
+    Capturing, planning and TensorFlow's optimiser leave 90 MB of it for 170 dense layers under Adam.
     """
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if release is not None:

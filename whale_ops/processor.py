@@ -1,4 +1,4 @@
-"""Describes this host's processor, and finds out by what TensorFlow multiplies matrices on it."""
+"""Describes this host's processor, and finds out with which kernels TensorFlow multiplies matrices on it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from pathlib import Path
 
 from tensorflow.python.util import _pywrap_util_port as built
 
-# Variables that have libraries of this process compute as another processor would.
+# Environment variables that make libraries compute as on another processor.
 _CAPS = (
     "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "TF_ENABLE_ONEDNN_OPTS", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES",
     "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS",
 )  # fmt: skip
-_NAMES = ("model name", "model", "flags", "CPU part", "Features")  # of the kernel's lines: of x86, then of ARM
+_NAMES = ("model name", "model", "flags", "CPU part", "Features")  # lines of /proc/cpuinfo: on x86, then on ARM
 
 
 def describe_processor(root: Path = Path("/")) -> tuple[str, ...]:
-    """Returns the processor's model and instructions, and the variables that cap them for this process."""
+    """Returns lines that identify the processor's model and instruction sets, and variables that restrict these.
+
+    Processes with equal descriptions compute with the same kernels.
+    """
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -28,8 +31,9 @@ def describe_processor(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def count_threads() -> int:
-    """Returns how many threads TensorFlow divides an operation among in this process: those that the script asks for,
-    else the variable's, else one for each core.
+    """Returns the number of threads among which TensorFlow divides one operation in this process.
+
+    That is the script's setting, else TF_NUM_INTRAOP_THREADS, else the number of cores that the process may use.
     """
     import tensorflow as tf
 
@@ -39,11 +43,11 @@ def count_threads() -> int:
 
 @cache
 def can_multiply_by_avx2(root: Path = Path("/")) -> bool:
-    """Tells whether oneDNN multiplies float32 here, by its kernels for AVX2.
+    """Returns True if TensorFlow multiplies float32 matrices here by oneDNN's kernels for AVX2.
 
-    It is on by default on processors with AVX-512 VNNI, AVX-VNNI or newer instructions, elsewhere with
-    TF_ENABLE_ONEDNN_OPTS=1; its kernels for AVX-512 want the sets F, BW, DQ and VL (cpu_isa_traits.hpp: avx512_core),
-    and that ONEDNN_MAX_CPU_ISA allows them.
+    oneDNN is on by default on processors with AVX-512 VNNI, AVX-VNNI or newer instructions, elsewhere with
+    TF_ENABLE_ONEDNN_OPTS=1. It uses its kernels for AVX-512 instead if the processor has the sets F, BW, DQ and VL
+    (cpu_isa_traits.hpp: avx512_core) and ONEDNN_MAX_CPU_ISA allows them.
     """
     cap = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     if not built.IsMklEnabled() or cap in ("SSE41", "AVX"):
@@ -51,7 +55,7 @@ def can_multiply_by_avx2(root: Path = Path("/")) -> bool:
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return False  # it is no Linux, or hides its processor
+        return False  # not Linux, or /proc is hidden
     for line in lines:
         key, _, value = line.partition(":")
         if key.strip() == "flags":

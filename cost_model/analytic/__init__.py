@@ -1,1 +1,1 @@
-"""Transformers from their hyper-parameters: kernels, collectives, memory, and a step of training."""
+"""Predicts one training step of a transformer given by hyper-parameters: its kernels, collectives, memory and time."""

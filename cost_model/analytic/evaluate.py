@@ -1,7 +1,7 @@
-"""Evaluates a strategy: memory of every stage, and the step's time, by simulating its schedule.
+"""Evaluates a parallel strategy for a described model: memory of every stage, and step time by simulating the schedule.
 
-Every step of a described model is evaluated here: with the planner's unequal stages, and with the
-equal ones of a job, whose prediction (`predict`) is a special case.
+Both the planner's strategies, whose stages may be unequal, and a job's (`predict`), whose stages are equal, are
+evaluated here.
 """
 
 from __future__ import annotations
@@ -32,19 +32,26 @@ from whale.ir.pipeline_schedule import Schedule, make_schedule
 from whale.ir.prediction import Prediction, RankPrediction
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, count_live_chunks
 
-SCHEDULES = ("1f1b", "gpipe")  # of whole backward passes
+SCHEDULES = ("1f1b", "gpipe")  # those that do not split a backward pass into two, as zero-bubble schedules do
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A strategy's predicted step.
+    """Holds the predicted time and memory of one training step under a strategy.
 
     Attributes:
-        step_s: the whole step; compute_s, send_s, bubble_s: of the busiest stage; reduce_s, update_s: after the
-            last pass.
-        tied_s: part of `reduce_s`, to sum the gradients of weights that the first and the last stage share.
-        lacking_bytes: by how much the worst rank's memory is too small; not positive: it fits.
-        passes_s: until the last pass of all stages ends.
+        step_s: seconds of the whole step.
+        compute_s: seconds of the busiest stage's forward and backward passes, all micro-batches, with the collectives
+            inside them that no kernel hides, but without its sends.
+        send_s: seconds in which the busiest stage sends activations and gradients to neighbouring stages.
+        bubble_s: seconds in which the busiest stage is idle before the last pass of any stage ends.
+        reduce_s: seconds of gradient reduction after the last pass, `tied_s` included.
+        update_s: seconds of the optimizer and of the software's fixed work once per step (`Stack.step_ms`).
+        lacking_bytes: bytes by which the memory of the worst rank is too small; zero or negative if the step fits.
+        stages: the cost of each stage.
+        busiest: index of the stage whose passes take longest.
+        passes_s: seconds from the start of the step until the last forward or backward pass ends.
+        tied_s: seconds to sum the gradients of weights that the first and the last stage share.
     """
 
     step_s: float
@@ -61,7 +68,7 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the step fits into the memory of all ranks."""
+        """Returns True if the step fits into the memory of all ranks."""
         return self.lacking_bytes <= 0
 
 
@@ -72,14 +79,16 @@ def evaluate(
     stage_costs: StageCosts | None = None,
     ends: list[float] | None = None,
 ) -> Evaluation:
-    """Simulates one step of a strategy.
+    """Predicts the time and memory of one training step under a strategy by simulating its schedule.
 
     Args:
-        stage_costs: a search's cache of costs of stages of this model on these machines.
-        ends: when each stage's last pass ends, where that is known (see `evaluate_many`).
+        stage_costs: cache of stage costs that a search shares between calls, for this model on these machines; None:
+            costs are computed anew.
+        ends: seconds at which each stage's last pass ends, if already simulated (`evaluate_many` does); None: simulated
+            here.
 
     Raises:
-        PlanError: the schedule splits backward passes, or does not support so many chunks or micro-batches.
+        PlanError: the schedule splits backward passes, or does not support this number of chunks or micro-batches.
     """
     stages, count, ranks = len(strategy.stages), strategy.micro_batches, strategy.ranks
     stage_costs = stage_costs or StageCosts(model, machines)
@@ -122,7 +131,10 @@ def evaluate(
 
 
 def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machines, stack: Stack) -> Prediction:
-    """Returns an evaluation as any evaluator tells it, with the devices of each stage and pool as one entry."""
+    """Converts an `Evaluation` into a `Prediction`, the form in which all cost models report a step.
+
+    Each entry of `Prediction.ranks` stands for the equal ranks of one stage on one pool of devices.
+    """
     ranks = []
     for index, (stage, cost) in enumerate(zip(strategy.stages, found.stages)):
         sent_s = strategy.micro_batches * cost.send_s
@@ -156,7 +168,10 @@ def prediction_of(found: Evaluation, strategy: ParallelStrategy, machines: Machi
 
 
 def not_compared(stack: Stack, strategy: ParallelStrategy, machines: Machines) -> list[str]:
-    """Returns the devices of a strategy on which no published step under the stack was compared with a prediction."""
+    """Returns names of the strategy's devices on which the stack was never compared with a published measurement.
+
+    An empty list means that the prediction's error is known for these devices (see `likely_s`).
+    """
     used = _used(strategy, machines)
     if curve_of(used) in stack.compared:
         return []
@@ -169,9 +184,9 @@ def _used(strategy: ParallelStrategy, machines: Machines) -> list[Device]:
 
 
 def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_s: float) -> tuple[float, float]:
-    """Returns the seconds between which nine of ten steps lie that are predicted to take `step_s` on these machines.
+    """Returns (low, high) in seconds: nine of ten measured steps lie between them if `step_s` is predicted.
 
-    They are far apart for a stack on devices on which nothing was compared.
+    The interval comes from published steps under the same stack and devices; it is wide where there are none.
     """
     if not_compared(stack, strategy, machines):
         return compute_interval_s(step_s, UNKNOWN)
@@ -182,17 +197,19 @@ def likely_s(stack: Stack, strategy: ParallelStrategy, machines: Machines, step_
 
 
 def count_live(strategy: ParallelStrategy, index: int) -> int:
-    """Returns the number of micro-batch chunks whose activations a stage keeps at its peak."""
+    """Returns the largest number of micro-batch chunks whose activations stage `index` holds at one time."""
     return count_live_chunks(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches, index)
 
 
 def _simulate_sharded(
     model: Model, machines: Machines, strategy: ParallelStrategy, costs: Sequence[StageCost]
 ) -> tuple[list[StageCost], list[float]]:
-    """Simulates a fully sharded stage's passes layer by layer; no reduction is left after them.
+    """Simulates layer by layer the passes of a single stage under fully sharded data parallelism (ZeRO 2 or 3).
+
+    Gradients are reduce-scattered during the passes, so the returned cost has `reduce_s` = 0.
 
     Returns:
-        (the stage's cost with these passes, the time when they have ended).
+        ([cost of the stage with these passes], [seconds at which its passes have ended]).
     """
     found = sharded.passes(model, machines, strategy)
     cost = replace(costs[0], forward_s=(found.forward_s,), backward_s=(found.backward_s,), reduce_s=0.0)
@@ -200,7 +217,9 @@ def _simulate_sharded(
 
 
 def kernels_s(model: Model, machines: Machines, strategy: ParallelStrategy, found: Evaluation) -> float:
-    """Returns the part of `compute_s` in which the busiest stage's kernels run, without exposed communication."""
+    """Returns the seconds in which the busiest stage runs kernels: `Evaluation.compute_s` without exposed
+    communication.
+    """
     if fully_sharded(model, strategy):
         return sharded.passes(model, machines, strategy).compute_s
     stage = strategy.stages[found.busiest]
@@ -214,7 +233,10 @@ def kernels_s(model: Model, machines: Machines, strategy: ParallelStrategy, foun
 
 
 def simulate_passes(strategy: ParallelStrategy, found: Evaluation) -> tuple[Tasks, Timeline]:
-    """Returns every pass of a strategy's step, by stage in the order of its schedule, with its start and end."""
+    """Simulates every forward and backward pass of a step; returns the passes as tasks, and their start and end times.
+
+    Tasks are sorted by stage, and within a stage by the order of its schedule.
+    """
     tasks = _tasks(_orders(strategy), found.stages)
     return tasks, simulate(tasks)
 
@@ -222,21 +244,28 @@ def simulate_passes(strategy: ParallelStrategy, found: Evaluation) -> tuple[Task
 def _orders(strategy: ParallelStrategy) -> Schedule:
     if strategy.schedule not in SCHEDULES:
         raise PlanError(
-            "steps of described models are predicted for whole backward passes only",
-            given=strategy.schedule,
+            "the cost model predicts schedules of whole backward passes only",
+            given=f"schedule={strategy.schedule}, which splits them",
             expected=" or ".join(SCHEDULES),
+            action="choose another schedule for the plan",
         )
     return make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
 
 
 def _tasks(orders: Schedule, costs: Sequence[StageCost]) -> Tasks:
-    """Creates one task per pass on its stage's stream, in the order of the schedule."""
+    """Creates one simulator task per forward or backward pass, on the stream of its stage, in the order of the
+    schedule.
+    """
     held = [c.held_bytes for c in costs]
     return pipeline_tasks(orders, [c.forward_s for c in costs], [c.backward_s for c in costs], held)
 
 
 def tied_s(model: Model, machines: Machines, strategy: ParallelStrategy) -> float:
-    """Returns the seconds to sum the gradients of the weights that the first and the last stage share."""
+    """Returns the seconds to all-reduce gradients of weights that the first and the last stage both hold (tied
+    embedding).
+
+    0 with a single stage, or if the model shares no weights.
+    """
     stages = strategy.stages
     if len(stages) == 1 or not model.tied_parameters:
         return 0.0
@@ -245,7 +274,13 @@ def tied_s(model: Model, machines: Machines, strategy: ParallelStrategy) -> floa
 
 
 def tied_between_s(model: Model, machines: Machines, first: DeviceGroup, last: DeviceGroup, between: int) -> float:
-    """Returns the seconds of `tied_s` for the first parts of both stages, whose ranks are so many apart."""
+    """Returns the seconds to all-reduce the gradients of tied weights between a rank of the first and one of the last
+    stage.
+
+    Args:
+        first, last: the first device groups of both stages.
+        between: distance of the two ranks in the numbering of ranks, which tells whether they are on one host.
+    """
     pool = machines.pools[first.pool]
     apart = first.pool != last.pool or between >= pool.host_devices
     tied_bytes = model.stack.gradient_bytes * model.tied_parameters / min(first.tensor, last.tensor)

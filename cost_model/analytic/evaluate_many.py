@@ -1,7 +1,8 @@
-"""Evaluates many strategies together: interleaved schedules of one shape are played at once, as rows of arrays.
+"""Evaluates many strategies at once: interleaved schedules of the same shape are simulated together with NumPy.
 
-A search changes layers and recomputation of a strategy more often than its stages, chunks and micro-batches. Strategies
-that have these in common have the same passes in the same order, and differ in how long each takes.
+A search changes layers and recomputation of a strategy more often than its number of stages, chunks and micro-batches.
+Strategies with equal numbers run the same passes in the same order and differ only in how long each pass takes, so one
+array operation computes a pass for all of them.
 
 Decision: 0188.
 """
@@ -22,15 +23,15 @@ from cost_model.cluster.pools import Machines
 from cost_model.simulator import SAME, STEADY_GROUPS, interleaved_ends_s
 from whale.ir.strategy import ParallelStrategy
 
-LEAST = 4  # strategies of one shape that are worth playing together
-MOST_PASSES = 200_000  # of a schedule, whose order is kept
-MOST_NUMBERS = 4_000_000  # passes x strategies that are played together
+LEAST = 4  # fewer strategies of one shape are simulated one by one
+MOST_PASSES = 200_000  # longer schedules are simulated one by one: an `_Order` holds all passes
+MOST_NUMBERS = 4_000_000  # passes x strategies of one simulation, which bounds its memory
 
 
 def evaluate_many(
     model: Model, machines: Machines, strategies: Sequence[ParallelStrategy], stage_costs: StageCosts
 ) -> list[Evaluation]:
-    """Returns what `evaluate` returns for each of several strategies, up to rounding."""
+    """Evaluates several strategies; returns for each what `evaluate` returns, up to rounding, in less time."""
     shapes: dict[tuple[int, int, int], list[int]] = {}
     for number, one in enumerate(strategies):
         if one.schedule == "1f1b" and one.chunks > 1 and not fully_sharded(model, one):
@@ -57,10 +58,13 @@ def _ends_of(
 def interleaved_ends_many_s(
     forward_s: Sequence[Sequence[Sequence[float]]], backward_s: Sequence[Sequence[Sequence[float]]], micro_batches: int
 ) -> list[list[float]]:
-    """Returns `interleaved_ends_s` of several strategies with as many stages and chunks.
+    """Computes `interleaved_ends_s` of several strategies with equal numbers of stages and chunks at once.
 
     Args:
-        forward_s, backward_s: of one micro-batch, by strategy, stage and chunk.
+        forward_s, backward_s: seconds of one micro-batch, indexed [strategy][stage][chunk].
+
+    Returns:
+        For each strategy, the seconds at which each stage's last pass ends.
     """
     stages, chunks = len(forward_s[0]), len(forward_s[0][0])
     groups = max(1, micro_batches // stages)
@@ -94,14 +98,19 @@ def interleaved_ends_many_s(
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """The passes of an interleaved schedule in an order in which each comes after those that it waits for.
+    """Holds the passes of an interleaved schedule, sorted so that every pass comes after the two that it waits for.
+
+    A pass is the forward or backward pass of one chunk over one micro-batch. Positions are indices into this order.
 
     Attributes:
-        kinds: of each pass, the number of its direction, stage and chunk.
-        waits: of each pass, the two passes before it, on its stage and of its micro-batch (-1: none).
-        levels: ends of runs of passes that do not wait for each other.
-        ends: each stage's last pass.
-        earlier, later: passes of groups of micro-batches in the middle, and the same of the group after.
+        kinds: [passes] row of each pass in the table of seconds, by (direction, stage, chunk).
+        waits: [2, passes] positions of the passes that each waits for: the one before it on its stage, and the one of
+            the same micro-batch that sends to it; the number of passes where there is none.
+        levels: positions at which runs of passes end that do not wait for each other, and are computed in one
+            operation.
+        ends: position of each stage's last pass.
+        earlier, later: positions of the passes of a group of micro-batches in the middle of the step, and of the same
+            passes in the next group; their distance in time shows whether the schedule is in a steady state.
     """
 
     kinds: np.ndarray
@@ -112,7 +121,14 @@ class _Order:
     later: np.ndarray
 
     def play(self, each_s: np.ndarray) -> np.ndarray:
-        """Returns when each pass ends; `each_s`: seconds by kind, a column for each strategy. The last row is 0."""
+        """Simulates the schedule for several strategies; returns the seconds at which each pass ends.
+
+        Args:
+            each_s: [kinds, strategies] seconds of a pass of each kind.
+
+        Returns:
+            [passes + 1, strategies]; the last row is 0, for passes that wait for nothing.
+        """
         times_s = np.zeros((len(self.kinds) + 1, each_s.shape[1]))
         times_s[:-1] = each_s[self.kinds]
         first = 0
@@ -125,7 +141,7 @@ class _Order:
 
 @lru_cache(maxsize=32)
 def _make_order(stages: int, chunks: int, micro_batches: int, groups: int) -> _Order:
-    """Orders the passes as `schedule_interleaved` has them, by the number of passes that each waits for at least."""
+    """Sorts the passes of `schedule_interleaved` by the length of the longest chain of passes before each."""
     sizes = [(micro_batches + groups - 1 - i) // groups for i in range(groups)]
     firsts = [sum(sizes[:i]) for i in range(groups)]
     ahead = [(c, m) for first, size in zip(firsts, sizes) for c in range(chunks) for m in range(first, first + size)]

@@ -1,8 +1,10 @@
-"""Reads job files and reports predictions for them: a model by hyper-parameters, its strategy and software, as YAML.
+"""Reads job files (YAML: a model by hyper-parameters, its parallel degrees, its software) and reports predictions.
 
-model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
-plan: {tensor: 8, stages: 16, data: 8, micro_batch: 1, batch: 1536, recompute: full}
-software: megatron-2022
+A job file:
+
+    model: {layers: 96, hidden: 12288, heads: 96, sequence: 2048, vocabulary: 51200}
+    plan: {tensor: 8, stages: 16, data: 8, micro_batch: 1, batch: 1536, recompute: full}
+    software: megatron-2022
 """
 
 from __future__ import annotations
@@ -25,23 +27,38 @@ from whale.ir.strategy import Degrees
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One training job."""
+    """Represents a job file: a training job whose step time and memory are to be predicted.
+
+    Attributes:
+        model: the transformer.
+        plan: its parallel degrees, batch and recompute; all stages are equal.
+        software: name of a software stack (`stacks.stack`), or the path of a stack's YAML file.
+    """
 
     model: Transformer
     plan: Degrees
     software: str = "megatron-2022"
 
     def predict(self, cluster: Cluster, profile: Profile | None = None) -> JobPrediction:
-        """Predicts the job's step on a cluster; raises PlanError or ClusterError if it is impossible (see
-        `predict.predict`).
+        """Predicts the job's step on a cluster (see `predict.predict`).
+
+        Args:
+            profile: measured layers to use instead of formulas, if any.
+
+        Raises:
+            PlanError: the plan does not fit the model.
+            ClusterError: the cluster lacks devices, or there is no such software stack.
         """
         return predict(self.model, self.plan, stack(self.software), cluster, profile)
 
 
 def read(path: str | Path, software: str | None = None) -> Job:
-    """Reads a job file, with another stack if one is given; a mistake is an error with line and key.
+    """Reads a job file; ClusterError with line and key if it contains a mistake.
 
-    A stack's file that the job names lies relative to it.
+    Args:
+        software: stack to use instead of the file's own.
+
+    A stack's YAML file that the job file names is looked up relative to the job file.
     """
     found = yaml_files.YamlFile(yaml_files.read_text(path, "job file"), str(path), "job file").decode(Job)
     if software is None and is_file(found.software):
@@ -50,7 +67,7 @@ def read(path: str | Path, software: str | None = None) -> Job:
 
 
 def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
-    """Formats a prediction: the step's time by parts, speed, and the memory of each kind of stage."""
+    """Formats a prediction as text: the parts of the step time, throughput, and the memory of each different stage."""
     plan, model = job.plan, job.model
     useful = model.step_flops(plan.batch) / found.step_s / plan.ranks
     tokens = plan.batch * model.sequence
@@ -82,10 +99,10 @@ def report(job: Job, cluster: Cluster, found: JobPrediction) -> str:
 def _likely(job: Job, cluster: Cluster, found: JobPrediction) -> str:
     one, machines = stack_of(stack(job.software), job.model), Machines(cluster)
     low_s, high_s = likely_s(one, found.strategy, machines, found.step_s)
-    text = f"nine of ten: {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
+    text = f"nine of ten measured steps are expected in {_seconds(low_s).strip()} to {_seconds(high_s).strip()}"
     if devices := not_compared(one, found.strategy, machines):
         kind = "of a model with experts " if job.model.experts else ""
-        text += f"; no step {kind}under {one.name} on {', '.join(devices)} was compared"
+        text += f"; no step {kind}under {one.name} on {', '.join(devices)} was compared with a prediction"
     return text
 
 
@@ -101,7 +118,7 @@ def _mean_peak(job: Job, cluster: Cluster, found: JobPrediction) -> float:
 
 
 def too_large(cluster: Cluster, found: JobPrediction) -> list[str]:
-    """Formats a line for every stage whose ranks need more memory than their device has, and by how much."""
+    """Returns one line for each stage and kind of device whose memory is too small, with the bytes that it lacks."""
     from whale.ir.plan_text import format_bytes  # loads NumPy, which a prediction does without
 
     lines, pools = [], Machines(cluster).pools
@@ -123,7 +140,7 @@ def _part(seconds: float, of: JobPrediction) -> str:
 
 
 def trace(found: JobPrediction) -> str:
-    """Returns the timeline as a Chrome trace: one row per stage (or stream), one event per pass, microseconds."""
+    """Returns the simulated step in Chrome's trace format (JSON): one row per stage or stream, one event per pass."""
     tasks, times = found.tasks, found.timeline
     events = []
     for resource, held, start, end in zip(tasks.resource, tasks.held_bytes, times.start_s, times.end_s):

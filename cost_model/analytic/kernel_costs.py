@@ -1,4 +1,4 @@
-"""Computes the cost of a sequence of kernels and collectives for one rank."""
+"""Computes how long one rank takes for a sequence of kernels and collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from cost_model.kernels.compute import Rates, attention_s, find_rates, matmul_s,
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The seconds on the device's stream, the seconds of exposed communication, and the seconds on the host."""
+    """Holds the seconds of some work on one rank: on the device, in exposed communication, and on the host.
+
+    Attributes:
+        device_s: kernels on the device's stream.
+        exposed_s: communication that no kernel hides.
+        host_s: launching all of that; the host runs ahead of the device, so the two overlap.
+    """
 
     device_s: float = 0.0
     exposed_s: float = 0.0
@@ -22,11 +28,13 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of device and exposed communication, or the host's where it launches more slowly."""
+        """Returns the elapsed seconds: device and exposed communication, or the host's launches if these take
+        longer.
+        """
         return max(self.device_s + self.exposed_s, self.host_s)
 
     def plus(self, other: Cost, times: float = 1) -> Cost:
-        """Returns this cost plus `times` the other one, one after the other."""
+        """Returns the cost of this work followed by `times` repetitions of the other."""
         return Cost(
             self.device_s + times * other.device_s,
             self.exposed_s + times * other.exposed_s,
@@ -36,10 +44,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The rates of one rank, and the groups that it communicates in, under a software stack.
+    """Holds the rates of one rank's device, and the groups that it communicates in, under a software stack.
 
     Attributes:
-        group: of the ranks that divide tensors; context: of those that divide a row's tokens (None: nobody does).
+        rates: for all kernels but products with weights.
+        weight_rates: for products with weights, which may have a smaller dtype (FP8).
+        group: the tensor-parallel group.
+        context: the context-parallel group, whose ranks divide the tokens of a row; None without context parallelism.
     """
 
     rates: Rates
@@ -52,7 +63,17 @@ class Rank:
 def rank_on(
     device: Device, share: float, group: Group, stack: Stack, ranks: int = 1, context: Group | None = None
 ) -> Rank:
-    """Returns the slowest of `ranks` with a share of a device each; ClusterError if it lacks the stack's dtypes."""
+    """Returns the rank on a device of this type that all others wait for.
+
+    Args:
+        share: part of the device that the rank has (1: all of it).
+        group: the tensor-parallel group.
+        ranks: number of ranks, of which the slowest counts.
+        context: the context-parallel group, or None.
+
+    Raises:
+        ClusterError: the device does not support the stack's dtypes.
+    """
     slower = stack.kernel_time
     rates = weight_rates = find_rates(device, stack.dtype, share, ranks, stack.attention, slower)
     if stack.weights_dtype:
@@ -61,8 +82,14 @@ def rank_on(
 
 
 def cost(ops: Sequence[Op], on: Rank, backward: bool = False) -> Cost:
-    """Returns the cost of ops in order; a collective that overlaps products is exposed for the time by which it is
-    longer.
+    """Returns the cost of running `ops` in order on one rank.
+
+    A collective that overlaps products (`Collective.over`) is exposed only for the time by which it is longer than they
+    are.
+
+    Args:
+        backward: whether the ops are a backward pass, whose launches take the host another time
+            (`Stack.backward_host_us`).
     """
     stack, rates = on.stack, on.rates
     host_us = stack.backward_host_us if backward else stack.host_us

@@ -1,6 +1,6 @@
-"""Defines a chain of layers for the evaluation: seconds and bytes of any range of layers on one kind of rank.
+"""Defines the interface of a model to the evaluation: seconds and bytes of any range of its layers on one kind of rank.
 
-A model is any object that provides these: a described transformer by formulas (`transformer_model`), or the planner's
+A model is any object that implements `Model`: a transformer costed by formulas (`transformer_model`), or the planner's
 measured tables.
 """
 
@@ -32,39 +32,47 @@ MATRICES_OUTSIDE = 2
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The additional passes, and parameters on one rank, of the first or the last layer of a chain."""
+    """Holds what the first or the last layer costs in addition: its passes (embedding or head), and parameters on one
+    rank.
+    """
 
     forward: Cost = field(default_factory=Cost)
     backward: Cost = field(default_factory=Cost)
     parameters: float = 0.0
 
     def plus(self, other: Edge) -> tuple[Cost, Cost]:
-        """Returns both passes of this and of the other one."""
+        """Returns (forward, backward) cost of both edges together."""
         return self.forward.plus(other.forward), self.backward.plus(other.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """All layers of a model on one kind of rank; arrays hold sums over the layers before (one entry more than layers).
+    """Holds the costs of all layers of a model on one kind of rank.
+
+    Arrays are cumulative sums with one entry more than there are layers: layers low..high-1 cost `a[high] - a[low]`.
 
     Attributes:
-        forward_s, backward_s: kernels and communication that nothing hides.
-        forward_exposed_s, backward_exposed_s: that communication.
-        forward_host_s, backward_host_s: what the host needs to launch them; a pass takes the longer of the two.
-        begin_s, begin_host_s: once per pass of a stage that waits for others, and of any.
-        held_bytes: kept of one micro-batch for the backward pass.
-        parameters: of one rank, those of experts not counted.
-        twice: parameters that the first and the last layer share, counted once where both are on one rank.
-        update_s: measured seconds of the optimizer; None: by formula.
-        working_bytes: once per rank; last_bytes: once where the last layer is.
-        tensors: parameter tensors per layer, of which each costs the host a launch at the end of a step.
-        experts: parameters of experts of one rank; 0 entries: none.
-        expert_copies: replicas that have the same experts.
-        routed: the tokens that a layer sends to experts and gets back; None: it has none.
-        state_bytes: of the optimizer per parameter; element_bytes: of a parameter; gradient_bytes: of its gradient.
-        shards_stages: as the stack says.
-        edges: what the arrays have in the first and in the last layer besides: embedding and head.
-        base_bytes: of the framework's own, on every rank.
+        forward_s, backward_s: seconds of kernels and exposed communication (which no kernel hides).
+        forward_exposed_s, backward_exposed_s: seconds of the exposed communication alone.
+        forward_host_s, backward_host_s: seconds in which the host launches them; a pass takes the longer of the two.
+        begin_s: seconds at the start of each pass of a stage that waits for other stages.
+        begin_host_s: seconds of the host at the start of every pass.
+        held_bytes: activations of one micro-batch that are kept for the backward pass.
+        parameters: number of parameters on one rank, experts excluded.
+        twice: number of parameters that the first and the last layer share, counted once if one rank has both.
+        update_s: measured seconds of the optimizer; None: computed by formula.
+        working_bytes: memory of one rank for the layer in progress.
+        last_bytes: memory in addition on the rank with the last layer (logits and loss).
+        tensors: parameter tensors per layer; the host launches kernels for each of them at the end of a step.
+        experts: number of parameters of experts on one rank; empty: the model has no experts.
+        expert_copies: number of replicas that have the same experts.
+        routed: the tokens that a layer sends to experts and gets back; None: the model has no experts.
+        state_bytes: optimizer state per parameter.
+        element_bytes: bytes of a parameter.
+        gradient_bytes: bytes of a parameter's gradient.
+        shards_stages: `Stack.shards_stages`.
+        edges: the part of the first and of the last layer's costs that is embedding and head.
+        base_bytes: memory of the framework itself on every rank.
     """
 
     forward_s: array[float]
@@ -98,7 +106,7 @@ class LayerCosts:
         return len(self.forward_s) - 1
 
     def experts_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Returns the parameters of experts of one rank that holds these layers."""
+        """Returns the number of expert parameters on one rank that holds the layers of these [low, high) ranges."""
         return sum(self.experts[high] - self.experts[low] for low, high in ranges) if self.experts else 0.0
 
     def forward(self, low: int, high: int) -> float:
@@ -114,7 +122,9 @@ class LayerCosts:
         return max(device_s, self.begin_host_s + self.backward_host_s[high] - self.backward_host_s[low])
 
     def kernels(self, low: int, high: int) -> tuple[float, float]:
-        """Returns the seconds of `forward` and `backward` without exposed communication and waits for a start."""
+        """Returns the seconds of (forward, backward) of layers low..high-1 without exposed communication and pass
+        starts.
+        """
         begin_s = self.begin_s if low or high < self.count else 0.0
         found = []
         for whole_s, seconds, exposed in (
@@ -126,9 +136,7 @@ class LayerCosts:
         return found[0], found[1]
 
     def layer(self, index: int) -> tuple[Cost, Cost]:
-        """Returns both passes of one layer, without pass start and the additional parts of the first and the last
-        layer.
-        """
+        """Returns the cost of (forward, backward) of one layer, without pass starts, embedding and head."""
         found = []
         for sums_s, exposed, host, way in (
             (self.forward_s, self.forward_exposed_s, self.forward_host_s, "forward"),
@@ -142,13 +150,17 @@ class LayerCosts:
         return found[0], found[1]
 
     def parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Returns the parameters of one rank with these layers, without experts."""
+        """Returns the number of parameters on one rank that holds the layers of these [low, high) ranges, experts
+        excluded.
+        """
         own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
         whole = ranges[0][0] == 0 and ranges[-1][1] == len(self.parameters) - 1
         return own - self.twice if whole else own
 
     def layer_parameters_of(self, ranges: tuple[tuple[int, int], ...]) -> float:
-        """Returns the mean parameters of these layers, without the additional ones of the first and the last layer."""
+        """Returns the mean number of parameters of one layer of these [low, high) ranges, without embedding, head and
+        experts.
+        """
         own = sum(self.parameters[high] - self.parameters[low] for low, high in ranges)
         if ranges[0][0] == 0:
             own -= self.edges[0].parameters
@@ -158,7 +170,7 @@ class LayerCosts:
 
 
 class Model(Protocol):
-    """The interface of a model that the evaluation and the planner use."""
+    """Defines what the evaluation and the planner need of a model."""
 
     name: str
     count: int
@@ -166,7 +178,7 @@ class Model(Protocol):
     experts: int  # of each layer, divided over a stage's replicas
     tied_parameters: float  # that the first and the last stage each have a copy of, and sum the gradients of
     sequence: int  # tokens of a row, which ranks may divide; 0: rows are whole
-    alike: list[int]  # of each layer, the first of the layers around it that cost as much (see `first_alike`)
+    alike: list[int]  # for each layer, the first one in its run of layers that cost the same (see `first_alike`)
 
     def layer_costs(
         self,
@@ -180,32 +192,46 @@ class Model(Protocol):
         context: int = 1,
         experts: int = 0,
     ) -> LayerCosts:
-        """Returns the costs on a pool's ranks.
+        """Returns the costs of all layers on ranks of one pool of devices.
 
-        `ranks`: of the plan; `replicas` of a stage matter to experts only, of which `experts` ranks divide a layer's
-        (0: as many as divide them evenly); `context`: ranks that divide the tokens of a row.
+        Args:
+            pool: number of the pool in the cluster (`Machines.pools`).
+            tensor: tensor-parallel degree.
+            rows: rows of a micro-batch on one replica.
+            recompute: kind of recompute (`whale.ir.strategy.Recompute`).
+            sequence_parallel: whether Megatron's sequence parallelism is used.
+            ranks: ranks of the whole plan, of which the slowest sets the pace.
+            replicas: data-parallel replicas of a stage; matters only to models with experts.
+            context: ranks that divide the tokens of a row.
+            experts: ranks that divide a layer's experts; 0: as many as divide them evenly.
         """
         ...
 
     def on(self, machines: Machines) -> Model:
-        """Returns the same model on other machines."""
+        """Returns the same model, costed for other machines."""
         ...
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Returns the tensor-parallel degrees possible on a pool, in growing order."""
+        """Returns the tensor-parallel degrees that are possible on a pool, in ascending order."""
         ...
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
-        """Returns the sizes of a rank's micro-batch that are known; None: all."""
+        """Returns the micro-batch sizes of a rank for which costs are known (measured); None: any size."""
         ...
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the pairs (recompute, sequence parallel) to choose from, the least recomputation first."""
+        """Returns the (recompute, sequence parallel) pairs that a planner may choose from, least recomputation
+        first.
+        """
         ...
 
     def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Returns the seconds to send a micro-batch to the stage that begins with layer `cut`; `path`: (bytes/s, step
-        in us).
+        """Returns the seconds to send one micro-batch's activations to the stage whose first layer is `cut`.
+
+        Args:
+            tensor: tensor-parallel degree of the sender.
+            rows: rows of the micro-batch on one rank; a fraction with context parallelism.
+            path: (bytes/s, microseconds per step) of the link.
         """
         ...
 
@@ -218,7 +244,14 @@ def costs_of(
     replicas: int,
     recompute: Recompute | None = None,
 ) -> LayerCosts:
-    """Returns the costs of layers on a part; `replicas`, `recompute`: the stage's (None: as the strategy has it)."""
+    """Returns the costs of a model's layers on one device group of a stage.
+
+    Args:
+        part: the device group.
+        ranks: ranks of the whole plan.
+        replicas: data-parallel replicas of the stage.
+        recompute: the stage's kind of recompute; None: the strategy's.
+    """
     how = recompute or strategy.recompute, strategy.sequence_parallel, round_ranks(ranks)
     own: tuple[int, ...] = (replicas if model.experts else 1,)
     if strategy.context > 1 or strategy.expert_ranks:
@@ -227,16 +260,19 @@ def costs_of(
 
 
 def slowest_passes_s(costs: Sequence[LayerCosts], low: int, high: int) -> float:
-    """Returns the seconds of both passes of layers low..high-1, each on the slowest of several kinds of rank."""
+    """Returns the seconds of forward plus backward pass of layers low..high-1, each on the slowest of several kinds of
+    rank.
+    """
     if len(costs) == 1:
         return costs[0].forward(low, high) + costs[0].backward(low, high)
     return max(one.forward(low, high) for one in costs) + max(one.backward(low, high) for one in costs)
 
 
 def first_alike(kinds: Sequence[object]) -> list[int]:
-    """Returns, for each layer, the first of the layers of its kind that follow each other.
+    """Returns, for each layer, the index of the first layer in its run of consecutive layers of equal kind.
 
-    The first and the last layer are alone: embedding and head, and what only whole models hold, count there.
+    The first and the last layer count as kinds of their own, as they contain embedding and head. E.g. kinds `[a, a, a,
+    a, b]` give `[0, 1, 1, 1, 4]`: the run of layers 1 to 3 begins at 1.
     """
     found: list[int] = []
     for index, kind in enumerate(kinds):
@@ -246,8 +282,10 @@ def first_alike(kinds: Sequence[object]) -> list[int]:
 
 
 def move_to_alike(alike: Sequence[int], low: int, high: int) -> tuple[int, int]:
-    """Returns the first range of layers that costs what layers low..high-1 do, and follows on a layer of that kind if
-    these do.
+    """Returns the first range of layers in the model that costs the same as layers low..high-1, to share cache entries.
+
+    Args:
+        alike: what `first_alike` returns.
     """
     first = alike[low]
     if low == first or alike[high - 1] != first:
@@ -256,5 +294,5 @@ def move_to_alike(alike: Sequence[int], low: int, high: int) -> tuple[int, int]:
 
 
 def sums(values: Iterable[float]) -> array[float]:
-    """Returns 0, and the sums of the first, the first two, ... values."""
+    """Returns the cumulative sums of values, beginning with 0."""
     return array("d", accumulate(values, initial=0.0))

@@ -1,13 +1,14 @@
-"""Reads measured tables of a model's layers, which take the place of formulas: a model is planned without its code.
+"""Reads profiles: measured times of a model's layers, used instead of formulas to plan a model without its code.
 
     layers:
       - {device: a100, tensor: 8, micro_batch: 1, forward_s: 0.0021, backward_s: 0.0064, memory_gb: 0.05}
       - {device: v100, tensor: 8, micro_batch: 1, forward_s: 0.0052, backward_s: 0.0161, update_s: 0.0004}
 
 Seconds are those of one layer and one micro-batch on one rank, with its tensor-parallel communication and, in the
-backward pass, what recompute repeats; `update_s` is the optimizer's part for one layer, `memory_gb` what the layer
-keeps of one micro-batch. `part: embedding` and `part: head` are measurements of what the first and the last layer have
-besides. What is not measured (sends, reductions, and these two where they are missing) comes from formulas.
+backward pass, what recompute repeats; `update_s` is the optimizer's time for one layer, `memory_gb` the activations of
+one micro-batch that the layer keeps for its backward pass. `part: embedding` and `part: head` measure what the first
+and the last layer run in addition. Everything that is not measured (sends, reductions, and embedding and head if they
+are missing) is computed by formulas.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class MeasuredLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measurement of a layer, or of the embedding or the head; update_s and memory_gb may be left to the
-    formulas.
+    """Represents one measurement, of a layer, the embedding or the head, for one device, tensor-parallel degree and
+    micro-batch.
+
+    `update_s` and `memory_gb` may be missing; formulas then supply them.
     """
 
     device: str
@@ -42,29 +45,38 @@ class MeasuredLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All measurements of a model."""
+    """Represents a profile file: all measurements of one model."""
 
     layers: Annotated[list[MeasuredLayer], Meta(min_length=1)]
 
     def layer(self, device: str, tensor: int, micro_batch: int) -> MeasuredLayer:
-        """Returns the measurement on a device (a name of the catalogue); ClusterError if there is none."""
+        """Returns the measurement of a layer on a device; ClusterError if the profile has none.
+
+        Args:
+            device: name of the device in the catalogue.
+            tensor: tensor-parallel degree.
+            micro_batch: rows of a micro-batch.
+        """
         if (found := self.find("layer", device, tensor, micro_batch)) is not None:
             return found
         raise ClusterError(
             "the profile has no measurement that the plan needs",
             given=f"{device}, {tensor} tensor-parallel ranks, micro-batch {micro_batch}",
-            expected="; ".join(f"{one.device}, {one.tensor}, {one.micro_batch}" for one in self.layers),
-            action="measure it, or choose a plan with what is measured",
+            expected="one of " + "; ".join(f"{one.device}, {one.tensor}, {one.micro_batch}" for one in self.layers),
+            action="add this measurement to the profile, or choose a plan whose devices, tensor and micro_batch it has",
         )
 
     def find(self, part: str, device: str, tensor: int, micro_batch: int) -> MeasuredLayer | None:
-        """Returns the measurement of a layer, of the embedding or of the head on a device, if there is one."""
+        """Returns the measurement of `part` ("layer", "embedding" or "head") on a device, or None if there is none."""
         wanted = part, device, tensor, micro_batch
         return next((o for o in self.layers if (o.part, o.device, o.tensor, o.micro_batch) == wanted), None)
 
 
 def read(path: str | Path) -> Profile:
-    """Reads a profile; device names become those of the catalogue, and a mistake raises an error with line and key."""
+    """Reads a profile file; raises ClusterError with line and key for a mistake, or a device that the catalogue lacks.
+
+    Devices' aliases are replaced by their names in the catalogue.
+    """
     file = yaml_files.YamlFile(yaml_files.read_text(path, "profile"), str(path), "profile")
     found = file.decode(Profile)
     layers = []

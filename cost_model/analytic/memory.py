@@ -19,16 +19,23 @@ from whale.ir.strategy import DeviceGroup, Offload
 # A caching allocator rounds sizes and splits blocks; the same study finds a few per cent.
 FRAGMENTATION = 0.03
 WORKSPACE_BYTES = 32e6  # of matrix products (cuBLAS documentation, recommended workspace on Hopper)
-# Layers whose whole parameters lie there at a time where they are gathered or fetched for their passes: the one in
+# Layers whose unsharded parameters are in memory at a time, if they are gathered or fetched for each pass: the one in
 # progress and the next (Zhao et al., "PyTorch FSDP", 2023, section 3.4, rate limiter).
 LAYERS_AHEAD = 2
-CHUNKS_SUMMED = 2  # whose gradients lie there whole where those of a chunk are summed as the next one's come
+# Chunks whose unsharded gradients are in memory at a time, if a chunk's are reduced while the next one's are computed.
+CHUNKS_SUMMED = 2
 COMMUNICATOR_BYTES = 4e6 * CHANNELS  # NCCL's buffers: NCCL_BUFFSIZE (4 MiB) for each channel of a communicator
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one rank; `activations` at the peak of the schedule."""
+    """Holds the bytes of memory that one rank needs, by use; activations are those at the peak of the schedule.
+
+    Attributes:
+        workspace_bytes: scratch memory of matrix products.
+        communication_bytes: buffers of communicators, and layers' parameters while they are gathered or fetched.
+        base_bytes: memory of the framework itself.
+    """
 
     parameters_bytes: float
     gradients_bytes: float
@@ -40,24 +47,26 @@ class Footprint:
 
     @property
     def total_bytes(self) -> float:
-        """Returns the sum of all bytes, with the overhead of the allocator's rounding and splitting."""
+        """Returns the sum of all bytes; all but the framework's own grow by the allocator's fragmentation."""
         held = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         held += self.activations_bytes + self.workspace_bytes + self.communication_bytes
         return held * (1 + FRAGMENTATION) + self.base_bytes
 
 
 def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float]:
-    """Returns the bytes that one layer keeps of one micro-batch without recompute, by what makes them again.
+    """Returns the bytes that one layer keeps of one micro-batch for its backward pass, without recompute, by module.
+
+    Keys are the modules that recompute can repeat (`Stack.selective`), besides others that only full recompute repeats.
 
     Together s b h (10 + (8 + 4 f/h)/t + 5 a s / (h t)) in half precision with dropout: 4 f/h for two tensors of a
     feed-forward network's inner width f (16 where f = 4 h; three tensors with a gate); all of it over t with sequence
-    parallelism; no term in s with fused attention. With experts, f is what a rank's experts get. Operands of products
-    with weights that are kept in a smaller dtype count as that (`Stack.kept_operand_bytes`), what goes into the
-    activation likewise (`Stack.kept_inner_bytes`).
+    parallelism; no term in s with fused attention. With experts, f is the inner width times the tokens of a rank's
+    experts. Operands of products with weights that are kept in a smaller dtype count in that dtype
+    (`Stack.kept_operand_bytes`), as does the input of the activation function (`Stack.kept_inner_bytes`).
     """
     e, w, tokens = stack.element_bytes, p.tensor, float(p.tokens(t))
     operand = e if stack.kept_operand_bytes is None else stack.kept_operand_bytes
-    along = w if p.sequence_parallel else 1  # what lies between products is divided by
+    along = w if p.sequence_parallel else 1  # ranks that divide the tensors between products
     rows, own = expert_rows(t, p)
     routed = float(rows * own + count_shared_rows(t, p))
     into = t.products_per_network - 1 - (1 if t.relu else 0)  # tensors that go into the activation and are kept
@@ -80,15 +89,17 @@ def held_tensors(t: Transformer, p: LayerShare, stack: Stack) -> dict[str, float
 
 
 def _latent_width(t: Transformer) -> int:
-    """Returns the width of what latent attention projects down to, which every rank keeps whole."""
+    """Returns the width of the compressed queries, keys and values of latent attention, which every tensor-parallel
+    rank holds.
+    """
     return t.query_latent + t.latent + t.rope_width if t.latent else 0
 
 
 def kept_and_repeated(t: Transformer, p: LayerShare, stack: Stack) -> tuple[float, float]:
-    """Returns the bytes of a layer's tensors that are kept for its backward pass, and of those that are made again.
+    """Returns (bytes kept, bytes recomputed) of a layer's activations of one micro-batch, for the chosen recompute.
 
-    With full recompute the layer's input is kept; with selective, all but the tensors of the stack's modules and its
-    part of all others but the layer's input.
+    Full recompute keeps the layer's input only. Selective recompute drops the tensors of the stack's modules
+    (`Stack.selective`), and the fraction `Stack.selective_part` of all others but the layer's input.
     """
     held = held_tensors(t, p, stack)
     whole = sum(held.values())
@@ -109,7 +120,9 @@ def layer_activation_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float
 
 
 def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of a layer's scores after the softmax and, with dropout, after that, and of its mask."""
+    """Returns the bytes of attention scores that a layer keeps: after the softmax and, with dropout, its mask and
+    result.
+    """
     if stack.fused_attention:
         return 0.0
     each = 2 * stack.element_bytes + 1 if stack.dropout else stack.element_bytes
@@ -117,33 +130,38 @@ def _score_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
 
 
 def working_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns what the layer in progress needs besides: what is computed again of it, and its gradients.
+    """Returns the bytes that the layer in progress needs during its backward pass: recomputed activations, and
+    gradients.
 
-    These are two tensors of s b h: the gradient that came and the one that goes. Of a layer that is computed again all
-    lies there that is not kept. So full recompute takes no more than selective, and that no more than none.
+    All activations that were dropped are there again while the layer is recomputed. Kept activations are not counted.
     """
     return kept_and_repeated(t, p, stack)[1] + gradient_bytes(t, p, stack)
 
 
 def gradient_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of the gradients that come into a layer's backward pass and go from it."""
+    """Returns the bytes of the gradients of a layer's output and input, which its backward pass holds at the same
+    time.
+    """
     return 2.0 * stack.element_bytes * p.tokens(t) * t.hidden
 
 
 def head_bytes(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the bytes of the logits, and of what the loss keeps or makes of them."""
+    """Returns the bytes of the logits and of the tensors that the loss derives from them."""
     return stack.logit_bytes * p.predicted(t) * t.vocabulary / p.tensor
 
 
 def state_bytes(
     parameters: float, zero: int, copies: int, optimizer_bytes: float, element_bytes: int, gradient_bytes: float
 ) -> tuple[float, float, float]:
-    """Returns the bytes of parameters, gradients and optimizer state of a rank, under ZeRO 0 to 3.
+    """Returns the bytes of (parameters, gradients, optimizer state) of a rank under a ZeRO level.
 
     Args:
-        parameters: number of parameters of the rank's layers, before ZeRO divides them.
-        copies: number of ranks with the same parameters, over which ZeRO divides them.
-        optimizer_bytes: of the optimizer per parameter; element_bytes: of a parameter; gradient_bytes: of its gradient.
+        parameters: number of parameters of the rank's layers, before ZeRO shards them.
+        zero: level 0 to 3.
+        copies: number of ranks with the same parameters, over which ZeRO shards them.
+        optimizer_bytes: optimizer state per parameter.
+        element_bytes: bytes of a parameter.
+        gradient_bytes: bytes of a parameter's gradient.
     """
     split = float(copies)
     return (
@@ -156,7 +174,15 @@ def state_bytes(
 def states(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int
 ) -> tuple[float, float, float]:
-    """Returns the bytes of parameters, gradients and optimizer state of one rank, on the device or offloaded."""
+    """Returns the bytes of (parameters, gradients, optimizer state) of a rank with the layers of these [low, high)
+    ranges.
+
+    They are counted the same whether they are on the device or offloaded to the host.
+
+    Args:
+        replicas: number of replicas over which ZeRO shards all but experts.
+        zero: ZeRO level 0 to 3.
+    """
     each = layers.state_bytes, layers.element_bytes, layers.gradient_bytes
     dense = state_bytes(layers.parameters_of(ranges), zero, replicas, *each)
     if not layers.experts:
@@ -169,8 +195,9 @@ def states(
 def count_offloaded_bytes(
     layers: LayerCosts, ranges: tuple[tuple[int, int], ...], replicas: int, zero: int, offload: Offload
 ) -> float:
-    """Returns the bytes of one rank in its host's memory; if only the state is offloaded, gradients pass through it as
-    well.
+    """Returns the bytes of one rank's states in its host's memory, under an offload setting.
+
+    With `offload="optimizer"` gradients count too: they are copied to the host for the update.
     """
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     return {"none": 0.0, "optimizer": gradients + optimizer, "parameters": held + gradients + optimizer}[offload]
@@ -187,23 +214,25 @@ def part_memory(
     offload: Offload = "none",
     forward_first: bool = False,
 ) -> Footprint:
-    """Returns the footprint of one rank of a part.
+    """Returns the memory footprint of one rank of a stage's device group.
 
     Args:
-        layers: costs on the part's ranks.
-        ranges: the stage's layers, by chunk.
-        replicas: of the stage, all parts.
-        live: chunks of micro-batches that are held at the schedule's peak.
-        stages: of the strategy.
-        forward_first: all its forward passes come before the first backward pass.
+        layers: costs of the model's layers on this group's ranks.
+        ranges: the stage's layers, [low, high) for each chunk.
+        part: the device group.
+        replicas: replicas of the whole stage over which ZeRO shards states.
+        live: number of micro-batch chunks whose activations are held at the schedule's peak.
+        zero: ZeRO level 0 to 3.
+        stages: number of stages of the strategy.
+        forward_first: whether all forward passes of the stage come before its first backward pass.
     """
     once = zero >= 2 and stages > 1 and layers.shards_stages != "pass"
-    if once:  # what lies there is what ZeRO 1 leaves: nothing is divided between passes
+    if once:  # between passes, parameters and gradients are unsharded, as under ZeRO 1
         zero = 1
     held, gradients, optimizer = states(layers, ranges, replicas, zero)
     if once and forward_first and layers.shards_stages == "chunk":  # of the chunk in progress, and of the one before
         gradients *= min(1.0, CHUNKS_SUMMED / len(ranges))
-    whole = 0.0  # bytes of layers that lie there whole for as long as they are used
+    whole = 0.0  # bytes of layers that are in memory unsharded while they are used
     if zero >= 3 and replicas > 1:  # parameters and gradients of the layer in progress and of those gathered ahead
         own = layers.layer_parameters_of(ranges)
         if layers.experts and layers.expert_copies > 1:
@@ -211,7 +240,7 @@ def part_memory(
         whole = LAYERS_AHEAD * (layers.element_bytes + layers.gradient_bytes) * own
     if offload != "none":
         optimizer = 0.0
-    if offload == "parameters":  # of two layers, what was fetched and what goes back
+    if offload == "parameters":  # two layers' parameters, fetched, and their gradients, on the way back
         count = max(1, sum(high - low for low, high in ranges))
         whole = max(whole, LAYERS_AHEAD * (held + gradients) / count)
         held = gradients = 0.0

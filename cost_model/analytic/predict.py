@@ -1,8 +1,8 @@
-"""Predicts a job's step time and memory: a transformer, divided evenly, under a software stack on a cluster.
+"""Predicts step time and memory of a job: a transformer under a software stack, divided evenly over a cluster.
 
-A job's stages are equal; its strategy is evaluated like any other (`evaluate`). Ranks that do the same at the same time
-(tensor- and data-parallel ones) are simulated once, so the cost of a prediction depends on stages and micro-batches
-only.
+The job's degrees become a strategy with equal stages, which is evaluated like any other (`evaluate`). Ranks that do the
+same at the same time (tensor- and data-parallel ones) are simulated once, so the cost of a prediction depends only on
+the numbers of stages and micro-batches.
 
 Decision: 0157.
 """
@@ -31,18 +31,18 @@ from whale.ir.strategy import Degrees, DeviceGroup, ParallelStrategy, Stage, div
 
 @dataclass(frozen=True, slots=True)
 class JobPrediction:
-    """The prediction of one step.
+    """Holds the predicted time and memory of a job's step.
 
     Attributes:
-        step_s: the whole step; the next four add up to it.
-        compute_s: the busiest stage's kernels.
-        exposed_communication_s: communication of that stage that no kernel hides, point-to-point included.
-        bubble_s: time in which that stage waits.
-        update_s: gradient reduction and optimizer after the last backward pass.
+        step_s: seconds of the whole step; the next four add up to it.
+        compute_s: seconds in which the busiest stage runs kernels.
+        exposed_communication_s: seconds of that stage's communication that no kernel hides, sends included.
+        bubble_s: seconds in which that stage waits for others.
+        update_s: seconds of gradient reduction and optimizer after the last backward pass.
         strategy: the job's stages on the cluster's pools.
-        evaluation: of that strategy, stage by stage.
-        tasks, timeline: every pass, with start and end; its resource is the stage. Of a fully sharded step what the two
-            streams do (`sharded`) for the micro-batches that are played.
+        evaluation: the evaluation of that strategy, stage by stage.
+        tasks, timeline: every forward and backward pass with start and end, on its stage's stream. For a fully sharded
+            step (`sharded`), the kernels and collectives of the simulated micro-batches, on one stream each.
     """
 
     step_s: float
@@ -57,27 +57,33 @@ class JobPrediction:
 
     @property
     def stages(self) -> tuple[Footprint, ...]:
-        """Returns the memory of each stage's ranks; of unequal ranks, of the fullest ones."""
+        """Returns each stage's memory footprint: that of its fullest rank."""
         return tuple(max(stage.memory, key=lambda one: one.total_bytes) for stage in self.evaluation.stages)
 
     @property
     def peak_bytes(self) -> float:
-        """Returns the peak memory of the fullest rank."""
+        """Returns the bytes that the fullest of all ranks needs at its peak."""
         return max(stage.total_bytes for stage in self.stages)
 
     def memory_curve(self, stage: int) -> list[tuple[float, float]]:
-        """Returns (second, bytes of activations) of a stage over the step."""
+        """Returns (seconds since the start, bytes of activations) points of a stage over the step."""
         return memory_curve(self.tasks, self.timeline, [stage])
 
 
 def predict(
     t: Transformer, p: Degrees, stack: Stack, cluster: Cluster, profile: Profile | None = None
 ) -> JobPrediction:
-    """Simulates one step; measurements of a profile take the place of the formulas for layers.
+    """Predicts one training step of a transformer with equal stages on a cluster.
+
+    Args:
+        t: the model.
+        p: its parallel degrees, batch and recompute.
+        stack: the training software.
+        profile: measured layers to use instead of formulas; None: formulas only.
 
     Raises:
         PlanError: the plan does not fit the model (layers, heads, experts, batch).
-        ClusterError: the cluster has too few devices, or one without the stack's dtype.
+        ClusterError: the cluster has too few devices, or one that does not support the stack's dtype.
     """
     _check(t, p, profile)
     if p.selective:
@@ -107,37 +113,55 @@ def predict(
 
 
 def _check(t: Transformer, p: Degrees, profile: Profile | None) -> None:
-    """Raises PlanError if the plan does not fit the model, or no formula is known for it."""
+    """Raises PlanError if the plan does not fit the model, or needs formulas where a profile is given."""
     if t.heads % p.tensor or t.hidden % p.tensor:
-        raise PlanError("tensor-parallel ranks do not divide the heads", given=f"{p.tensor} ranks, {t.heads} heads")
+        raise PlanError(
+            "tensor-parallel ranks do not divide the heads",
+            given=f"{p.tensor} ranks, {t.heads} heads, hidden={t.hidden}",
+            expected="a divisor of heads and hidden",
+            action="change tensor in the plan",
+        )
     if p.experts > 1 and (t.experts % p.experts or p.replicas % p.experts or not t.experts):
         raise PlanError(
-            "so many ranks do not divide the experts",
+            "expert-parallel ranks do not divide the experts, or the ranks with the same parameters",
             given=f"{p.experts} ranks, {t.experts} experts, {p.replicas} ranks with the same parameters",
-            expected="a divisor of the experts of a layer and of the data-parallel ranks",
+            expected="a divisor of a layer's experts and of data x context",
+            action="change experts in the plan",
         )
     if t.sequence % p.context:
         raise PlanError(
-            "context-parallel ranks do not divide the sequence", given=f"{p.context} ranks, {t.sequence} tokens"
+            "context-parallel ranks do not divide the sequence",
+            given=f"{p.context} ranks, {t.sequence} tokens",
+            expected=f"a divisor of {t.sequence}",
+            action="change context in the plan",
         )
     if sum(p.stage_layers) not in (0, t.layers):
         raise PlanError(
-            "the stages' layers are not the model's", given=f"{sum(p.stage_layers)}", expected=f"{t.layers}"
+            "stage_layers do not add up to the model's layers",
+            given=f"{sum(p.stage_layers)} layers",
+            expected=f"{t.layers} layers",
+            action="change stage_layers in the plan, or leave them out for equal stages",
         )
     if profile and (p.zero >= 2 or p.context > 1):
         raise PlanError(
-            "fully sharded data parallelism and context parallelism are predicted by formulas only", given="a profile"
+            "fully sharded data parallelism and context parallelism cannot be predicted from a profile",
+            given=f"a profile, zero={p.zero}, context={p.context}",
+            expected="zero of 0 or 1, and context of 1",
+            action="leave out the profile, so that formulas are used, or change the plan",
         )
 
 
 def even_strategy(
     layers: int, p: Degrees, machines: Machines, dtype: str, has_experts: bool = False
 ) -> ParallelStrategy:
-    """Lays a job's stages on a cluster's pools.
+    """Converts a job's degrees into a strategy: assigns the devices of a cluster to its equal stages.
 
-    Neighbours are tensor-parallel, then context-parallel, then data-parallel, then stages.
+    Ranks are numbered with tensor-parallel ranks innermost, then context-, then data-parallel ranks, then stages. A
+    tensor-parallel group with devices of several kinds counts as one of the slowest kind.
 
-    A tensor-parallel group whose ranks are of several kinds counts as one of the slowest of them.
+    Args:
+        dtype: dtype of the products, by whose peak the slowest kind is found.
+        has_experts: whether the model has experts; else `p.experts` is ignored.
 
     Raises:
         PlanError: there are more stages than layers.

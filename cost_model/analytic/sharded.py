@@ -1,12 +1,12 @@
-"""Simulates one step of fully sharded data parallelism (ZeRO-2 and -3 as in PyTorch FSDP).
+"""Simulates one step of fully sharded data parallelism (ZeRO 2 and 3, as in PyTorch FSDP) on two streams.
 
-Whole layers are gathered and reduced on a network stream beside the kernels.
+Layers are gathered and reduced on a network stream, beside the kernels on the compute stream.
 
-Every micro-batch gathers each layer's parameters before its forward pass and, with ZeRO-3, again before its backward
-pass, and scatters the sum of its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most
-`LAYERS_AHEAD` gathered layers wait for the kernels (the same, section 3.4, rate limiter). What lies outside the layers
-(embedding and head) is gathered first and reduced last. In stacks that do not hide it, kernels wait for all of that,
-and the network's stream is empty.
+Every micro-batch all-gathers each layer's parameters before its forward pass and, with ZeRO 3, again before its
+backward pass, and reduce-scatters its gradients (Zhao et al., "PyTorch FSDP", 2023, sections 3.2 and 3.3). At most
+`LAYERS_AHEAD` gathered layers wait for the kernels (the same, section 3.4, rate limiter). Parameters outside the layers
+(embedding and head) are gathered first and reduced last. In stacks that do not overlap communication, it is counted as
+part of the passes, and the network stream is empty.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ PLAYED = 3
 
 @dataclass(frozen=True, slots=True)
 class ShardedUnit:
-    """A layer, or everything outside the layers: seconds of its passes, of their kernels, and of its communication.
+    """Holds the seconds of what FSDP wraps as one unit: a layer, or everything outside the layers.
 
-    Passes include communication that kernels wait for.
+    Attributes:
+        forward_s, backward_s: the passes, with communication that kernels wait for.
+        kernels_s: kernels of both passes.
+        gather_s: one all-gather of the parameters, beside kernels; 0 if kernels wait for it.
+        reduce_s: the reduce-scatter of the gradients, beside kernels; 0 if kernels wait for it.
     """
 
     forward_s: float
@@ -45,14 +49,15 @@ class ShardedUnit:
 
 @dataclass(frozen=True, slots=True)
 class ShardedPasses:
-    """All passes of a step that is fully sharded.
+    """Holds the simulated passes of a fully sharded step.
 
     Attributes:
-        passes_s: until the last gradient is reduced.
-        forward_s, backward_s: of one micro-batch, what it waits for included; as often as there are micro-batches they
-            make up `passes_s`.
-        compute_s: kernels of all micro-batches.
-        root, layers: what is outside the layers, and each layer.
+        passes_s: seconds until the last gradient is reduced.
+        forward_s, backward_s: seconds of one micro-batch, waits included; times the number of micro-batches they add up
+            to `passes_s`.
+        compute_s: seconds of the kernels of all micro-batches.
+        root: the unit of everything outside the layers.
+        layers: the unit of each layer.
     """
 
     passes_s: float
@@ -64,7 +69,10 @@ class ShardedPasses:
 
 
 def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> ShardedPasses:
-    """Computes the passes of a single-stage strategy by simulating up to `PLAYED` micro-batches."""
+    """Simulates the passes of a fully sharded strategy with one stage.
+
+    Only the first `PLAYED` micro-batches are simulated; each further one adds the time of the last of these.
+    """
     stage, count = strategy.stages[0], strategy.micro_batches
     group, copies = sharding_groups(machines, stage.parts, strategy.count_sharding(stage))
     group = group or machines.data_group(members(stage.parts))
@@ -87,7 +95,15 @@ def passes(model: Model, machines: Machines, strategy: ParallelStrategy) -> Shar
 def _units(
     model: Model, one: LayerCosts, group: Group, copies: Group | None, rates: Rates, zero: int, how: Recompute
 ) -> list[ShardedUnit]:
-    """Returns a unit for everything outside the layers, then a unit for each layer, on one kind of rank."""
+    """Returns the unit outside the layers, then one unit per layer, for one kind of rank.
+
+    Args:
+        one: costs of the layers on that kind of rank.
+        group: the ranks over which ZeRO shards.
+        copies: the ranks with the same shards (hybrid sharding), or None.
+        zero: ZeRO level, 2 or 3.
+        how: kind of recompute.
+    """
     first, last = one.edges
     outside = first.parameters + last.parameters - one.twice
     found = [_unit(ShardedLayer.price(model, group, rates, outside, zero, how, True, copies), first.plus(last))]
@@ -114,7 +130,9 @@ def _unit(moves: ShardedLayer, passes: tuple[Cost, Cost]) -> ShardedUnit:
 
 
 def _slowest(units: Sequence[ShardedUnit]) -> ShardedUnit:
-    """Takes the slowest times of a layer on unequal ranks, which wait for each other in every collective."""
+    """Returns one layer's unit with the slowest time of each part over unequal ranks, as these wait in every
+    collective.
+    """
     if len(units) == 1:
         return units[0]
     return ShardedUnit(
@@ -127,8 +145,12 @@ def _slowest(units: Sequence[ShardedUnit]) -> ShardedUnit:
 
 
 def simulate_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> list[float]:
-    """Returns the ends of each micro-batch's last pass and reduction, as `simulate` of `tasks` does, but many times
-    faster.
+    """Returns the seconds at which each micro-batch's last pass and reduction end.
+
+    Gives the same times as `simulate(tasks(...))`, but many times faster.
+
+    Args:
+        again: whether parameters are gathered again for the backward pass (ZeRO 3).
     """
     compute_s = network_s = 0.0  # when each stream is free
     ends: list[float] = []
@@ -157,7 +179,11 @@ def simulate_ends_s(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batc
 
 
 def tasks(root: ShardedUnit, layers: Sequence[ShardedUnit], micro_batches: int, again: bool) -> Tasks:
-    """Creates the tasks in order of issue: passes on the compute stream, gathers and reductions on the network's."""
+    """Creates simulator tasks in order of issue: passes on stream `COMPUTE`, gathers and reductions on `NETWORK`.
+
+    Args:
+        again: whether parameters are gathered again for the backward pass (ZeRO 3).
+    """
     found = Tasks()
     used: list[int] = []  # passes of layers, in order, which free a gathered layer
 

@@ -1,4 +1,4 @@
-"""Caches the costs of stages for a search."""
+"""Caches stage costs during a planner's search."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from whale.ir.strategy import ParallelStrategy, Stage
 
 
 class StageCosts:
-    """Caches stages' costs for a search, whose strategies mostly differ from each other in a stage or two.
+    """Caches stage costs during a search, in which most strategies differ from earlier ones in one or two stages only.
 
-    Stages whose layers differ in their places alone have one cost: a layer that moves from one end of the model to the
-    other changes the places of all between.
+    Stages whose layers differ only in position share one entry: moving a layer from one end of the model to the other
+    shifts the layers of all stages in between, but does not change their costs.
 
     Args:
-        model, machines: as for `stage_cost`.
+        model, machines: the model, and the cluster's devices, that costs are computed for (see `stage_cost`).
     """
 
-    MOST = 50_000  # of a kilobyte each; then it begins anew
+    MOST = 50_000  # entries, of about a kilobyte each; a full cache is emptied
 
     def __init__(self, model: Model, machines: Machines) -> None:
         self._model, self._machines = model, machines
@@ -29,7 +29,7 @@ class StageCosts:
         self.computed = 0  # costs that were not cached
 
     def find_alike(self, stage: Stage) -> tuple[tuple[int, int], ...]:
-        """Returns the ranges of the first layers that cost as much as a stage's."""
+        """Returns the first ranges of layers in the model that cost the same as a stage's, one per chunk."""
         known = self._alike
         try:
             return tuple([known[one] for one in stage.layers])
@@ -38,7 +38,12 @@ class StageCosts:
             return tuple([known[one] for one in stage.layers])
 
     def __call__(self, strategy: ParallelStrategy, index: int, live: int, ranks: int) -> StageCost:
-        """Returns `stage_cost`, cached by the stage, its neighbours' devices, and the strategy's settings."""
+        """Returns `stage_cost` of stage `index`, from the cache if an equivalent stage was costed before.
+
+        Args:
+            live: number of micro-batch chunks whose activations the stage holds at its peak.
+            ranks: number of ranks of the whole strategy.
+        """
         stages, count, ranks = strategy.stages, len(strategy.stages), round_ranks(ranks)
         stage, before, after = stages[index], stages[index - 1].parts, stages[(index + 1) % count].parts
         layers = self.find_alike(stage)
@@ -54,8 +59,8 @@ class StageCosts:
             strategy.shard_ranks,
             strategy.expert_ranks,
         )
-        # Of the other stages what matters is whether there are any on both sides, on which devices, and how many passes
-        # of a chunk follow each other, or whether all do (see `stage_memory`).
+        # A stage's cost depends on other stages only by whether there are any before and after it, by their devices, by
+        # the number of passes behind which its reduction hides, and by whether all forward passes come first.
         key = (
             own,
             index == 0,

@@ -1,7 +1,8 @@
 """Computes the cost of one stage of a strategy: seconds of its passes and of the end of the step, memory of its ranks.
 
-Stages may be unequal, their parts of unequal devices and rows; a layer's experts are on several replicas. A search
-computes many stages, so a stage costs microseconds.
+Stages may be unequal; the device groups of a stage (`Stage.parts`) may be of different devices with different numbers
+of rows; the experts of a layer may be divided over replicas. A search computes many stages, so this code is written to
+cost microseconds per stage.
 
 Decisions: 0056, 0207.
 """
@@ -39,23 +40,24 @@ VIEWS_S = 2e-6
 CHANNEL_BYTES_PER_S = 20e9
 
 COUNT_BYTES = 8  # of the number of tokens that one rank sends to an expert
-PASSES = 2  # of a micro-batch; what the forward pass told, the backward pass knows
+PASSES = 2  # forward and backward, over which the counts of tokens are spread: only the forward pass exchanges them
 
 Passes = tuple[list[float], list[float], int]  # see `passes_of`
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The cost of one stage: seconds of its passes (per chunk, sends included), of the end of the step, and memory.
+    """Holds the cost of one stage: seconds of its passes and of the end of the step, and memory of its ranks.
 
     Attributes:
-        forward_s, backward_s: of one micro-batch, by chunk, on the slowest part.
-        send_s: part of both, to the next stage and to the one before, all chunks.
-        reduce_s, update_s: of the gradients' sum and of the optimizer, after the last micro-batch.
-        limiting: number of the part whose passes are the longest.
-        memory: of each part's ranks.
-        lacking_bytes: by how much the worst part does not fit (negative: what is left).
-        held_bytes: what the limiting part keeps of one micro-batch for its backward pass, by chunk.
+        forward_s, backward_s: seconds of one micro-batch for each chunk on the slowest device group, sends included.
+        send_s: seconds of the sends to the next and the previous stage in both passes, all chunks.
+        reduce_s: seconds of gradient reduction after the last micro-batch.
+        update_s: seconds of the optimizer.
+        limiting: index of the device group whose passes take longest.
+        memory: memory of a rank of each device group.
+        lacking_bytes: bytes by which the worst device group's memory is too small; negative: bytes left.
+        held_bytes: activations of one micro-batch that the limiting group keeps for its backward pass, for each chunk.
     """
 
     forward_s: tuple[float, ...]
@@ -70,25 +72,31 @@ class StageCost:
 
 
 def fully_sharded(model: Model, strategy: ParallelStrategy) -> bool:
-    """Tells whether each micro-batch gathers and reduces all layers beside its kernels: ZeRO 2 or 3 with one stage.
+    """Returns True if the step is one of plain FSDP: ZeRO 2 or 3, one stage of one chunk, no offload, no experts.
 
-    Such a step is simulated layer by layer (`sharded`); with stages, experts or offload, communication
-    is counted beside the kernels of each pass.
+    Such a step gathers and reduces layers beside kernels and is simulated layer by layer (`sharded`). In all other
+    strategies, communication is added to, or overlapped with, the kernels of each pass by a formula.
     """
     one = len(strategy.stages) == 1 and strategy.chunks == 1
     return strategy.zero >= 2 and one and strategy.offload == "none" and not model.experts
 
 
 def find_level(model: Model, strategy: ParallelStrategy) -> int:
-    """Returns the level of ZeRO by which a step gathers and sums: 1 also where a pipeline does so once a step."""
+    """Returns the ZeRO level that describes when a step gathers and reduces.
+
+    It is 1 also for ZeRO 2 and 3 if pipeline stages do both only once per step (`Stack.shards_stages`).
+    """
     once = model.stack.shards_stages != "pass" and len(strategy.stages) > 1
     return min(strategy.zero, 1) if once else strategy.zero
 
 
 def experts_s(group: Group, one: LayerCosts) -> float:
-    """Returns the seconds in which one pass of a layer exchanges tokens with a group's experts.
+    """Returns the seconds of the all-to-all of tokens with a group's experts, in one pass of one layer.
 
-    Before, each rank tells all how many tokens it sends to each expert.
+    Includes the all-gather in which each rank first announces how many tokens it sends to each expert.
+
+    Args:
+        one: costs of the layers, whose `routed` describes the tokens; 0 seconds if the model has no experts.
     """
     if one.routed is None:
         return 0.0
@@ -97,7 +105,11 @@ def experts_s(group: Group, one: LayerCosts) -> float:
 
 
 def _beside_s(kernels_s: float, exchange_s: float, part: float, lost: float) -> float:
-    """Returns the seconds of kernels and of an exchange, a part of which runs beside other kernels as long."""
+    """Returns the seconds of kernels plus an all-to-all of which the fraction `part` overlaps kernels.
+
+    Args:
+        lost: fraction of the device's multiprocessors that the overlapped all-to-all takes from kernels.
+    """
     hidden_s = min(part * exchange_s, kernels_s)
     return kernels_s + lost * hidden_s + exchange_s - hidden_s
 
@@ -112,13 +124,14 @@ def stage_cost(
     passes: Passes | None = None,
     alike: Stage | None = None,
 ) -> StageCost:
-    """Returns the cost of stage `index`.
+    """Computes the cost of stage `index` of a strategy.
 
     Args:
-        live: chunks of micro-batches that its schedule holds at its peak (see `strategy.live_chunks`).
-        ranks: of the whole job, of which the slowest sets the pace.
-        passes: what `passes_of` says of the stage, where it is known.
-        alike: the stage with other layers that cost as much.
+        live: number of micro-batch chunks whose activations the stage holds at its peak (see `count_live_chunks`).
+        ranks: number of ranks of the whole job, of which the slowest sets the pace.
+        passes: what `passes_of` returns for the stage, if known.
+        alike: the stage with its layers replaced by others that cost the same (see `StageCosts`); None: the stage
+            itself.
     """
     stage, count = alike or strategy.stages[index], len(strategy.stages)
     hidden = model.stack.overlaps_sends and strategy.chunks > 1
@@ -127,12 +140,12 @@ def stage_cost(
     experts = [one.experts_of(stage.layers) for one in costs]
     to_next_s, to_previous_s = (0.0, 0.0) if count == 1 or hidden else _sends_s(model, machines, strategy, index, stage)
     ahead, back, limiting = passes or passes_of(model, machines, strategy, stage, ranks)
-    # The model's last chunk has nobody to send its results to, the first one nobody to send its gradients to.
+    # The model's last chunk sends no activations, the first one no gradients.
     last = count * strategy.chunks - 1
     at = range(index, last + 1, count)
     sent_ahead_s = [to_next_s if i < last else 0.0 for i in at]
     sent_back_s = [to_previous_s if i > 0 else 0.0 for i in at]
-    if model.stack.receives_block:  # as much comes from each neighbour as goes there
+    if model.stack.receives_block:  # what a neighbour sends takes as long as what is sent there
         sent_ahead_s = [s + (to_previous_s if i > 0 else 0.0) for i, s in zip(at, sent_ahead_s)]
         sent_back_s = [s + (to_next_s if i < last else 0.0) for i, s in zip(at, sent_back_s)]
     # The gradients of experts are summed only where several replicas have these.
@@ -168,7 +181,9 @@ def _costs_of(model: Model, strategy: ParallelStrategy, stage: Stage, ranks: int
 def _sends_s(
     model: Model, machines: Machines, strategy: ParallelStrategy, index: int, stage: Stage
 ) -> tuple[float, float]:
-    """Returns the seconds to send a micro-batch to the next stage and to the previous one, each on the slowest path."""
+    """Returns the seconds to send one micro-batch to (the next stage, the previous stage), over the slowest link of
+    each.
+    """
     stages, sends, ranks = strategy.stages, [0.0, 0.0], stage.ranks
     for way, other in enumerate((index + 1, index - 1)):
         neighbour = stages[other % len(stages)].parts
@@ -183,8 +198,8 @@ def _sends_s(
 def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stage: Stage, ranks: int) -> Passes:
     """Returns the seconds of a stage's forward and backward pass over one micro-batch, without sends between stages.
 
-    Of a stage on several groups of devices (``stage.parts``), the slowest group counts. The seconds depend only on the
-    stage and the strategy's settings, not on other stages.
+    If the stage has several device groups (``stage.parts``), the slowest counts. The seconds depend only on the stage
+    and the strategy's settings, not on other stages, so a search can cache them.
 
     Returns:
         (forward seconds of each chunk, backward seconds of each chunk, index in ``stage.parts`` of the slowest group).
@@ -209,19 +224,22 @@ def passes_of(model: Model, machines: Machines, strategy: ParallelStrategy, stag
 
 
 def members(parts: Sequence[DeviceGroup]) -> tuple[tuple[int, int, int], ...]:
-    """Returns (pool, tensor, replicas) of parts, as `Machines.data_group` expects them."""
+    """Returns (pool, tensor-parallel degree, replicas) of each device group, the form that `Machines.data_group`
+    takes.
+    """
     return tuple((part.pool, part.tensor, part.replicas) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """The communication of a stage in every pass, beside its kernels or between them.
+    """Holds what a stage communicates during each pass: ZeRO's gathers and reductions, experts' all-to-all, offload
+    copies.
 
     Attributes:
-        data: the replicas over which ZeRO divides a part's states; None: there is one replica only.
-        experts: the replicas that together have a layer's experts, of several such groups the slowest; None: each has
-            all.
-        copies: the ranks with the same part of the states; None: there is one.
+        data: the replicas over which ZeRO shards states; None if there is only one.
+        experts: the replicas over which a layer's experts are divided (the slowest such group); None if each replica
+            has all experts.
+        copies: the ranks that hold the same shard of the states (hybrid sharding); None if no two do.
     """
 
     model: Model
@@ -245,10 +263,11 @@ class _Moves:
         return _Moves(model, machines, strategy, stage, data, experts, copies)
 
     def passes_s(self, part: DeviceGroup, one: LayerCosts, low: int, high: int) -> tuple[float, float]:
-        """Returns the seconds of both passes of layers low..high-1, including communication.
+        """Returns the seconds of (forward, backward) pass of layers low..high-1, including communication.
 
-        The all-to-all of experts is between kernels. Gathers and offload copies overlap the previous layer's
-        kernels, gradients overlap the next one's: the longer of the two counts, and one layer of the other.
+        Experts' all-to-all runs between kernels. Gathers and offload copies overlap the kernels of the previous layer,
+        gradient reductions those of the next one; so the longer of the two counts for every layer, and the other for
+        one layer.
         """
         count, ranges, strategy = high - low, ((low, high),), self.strategy
         forward_s, backward_s = one.forward(low, high) / count, one.backward(low, high) / count
@@ -281,15 +300,15 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True)
 class ShardedLayer:
-    """The communication of ZeRO 2 and 3 for one layer in every micro-batch, beside its kernels or around them.
+    """Holds the communication of ZeRO 2 and 3 for one layer and one micro-batch.
 
     Attributes:
-        gather_s: of its parameters, before the forward pass.
-        again_s: of its parameters for the backward pass; only with ZeRO 3.
-        reduce_s: of the sum of its gradients, scattered.
-        copy_s: of its gradients into and out of what is sent.
-        lost: part of the multiprocessors that run collectives instead of the kernels beside them.
-        hidden: whether they run beside kernels; else kernels wait.
+        gather_s: seconds to all-gather its parameters before the forward pass.
+        again_s: seconds to all-gather them again for the backward pass; 0 unless ZeRO 3.
+        reduce_s: seconds to reduce-scatter its gradients.
+        copy_s: seconds to copy its gradients into and out of communication buffers.
+        lost: fraction of the device's multiprocessors that collectives take from the kernels beside them.
+        hidden: whether the collectives overlap kernels; if not, kernels wait for them.
     """
 
     gather_s: float
@@ -310,11 +329,16 @@ class ShardedLayer:
         outside: bool = False,
         copies: Group | None = None,
     ) -> ShardedLayer:
-        """Computes the communication of so many parameters of one rank, over a group of replicas.
+        """Computes the communication of ZeRO for some parameters of one rank over a group of replicas.
 
-        `outside`: they are the parameters outside the layers. `copies`: the ranks that have the same part of them,
-        which sum its gradients once these are scattered (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section
-        3.2.2).
+        Args:
+            group: the replicas over which ZeRO shards the parameters.
+            parameters: number of parameters.
+            zero: ZeRO level, 2 or 3.
+            how: kind of recompute.
+            outside: whether these are the parameters outside the layers (embedding and head).
+            copies: ranks that hold the same shard, which all-reduce its gradients after the reduce-scatter (hybrid
+                sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2); None: no two do.
         """
         stack = model.stack
         tensors = (MATRICES_OUTSIDE, TENSORS_OUTSIDE) if outside else (MATRICES_PER_LAYER, TENSORS_PER_LAYER)
@@ -335,20 +359,22 @@ class ShardedLayer:
         )
 
     def forward_s(self, kernels_s: float) -> float:
-        """Returns the seconds of the forward pass's kernels, slowed down by overlapping collectives."""
+        """Returns the seconds of the forward pass's kernels, slowed down by the collectives that overlap them."""
         return kernels_s + self.lost * min(self.gather_s, kernels_s)
 
     def backward_s(self, kernels_s: float) -> float:
-        """Returns the seconds of the backward pass's kernels and copies, slowed down by overlapping collectives."""
+        """Returns the seconds of the backward pass's kernels and gradient copies, slowed down by collectives that
+        overlap them.
+        """
         kernels_s += self.copy_s
         return kernels_s + self.lost * min(self.again_s + self.reduce_s, kernels_s)
 
 
 def _predict_sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of one all-gather or reduce-scatter of a tensor that is divided over a group's ranks.
+    """Returns the seconds of one all-gather or reduce-scatter of a tensor that is sharded over a group's ranks.
 
-    If its pieces are views in a list, each is copied by a separate kernel launch of the framework:
-    that takes equally long for small and large tensors, and grows with the group.
+    If the software copies a tensor shard by shard (`Stack.shards_tensors`), each shard costs one kernel launch; that
+    time does not depend on the tensor's size and grows with the group.
     """
     moved_s = all_gather_s(group, tensor_bytes)
     if not stack.shards_tensors:
@@ -358,14 +384,15 @@ def _predict_sharded_s(stack: Stack, rates: Rates, group: Group, tensor_bytes: f
 
 
 def rates_of_part(model: Model, machines: Machines, part: DeviceGroup) -> Rates:
-    """Returns the rates of one device of a part."""
+    """Returns the rates (FLOP/s, bytes/s) of one device of a device group under the model's stack."""
     return machines.rates(part.pool, model.stack.dtype, model.stack.kernel_time)
 
 
 def sharding_groups(machines: Machines, parts: Sequence[DeviceGroup], ways: int) -> tuple[Group | None, Group | None]:
-    """Returns the group of `ways` replicas over which ZeRO divides states, and that of ranks with equal parts of them.
+    """Returns (group of `ways` replicas over which ZeRO shards states, group of ranks that hold the same shard).
 
-    None: such a group would have one rank.
+    Either is None if it would have one rank only. The second is for hybrid sharding, where `ways` is less than all
+    replicas.
     """
     data = machines.data_group(_first(parts, ways)) if ways > 1 else None
     if ways == sum(part.replicas for part in parts):
@@ -374,7 +401,9 @@ def sharding_groups(machines: Machines, parts: Sequence[DeviceGroup], ways: int)
 
 
 def _apart(parts: Sequence[DeviceGroup], ways: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns every `ways`-th replica of the parts, as members of a group."""
+    """Returns every `ways`-th replica of some device groups, in the form of `members`: the ranks that hold the same
+    shard.
+    """
     found, passed = [], 0
     for pool, tensor, count in members(parts):
         taken = -(-(passed + count) // ways) - -(-passed // ways)
@@ -385,7 +414,7 @@ def _apart(parts: Sequence[DeviceGroup], ways: int) -> tuple[tuple[int, int, int
 
 
 def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns the first ``replicas`` replicas of the parts, which are neighbours, as members of a group."""
+    """Returns the first ``replicas`` replicas of some device groups, which are neighbours, in the form of `members`."""
     if replicas == sum(part.replicas for part in parts):
         return members(parts)
     found, left = [], replicas
@@ -397,7 +426,9 @@ def _first(parts: Sequence[DeviceGroup], replicas: int) -> tuple[tuple[int, int,
 
 
 def _neighbours(parts: Sequence[DeviceGroup], ways: int) -> list[tuple[tuple[int, int, int], ...]]:
-    """Returns the different groups of `ways` neighbouring replicas, as members of a group."""
+    """Cuts the replicas of some device groups into groups of `ways` neighbours; returns each different kind of group
+    once.
+    """
     found: dict[tuple[tuple[int, int, int], ...], None] = {}
     group: list[tuple[int, int, int]] = []
     room = ways
@@ -417,7 +448,11 @@ def _neighbours(parts: Sequence[DeviceGroup], ways: int) -> list[tuple[tuple[int
 
 
 def _overlap_layers_s(compute_s: float, moved_s: float, count: int) -> float:
-    """Returns the seconds of `count` layers with overlapping kernels and communication, given each layer's seconds."""
+    """Returns the seconds of `count` layers whose communication overlaps the kernels of the layer before or after.
+
+    Args:
+        compute_s, moved_s: seconds of one layer's kernels, and of its communication.
+    """
     return count * max(compute_s, moved_s) + (min(compute_s, moved_s) if moved_s else 0.0)
 
 
@@ -429,11 +464,16 @@ def reduction_s(
     zero: int,
     shard_ranks: int = 0,
 ) -> float:
-    """Returns the seconds to sum a stage's gradients over its replicas after the last pass; of the slowest part.
+    """Returns the seconds to reduce a stage's gradients over its replicas after the last pass, on the slowest device
+    group.
+
+    0 for ZeRO 2 and 3, which reduce during the passes. ZeRO 1 includes the all-gather of updated parameters.
 
     Args:
-        parameters: of each part's ranks.
-        shard_ranks: replicas over which ZeRO divides states (0: all).
+        parts: the stage's device groups.
+        parameters: number of parameters on a rank of each group.
+        zero: ZeRO level 0 to 3.
+        shard_ranks: number of replicas over which ZeRO shards states; 0: all.
     """
     replicas = sum(part.replicas for part in parts)
     if zero >= 2 or replicas == 1:
@@ -463,10 +503,12 @@ def _update_s(
     dense: Sequence[float],
     experts: Sequence[float],
 ) -> float:
-    """Returns the seconds of the optimizer on the slowest part: measured, or by the memory's rate and the launches.
+    """Returns the seconds of the optimizer on the slowest device group.
+
+    Measured seconds are used if there are any; else the longer of memory traffic and kernel launches.
 
     Args:
-        dense, experts: parameters of each part's ranks.
+        dense, experts: number of parameters outside experts, and in experts, on a rank of each device group.
     """
     stack, found = model.stack, 0.0
     replicas = strategy.count_sharding(stage) if strategy.zero >= 1 else 1
@@ -491,9 +533,9 @@ def _update_s(
 
 
 def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: int) -> float:
-    """Returns the seconds of an update in the host's memory.
+    """Returns the seconds of an optimizer update on the host's processors, for `parameters` of one rank.
 
-    That includes copying gradients to the host and weights back, unless they are there anyway.
+    With `offload="optimizer"`, includes copying gradients to the host and weights back.
     """
     moved_s = 2 * element_bytes * parameters / pool.host_bytes_per_s if offload == "optimizer" else 0.0
     return moved_s + parameters * pool.host_devices / HOST_UPDATES_PER_S
@@ -502,10 +544,13 @@ def _on_host_s(pool: Pool, parameters: float, offload: Offload, element_bytes: i
 def stage_memory(
     settings: ParallelStrategy, stage: Stage, costs: Sequence[LayerCosts], live: int, stages: int
 ) -> tuple[Footprint, ...]:
-    """Returns the bytes of a rank of each part of a stage with `live` micro-batch chunks at its peak.
+    """Returns the memory footprint of a rank of each device group of a stage.
 
     Args:
-        stages: of the strategy.
+        settings: the strategy, for ZeRO, offload and micro-batches.
+        costs: costs of the layers on each group's ranks.
+        live: number of micro-batch chunks whose activations are held at the peak.
+        stages: number of stages of the strategy.
     """
     zero, offload, replicas = settings.zero, settings.offload, settings.count_sharding(stage)
     forward_first = len(stage.layers) > 1 and settings.micro_batches < 2 * stages  # see `schedule_interleaved`
@@ -522,7 +567,11 @@ def lacking_bytes(
     costs: Sequence[LayerCosts],
     memory: Sequence[Footprint],
 ) -> float:
-    """Returns the bytes by which the worst part's ranks exceed their device's memory, or their host's with offload."""
+    """Returns the bytes by which the worst device group's ranks exceed their device's memory, or their host's with
+    offload.
+
+    Negative: bytes that are left.
+    """
     lacking = max([f.total_bytes - machines.pools[p.pool].memory_bytes for f, p in zip(memory, stage.parts)])
     if settings.offload != "none":
         for part, one in zip(stage.parts, costs):

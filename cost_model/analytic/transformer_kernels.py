@@ -1,10 +1,11 @@
-"""Lists the kernels and collectives of one rank, for each layer of a decoder-only transformer and outside its layers.
+"""Lists the kernels and collectives that one rank runs for a layer of a decoder-only transformer, and outside its
+layers.
 
 Shapes follow Megatron-LM (Shoeybi et al., 2019; Narayanan et al., SC 2021): T = micro-batch x sequence tokens, h
 hidden, t tensor-parallel ranks. The bytes of pointwise kernels are those of Korthikanti et al., "Reducing activation
 recomputation in large transformer models", 2022, section 4, plus the bytes that each kernel writes: `2 e` for an
-element that is read and written, `3 e` for two that are read and one that is written, 1 for a dropout's mask. The last
-number of a `Streaming` counts the kernels that eager frameworks launch for it.
+element that is read and written, `3 e` for two that are read and one that is written, 1 for a dropout mask, where e is
+the bytes of an element. The last number of a `Streaming` is how many kernels eager frameworks launch for it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from cost_model.analytic.transformer import LayerShare, Transformer
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`batch` products [m, k] x [k, n]; `weights`: of a layer's weights or for them (float8 serves only these).
+    """Represents `batch` matrix products [m, k] x [k, n].
 
-    `cast_before`: its operands are those of other products, for which they were cast to the weights' dtype.
+    Attributes:
+        name: by which a `Collective` refers to the product that hides it.
+        weights: whether an operand or the result is a layer's weights or their gradient; only such products run in FP8.
+        cast_before: whether its operands were already cast to the weights' dtype for an earlier product.
     """
 
     name: str
@@ -34,7 +38,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """One or more kernels that move so many bytes of memory."""
+    """Represents kernels that are bound by memory: `kernels` launches that together read and write `moved_bytes`."""
 
     name: str
     moved_bytes: float
@@ -43,7 +47,12 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Fused attention: FLOPs that are really done (a causal mask skips half)."""
+    """Represents a fused attention kernel.
+
+    Attributes:
+        flops: FLOPs that are executed; a causal mask skips half of them.
+        sequence: tokens of the sequence that the kernel works on, on which its efficiency depends.
+    """
 
     name: str
     flops: float
@@ -52,9 +61,14 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Communication inside the tensor-parallel or the context-parallel group.
+    """Represents a collective of the tensor-parallel or context-parallel group.
 
-    `over`: the products or attention that hide all but a part `exposed` of it.
+    Attributes:
+        kind: a key of `collectives.COLLECTIVES`, e.g. `all_reduce`.
+        tensor_bytes: bytes of the whole tensor.
+        over: names of the products or attention kernels that the collective overlaps.
+        exposed: fraction of the collective that does not overlap them.
+        along: the group that communicates.
     """
 
     name: str
@@ -89,9 +103,10 @@ NORM_BACKWARD = 2.5
 
 
 def _pair_flops(t: Transformer, p: LayerShare, stack: Stack) -> float:
-    """Returns the FLOPs of one rank's heads: two products, on the pairs of tokens that attend to each other.
+    """Returns the FLOPs of fused attention for one rank's heads: two products over all token pairs that the mask
+    leaves.
 
-    With dropout, more by what its random numbers take.
+    With dropout, multiplied by `ATTENTION_DROPOUT` for the time of its random numbers.
     """
     heads = max(1, t.heads // p.tensor)
     flops = 2.0 * p.rows * heads * t.attended * (t.key_head + t.value_head) / p.context
@@ -99,15 +114,15 @@ def _pair_flops(t: Transformer, p: LayerShare, stack: Stack) -> float:
 
 
 def _block(t: Transformer, p: LayerShare) -> int:
-    """Returns the tokens of a sequence that one fused attention kernel is about."""
+    """Returns the number of tokens of a sequence that one fused attention kernel works on (`Attention.sequence`)."""
     return max(1, min(t.window or t.sequence, t.sequence) // p.context)
 
 
 def _round(t: Transformer, p: LayerShare, stack: Stack, times: float, over: tuple[str, ...]) -> list[Op]:
-    """Lists what context parallelism sends: each rank's keys and values go round, beside the attention to the last.
+    """Lists the ring exchange of keys and values under context parallelism, which overlaps attention; [] without it.
 
-    The blocks of all others pass each rank (Liu et al., "Ring attention", 2023, section 3); in the backward pass their
-    gradients as well, with `times` as many bytes.
+    Each rank passes on the blocks of all others (Liu et al., "Ring attention", 2023, section 3). In the backward pass,
+    gradients go round as well, so `times` as many bytes are sent.
     """
     if p.context == 1:
         return []
@@ -117,7 +132,10 @@ def _round(t: Transformer, p: LayerShare, stack: Stack, times: float, over: tupl
 
 
 def _core_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels of scores, softmax, dropout and context, which selective recompute repeats."""
+    """Lists the kernels of attention between its input and output products: scores, softmax, dropout and context.
+
+    Selective recompute of the module `core` repeats these. With fused attention it is one kernel.
+    """
     e = stack.element_bytes
     b, s, own, k, v = p.rows, t.sequence, -(-t.sequence // p.context), t.key_head, t.value_head
     heads = max(1, t.heads // p.tensor)
@@ -148,9 +166,11 @@ def _core_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def _widths(t: Transformer, p: LayerShare) -> list[tuple[str, int, int]]:
-    """Returns (name, width of a rank's result, width of its operand) of the products that make queries, keys, values.
+    """Returns (name, width of a rank's result, width of its operand) of the products that compute queries, keys and
+    values.
 
-    Heads of keys that are fewer than ranks lie on several. What latent attention projects down, every rank does.
+    If there are fewer key-value heads than tensor-parallel ranks, several ranks compute the same head. Latent
+    attention's projections to the latent widths are computed by every rank.
     """
     w = p.tensor
     if not t.latent:
@@ -164,7 +184,8 @@ def _widths(t: Transformer, p: LayerShare) -> list[tuple[str, int, int]]:
 
 
 def _rotate(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernel of rotary position embeddings (RoPE), forward or backward: it reads and writes queries and keys.
+    """Lists the kernel of rotary position embeddings (RoPE), forward or backward, which reads and writes queries and
+    keys.
 
     Multi-head latent attention rotates a part of each head's queries, and one key for all heads.
     """
@@ -213,12 +234,15 @@ def layer_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels of one layer's backward pass on one rank, including recomputed ones, in order."""
+    """Lists the kernels of one layer's backward pass on one rank, in order, beginning with those that recompute
+    activations.
+    """
     e = stack.element_bytes
     T, h, f, w = p.tokens(t), t.hidden, t.inner, p.tensor
     whole = float(T * h)
     own = whole / w if p.sequence_parallel else whole
-    # Gradient of the dropout, and of the bias before it. Without dropout nothing is left of it: the sum copies nothing.
+    # Gradients of dropout and of the bias before it. Without dropout there is no kernel: the residual sum passes its
+    # gradient on as it is.
     drop_1 = _pointwise("dropout 1 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
     drop_2 = _pointwise("dropout 2 gradient", (3 * e + 1) * own, stack) if stack.dropout else []
     norm = (NORM_BACKWARD * stack.norm_bytes + 3 * e) * own  # and the sum with the residual's gradient
@@ -271,7 +295,9 @@ def layer_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 def _products_backward(
     t: Transformer, p: LayerShare, products: list[tuple[str, int, int]], accumulate_bytes: float
 ) -> list[Op]:
-    """Lists the gradients of both operands of the products that make queries, keys and values, the last one first."""
+    """Lists the gradients of the products in `products` (queries, keys and values), of both operands, the last product
+    first.
+    """
     ops: list[Op] = []
     for name, wide, deep in reversed(products):
         ops += [
@@ -283,12 +309,14 @@ def _products_backward(
 
 
 def count_shared_rows(t: Transformer, p: LayerShare) -> int:
-    """Returns the rows that the experts of all tokens get together."""
+    """Counts the rows of a rank's tokens in its shared experts: each token counts once per shared expert."""
     return p.tokens(t) * t.shared_experts
 
 
 def _list_shared_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the products of experts that all tokens go through, as one wide network; none without them."""
+    """Lists the products of shared experts, which all tokens go through, as those of one wide network; [] without
+    any.
+    """
     if not t.shared_experts:
         return []
     T, h, f, first = p.tokens(t), t.hidden, t.shared_experts * t.inner // p.tensor, t.products_per_network - 1
@@ -313,8 +341,8 @@ def _list_shared_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[O
     ]
 
 
-# What selective recomputation may repeat, by the names of its kernels in the forward pass. `core` is scores and
-# softmax, which fused attention makes again in any case.
+# The forward kernels of each module that selective recomputation may repeat (`Stack.selective`). The module `core`,
+# scores and softmax, is not listed: see `_core_forward`.
 MODULES: dict[str, tuple[str, ...]] = {
     "norms": ("norm 1", "norm 2"),
     "activation": ("activation", "shared activation"),
@@ -324,8 +352,10 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 
 def _list_repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists what selective recomputation repeats: the modules that the stack names, and its part of all other kernels
-    but scores and softmax.
+    """Lists the forward kernels that selective recomputation repeats.
+
+    These are the kernels of the stack's modules (`Stack.selective`), and the fraction `Stack.selective_part` of all
+    others but softmax and attention dropout.
     """
     core = [] if stack.fused_attention or "core" not in stack.selective else _core_forward(t, p, stack)
     names = {name for module in stack.selective for name in MODULES.get(module, ())}
@@ -335,7 +365,7 @@ def _list_repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
     for op in layer_forward(t, p, stack):
         if op.name in names:
             again.append(op)
-        elif isinstance(op, Matmul) and op.weights and stack.selective_part:  # of so many rows: a part of the products
+        elif isinstance(op, Matmul) and op.weights and stack.selective_part:  # fewer rows stand for fewer products
             again.append(replace(op, m=max(1, round(op.m * stack.selective_part))))
         elif isinstance(op, Streaming) and op.name not in ("softmax", "attention dropout") and stack.selective_part:
             again.append(replace(op, moved_bytes=op.moved_bytes * stack.selective_part))
@@ -343,7 +373,9 @@ def _list_repeated(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
-    """Returns (tokens of one expert, experts of a rank) if tokens are balanced; without experts (all tokens, 1)."""
+    """Returns (tokens per expert, experts per rank), assuming that the router balances tokens; (all tokens, 1) without
+    experts.
+    """
     tokens = p.tokens(t)
     if not t.experts:
         return tokens, 1
@@ -351,7 +383,9 @@ def expert_rows(t: Transformer, p: LayerShare) -> tuple[int, int]:
 
 
 def _list_routing(t: Transformer, p: LayerShare, stack: Stack, kernels: int) -> list[Op]:
-    """Lists the kernels that choose experts and copy tokens to and from the buffers of the all-to-all."""
+    """Lists the kernels that route tokens to experts and copy them to and from the all-to-all's buffers; [] without
+    experts.
+    """
     if not t.experts:
         return []
     tokens = p.tokens(t)
@@ -365,14 +399,17 @@ def _list_routing(t: Transformer, p: LayerShare, stack: Stack, kernels: int) -> 
 
 
 def _list_router(t: Transformer, p: LayerShare) -> list[Op]:
-    """Lists the product that chooses each token's experts; none without them."""
+    """Lists the router's product, whose result chooses each token's experts; [] without experts."""
     return [Matmul("router", p.tokens(t), t.experts, t.hidden)] if t.experts else []
 
 
 def _enter(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
-    """Lists what comes before a column-parallel product: nothing, or the gather of the sequence.
+    """Lists the all-gather before a column-parallel product under sequence parallelism; [] without it.
 
-    Operands of products with weights are gathered as they were cast for these; `product` is empty for the logits.
+    Args:
+        elements: elements of the gathered tensor.
+        product: name of the product; "" for the logits, whose operand is gathered in the activations' dtype. Operands
+            of products with weights are gathered in the dtype they are multiplied in.
     """
     if not p.sequence_parallel or p.tensor == 1:
         return []
@@ -381,7 +418,7 @@ def _enter(p: LayerShare, elements: float, stack: Stack, product: str) -> list[O
 
 
 def _leave(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
-    """Lists what comes after a row-parallel product: the sum, whole or scattered over the sequence."""
+    """Lists the collective after a row-parallel product: all-reduce, or reduce-scatter under sequence parallelism."""
     e = stack.element_bytes
     if p.tensor == 1:
         return []
@@ -391,14 +428,15 @@ def _leave(p: LayerShare, elements: float, stack: Stack, product: str) -> list[O
 
 
 def _in_pieces(stack: Stack, product: str) -> tuple[tuple[str, ...], float]:
-    """Returns what hides a sequence-parallel collective, and the part of it that nothing hides."""
+    """Returns (products that hide a sequence-parallel collective, fraction of it that stays exposed)."""
     hidden = stack.hides_sequence_parallel
     return ((product,), 1.0 - hidden) if hidden and product else ((), 0.0)
 
 
 def _back(p: LayerShare, elements: float, stack: Stack, weight: str) -> list[Op]:
-    """Lists the all-reduce of a column-parallel product's input gradients, which some stacks overlap with the weight's
-    gradient.
+    """Lists the reduction of a column-parallel product's input gradients over the tensor-parallel group.
+
+    Some stacks overlap it with the product of the weight's gradient, named `weight`.
     """
     e = stack.element_bytes
     if p.tensor == 1:
@@ -408,10 +446,11 @@ def _back(p: LayerShare, elements: float, stack: Stack, weight: str) -> list[Op]
 
 
 def _regather(p: LayerShare, elements: float, stack: Stack, product: str) -> list[Op]:
-    """Lists the gathers of a product's operand (or output's gradient) in a sequence-parallel backward pass.
+    """Lists the all-gather of a product's operand or output gradient in a sequence-parallel backward pass; [] without
+    it.
 
-    Row-parallel products gather the output's gradient before both products; column-parallel ones gather the input,
-    which only the weight's gradient needs, behind the input's gradient. Both were cast before, if they are for these.
+    Row-parallel products need the gathered output gradient for both of their gradients. Column-parallel ones gather the
+    input, which only the weight's gradient needs, so the collective can overlap the input's gradient.
     """
     each = stack.operand_bytes
     if not p.sequence_parallel or p.tensor == 1:
@@ -429,17 +468,19 @@ def _bias(stack: Stack, elements: float) -> list[Op]:
 
 
 def _pointwise(name: str, moved_bytes: float, stack: Stack) -> list[Op]:
-    """Lists one fused pointwise kernel, or the separate kernels that the stack runs instead."""
+    """Lists a pointwise kernel: fused into one, or as the several kernels that the stack launches instead."""
     return [Streaming(name, moved_bytes * stack.pointwise_passes, stack.pointwise_kernels)]
 
 
 def _accumulate(bytes_per_parameter: float, parameters: float) -> list[Op]:
-    """Lists the kernel that adds the weight's gradient to that of earlier micro-batches."""
+    """Lists the kernel that adds a weight's gradient to the sum over earlier micro-batches; [] if the stack has
+    none.
+    """
     return [Streaming("accumulate", bytes_per_parameter * parameters)] if bytes_per_parameter else []
 
 
 def embedding_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels of the embedding: rows of the (split) table, their sum over ranks, positions, dropout."""
+    """Lists the embedding's kernels: lookup in the vocabulary-parallel table, sum over ranks, positions, dropout."""
     e = stack.element_bytes
     elements = float(p.tokens(t) * t.hidden)
     added = 0 if t.rotary else 3 * e
@@ -452,7 +493,7 @@ def embedding_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def embedding_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels that add gradients of rows into a dense gradient of the table, which is zeroed first."""
+    """Lists the kernels that zero the table's dense gradient and add the gradients of looked-up rows to it."""
     e = stack.element_bytes
     elements = float(p.tokens(t) * t.hidden)
     table = float(t.vocabulary) * t.hidden / p.tensor
@@ -463,7 +504,7 @@ def embedding_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def head_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the head's kernels: last normalisation, logits over the (split) vocabulary, cross-entropy in float32."""
+    """Lists the head's kernels: last normalisation, vocabulary-parallel logits, cross-entropy in float32."""
     T, v = p.predicted(t), t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     ops: list[Op] = [
@@ -481,7 +522,9 @@ def head_forward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def head_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
-    """Lists the kernels of the gradients of the loss, of both operands of the logits, and of the last normalisation."""
+    """Lists the kernels of the head's backward pass: gradients of the loss, of both operands of the logits, of the last
+    norm.
+    """
     T, v = p.predicted(t), t.vocabulary // p.tensor
     whole = float(T * t.hidden)
     return [
@@ -495,12 +538,14 @@ def head_backward(t: Transformer, p: LayerShare, stack: Stack) -> list[Op]:
 
 
 def edges_forward(t: Transformer, p: LayerShare, stack: Stack, first: bool, last: bool) -> list[Op]:
-    """Lists the kernels of a chunk's forward pass outside its layers: the embedding of the first, the head of the last
-    chunk.
+    """Lists the kernels of a chunk's forward pass outside its layers.
+
+    Args:
+        first, last: whether the chunk is the first one, which has the embedding, and the last one, which has the head.
     """
     return [*(embedding_forward(t, p, stack) if first else []), *(head_forward(t, p, stack) if last else [])]
 
 
 def edges_backward(t: Transformer, p: LayerShare, stack: Stack, first: bool, last: bool) -> list[Op]:
-    """Lists the kernels of a chunk's backward pass outside its layers."""
+    """Lists the kernels of a chunk's backward pass outside its layers (see `edges_forward`)."""
     return [*(head_backward(t, p, stack) if last else []), *(embedding_backward(t, p, stack) if first else [])]

@@ -1,4 +1,4 @@
-"""Presents a described transformer as a chain of layers, by formulas or with measured layers."""
+"""Implements `layer_costs.Model` for a transformer given by hyper-parameters, by formulas or with measured layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from cost_model.cluster.pools import Machines
 from cost_model.kernels.collectives import RoutedTokens, all_gather_s, point_to_point_s
 from whale.ir.strategy import Recompute, count_expert_ranks
 
-TENSOR_DEGREES = (1, 2, 4, 8, 16)  # that are looked at
+TENSOR_DEGREES = (1, 2, 4, 8, 16)  # from which a planner chooses
 
 
 class TransformerModel:
-    """A transformer under a software stack on a cluster's pools (a `layer_costs.Model`).
+    """Computes the costs of a transformer's layers under a software stack on a cluster's pools (a `layer_costs.Model`).
 
     Args:
-        profile: measurements of its layers, which take the place of formulas where the plan needs a layer's costs.
+        name: name of the model in reports; "": named by its number of parameters.
+        profile: measured layers to use instead of formulas; a plan that needs a missing measurement is refused.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class TransformerModel:
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def on(self, machines: Machines) -> TransformerModel:
-        """Returns the same model on other machines."""
+        """Returns the same model, costed for other machines."""
         return TransformerModel(self.transformer, self.stack, machines, self.name, self.profile)
 
     def of(self, transformer: Transformer) -> TransformerModel:
-        """Returns another model on the same machines, under the same software."""
+        """Returns another model, costed for the same machines and software."""
         return TransformerModel(transformer, self.stack, self.machines)
 
     def _layer_costs(
@@ -149,7 +150,7 @@ class TransformerModel:
         )
 
     def _dense_layer(self, p: LayerShare, on: Rank) -> _Layer:
-        """Returns the costs of a layer that has one network instead of experts."""
+        """Returns the costs of a layer with one dense network, for the first layers of a model with experts."""
         t, stack = self.transformer.dense, self.stack
         share = msgspec.structs.replace(p, experts=1)
         return _Layer(
@@ -161,7 +162,7 @@ class TransformerModel:
         )
 
     def _edges(self, p: LayerShare, on: Rank, entry: DeviceEntry) -> tuple[Edge, Edge]:
-        """Returns the costs of the embedding with positions, and of the head, which has a copy of the embedding's
+        """Returns the costs of the embedding with positions, and of the head, each with its copy of the embedding's
         weights.
         """
         t, stack = self.transformer, self.stack
@@ -181,26 +182,34 @@ class TransformerModel:
         return found[0], found[1]
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Returns the powers of two that a host of the pool has devices for and that divide the heads, at most 16."""
+        """Returns the tensor-parallel degrees possible on a pool: powers of two up to 16 that divide the heads and fit
+        on a host.
+        """
         t = self.transformer
         most = self.machines.pools[pool].per_host
         return [d for d in TENSOR_DEGREES if d <= most and not (t.heads % d or t.hidden % d)]
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
-        """Returns None: by formulas, all sizes of a micro-batch are known."""
+        """Returns None: the formulas apply to micro-batches of any size."""
         return None
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the choices of recompute, without the selective one where it would have nothing to leave out."""
+        """Returns the (recompute, sequence parallel) pairs that a planner may choose from.
+
+        `selective` is left out if the stack has nothing to recompute selectively.
+        """
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         if not self.stack.repeats_selectively:
             kinds = ("none", "full")
-        # Along the sequence wherever tensors are divided: as many bytes in the forward pass, less computed and held.
+        # Always with sequence parallelism: it sends as many bytes in the forward pass, and computes and keeps less.
         return [(kind, True) for kind in kinds]
 
     def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Returns the seconds to send the activations of `rows` rows, or their gradient; `path`: (bytes/s, step in
-        us).
+        """Returns the seconds to send the activations of `rows` rows, or their gradient, to a neighbouring stage.
+
+        Args:
+            cut: first layer of the receiving stage; all layers have activations of one size, so it is not used.
+            path: (bytes/s, microseconds per step) of the link.
         """
         whole = float(self.stack.element_bytes) * rows * self.transformer.sequence * self.transformer.hidden
         if tensor == 1 or sequence_parallel:
@@ -215,8 +224,10 @@ class TransformerModel:
 
 
 def stack_of(stack: Stack, transformer: Transformer) -> Stack:
-    """Returns a stack as it trains a model: with the model's dropout, and as if nothing had been compared if what was
-    compared were models without experts and this is one with them.
+    """Returns a stack adapted to a model.
+
+    Dropout is turned on if the model is trained with it. If the model has experts and the stack was compared only with
+    measurements of models without, `compared` is emptied, so that predictions get a wide interval.
     """
     if transformer.dropout and not stack.dropout:
         stack = msgspec.structs.replace(stack, dropout=True)
@@ -231,7 +242,9 @@ def _scale_measured_bytes(measured: MeasuredLayer, formula_bytes: float) -> floa
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The costs of one layer on one rank: both passes, what it keeps, its parameters, and those of its experts."""
+    """Holds the costs of one layer on one rank: both passes, activations it keeps, parameters without and within
+    experts.
+    """
 
     forward: Cost
     backward: Cost
@@ -241,9 +254,11 @@ class _Layer:
 
 
 def _along(each: list[tuple[float, int]], first: float = 0.0, last: float = 0.0) -> array[float]:
-    """Returns the sums over the layers before each, of (a layer's value, number of such layers) in order.
+    """Returns the cumulative sums over layers of a value, as `LayerCosts` holds them.
 
-    `first`, `last`: what the first and the last layer have besides.
+    Args:
+        each: (a layer's value, number of consecutive layers that have it).
+        first, last: added to the first and to the last layer (embedding and head).
     """
     values: list[float] = []
     for value, count in each:

@@ -1,1 +1,1 @@
-"""Describes clusters: cluster files, the local machine, a scheduler's allocation, and groups of ranks."""
+"""Describes clusters: cluster files, the local machine, a scheduler's allocation, pools of equal devices."""

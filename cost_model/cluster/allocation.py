@@ -1,4 +1,4 @@
-"""Finds the hosts that a scheduler allocated to this job: SLURM's node list, or the workers of a Kubernetes operator.
+"""Finds the hosts that a scheduler allocated to this job: SLURM's node list, or TF_CONFIG of a Kubernetes operator.
 
 Neither describes the hosts' hardware, so all are assumed to be like the local one.
 """
@@ -22,14 +22,16 @@ _PART = re.compile(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 
 
 def read_named_cluster(name: str, network: str | None = None, cpu_quota: float | None = None) -> Cluster:
-    """Reads a command's ``--cluster``: a cluster file, or ``local``, this machine and the other hosts of its job.
+    """Reads the cluster that a command's ``--cluster`` names: a cluster file, or ``local``.
+
+    ``local`` is this machine, repeated for every host that a scheduler allocated to the job.
 
     Args:
-        network: type of network between the hosts, if there are several.
-        cpu_quota: CPUs that control groups grant, None without a quota.
+        network: catalogue name of the network between the hosts; needed for ``local`` if there are several.
+        cpu_quota: number of CPUs that control groups grant; None: no quota.
 
     Raises:
-        ClusterError: the file cannot be read or is wrong, or the machine is not known.
+        ClusterError: the file cannot be read or is invalid, or the catalogue has no entry for this machine's devices.
     """
     if name != "local":
         return read(name)
@@ -75,7 +77,7 @@ def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[s
 
 
 def _list_workers(text: str) -> tuple[str, ...]:
-    """Returns the hosts of the chief and the workers in TF_CONFIG, which Kubernetes' training operator writes."""
+    """Returns the hosts of chief and workers in TF_CONFIG, which Kubernetes' training operator sets."""
     try:
         cluster = json.loads(text)["cluster"]
         addresses = [address for role in ("chief", "master", "worker") for address in cluster.get(role, ())]
@@ -89,15 +91,20 @@ def _make_unreadable_error(variable: str, text: str) -> ClusterError:
         "the scheduler's list of hosts cannot be read",
         given=f"{variable}={text if len(text) <= 200 else f'{text[:200]}... ({len(text)} characters)'}",
         expected='names like gpu[01-03,07],login; for TF_CONFIG {"cluster": {"worker": ["host:port"]}}',
-        action="give a cluster file",
+        action=f"correct {variable}, or name a cluster file with --cluster",
     )
 
 
 def repeat_cluster(local: Cluster, names: tuple[str, ...], network: str | None) -> Cluster:
-    """Returns a cluster with ``local``'s host repeated once for each name, on one network.
+    """Returns a cluster in which ``local``'s only host is repeated once for each name, all on one network.
+
+    With at most one name, ``local`` itself is returned.
+
+    Args:
+        network: catalogue name of the network.
 
     Raises:
-        ClusterError: several hosts, and no type of network between them, or an unknown one.
+        ClusterError: there are several names, but no network is given, or the catalogue does not have it.
     """
     if len(names) <= 1:
         return local
@@ -106,7 +113,7 @@ def repeat_cluster(local: Cluster, names: tuple[str, ...], network: str | None) 
             "the job has several hosts, and the network between them is not known",
             given=", ".join(itertools.islice(names, 4)) + (", ..." if len(names) > 4 else ""),
             expected="a type of network of the catalogue",
-            action="name it with --network, or give a cluster file",
+            action="name it, e.g. --network infiniband-hdr-200, or name a cluster file with --cluster",
         )
     catalogue.find_network(network)
     (one,) = local.hosts

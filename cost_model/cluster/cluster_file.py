@@ -11,11 +11,11 @@
         devices: [{type: v100-sxm2-16gb, count: 4}, {type: t4, share: 0.5}]
         networks: {fabric: {nics: 1}}
 
-Figures of the catalogue may be overridden: of devices `memory_gb`, `memory_gb_per_s`, `peak_tflops`, `link_gb_per_s`
+A file may override the catalogue's figures: of devices `memory_gb`, `memory_gb_per_s`, `peak_tflops`, `link_gb_per_s`
 and `host_link_gb_per_s`, of networks `gb_per_s` and `latency_us`.
 
-cluster.schema.json beside this file is the JSON schema, for editors and other programs. Every mistake is a ClusterError
-with line and key.
+cluster.schema.json beside this file is the JSON schema, for editors and other programs. Every mistake raises a
+ClusterError with line and key.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A number of equal devices of a host.
 
     Attributes:
-        type: a name of the hardware catalogue.
-        count: how many.
-        share: the part of each device that this job may use (a CPU quota, time slices, a partition of a GPU).
-        memory_gb: memory of each, where it is not what the catalogue says.
-        link: link between them, where it is not what the catalogue says.
-        peak_tflops: dense TFLOP/s by dtype, of those that are not what the catalogue says (clocks, power limits).
-        memory_gb_per_s: bandwidth of the memory of each, likewise.
-        link_gb_per_s: line rate of the link of one of them in one direction, likewise.
-        host_link_gb_per_s: line rate between one of them and its host in one direction, likewise.
+        type: name of the device in the hardware catalogue.
+        count: number of such devices in each host.
+        share: fraction of each device that this job may use (a CPU quota, time slices, a partition of a GPU).
+        memory_gb: memory of each device in GB, if it differs from the catalogue's.
+        link: name of the link between the devices, if it differs from the catalogue's.
+        peak_tflops: dense TFLOP/s by dtype, for dtypes that differ from the catalogue's (clocks, power limits).
+        memory_gb_per_s: memory bandwidth of each device in GB/s, if it differs from the catalogue's.
+        link_gb_per_s: line rate of one device's link in one direction in GB/s, if it differs from the catalogue's.
+        host_link_gb_per_s: line rate between one device and its host in one direction in GB/s, if it differs from the
+            catalogue's.
     """
 
     type: Name
@@ -70,7 +71,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def device(self) -> Device:
-        """Returns the catalogue's entry, with the figures that the file overrides."""
+        """Returns the catalogue's entry of the device with the memory and FLOP/s that the file overrides."""
         found = catalogue.find_device(self.type)
         given: dict[str, Any] = {
             name: value for name in ("memory_gb", "memory_gb_per_s") if (value := getattr(self, name)) is not None
@@ -80,7 +81,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(found, **given) if given else found
 
     def intra_link(self) -> Link:
-        """Returns the link over which these devices reach each other: without one, that to the host."""
+        """Returns the link between these devices; devices without one communicate over their link to the host."""
         name = self.link or catalogue.find_device(self.type).link
         return self.host_link() if name is None else _set_rate(catalogue.find_link(name), self.link_gb_per_s)
 
@@ -89,9 +90,10 @@ class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _set_rate(catalogue.find_link(catalogue.find_device(self.type).host_link), self.host_link_gb_per_s)
 
     def list_overridden(self) -> Iterator[tuple[str, float, float]]:
-        """Yields (name, figure of the file, figure of the catalogue) of what the file overrides.
+        """Yields (name, the file's figure, the catalogue's figure) for each figure that the file overrides; NaN if it
+        has none.
 
-        A processor's memory is what its host has, which the catalogue can only guess.
+        A processor's memory is not compared: it is that of its host, which the catalogue can only guess.
         """
         known = catalogue.find_device(self.type)
         link = self.link or known.link
@@ -113,11 +115,11 @@ class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A network between hosts.
 
     Attributes:
-        type: a name of the hardware catalogue.
-        oversubscription: by how much its core is smaller than its edge (1: full bisection).
-        gb_per_s: line rate of one adapter in one direction, where it is not what the catalogue says.
-        latency_us: of one step of a collective, from one host to the next, likewise: half a round trip, and what the
-            software takes.
+        type: name of the network in the hardware catalogue.
+        oversubscription: bandwidth of its edge divided by that of its core (1: full bisection).
+        gb_per_s: line rate of one adapter in one direction in GB/s, if it differs from the catalogue's.
+        latency_us: microseconds of one step of a collective from one host to the next (half a round trip, plus
+            software), if it differs from the catalogue's.
     """
 
     type: Name
@@ -127,7 +129,7 @@ class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def network(self) -> Network:
-        """Returns the catalogue's entry, with the figures that the file overrides."""
+        """Returns the catalogue's entry of the network with the rate and latency that the file overrides."""
         found = catalogue.find_network(self.type)
         if self.gb_per_s is not None:
             found = msgspec.structs.replace(found, gb_per_s=self.gb_per_s)
@@ -136,7 +138,7 @@ class NetworkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def list_overridden(self) -> Iterator[tuple[str, float, float]]:
-        """Yields (name, figure of the file, figure of the catalogue) of what the file overrides."""
+        """Yields (name, the file's figure, the catalogue's figure) for each figure that the file overrides."""
         known = catalogue.find_network(self.type)
         for name, given, there in (
             ("gb_per_s", self.gb_per_s, known.gb_per_s),
@@ -150,9 +152,9 @@ class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The attachment of some hosts to a network.
 
     Attributes:
-        nics: adapters of each host; each is beside an equal part of its devices, in their order.
-        far_gb_per_s: what an adapter reaches that sends from a device it is not beside, through the CPU, where the
-            collectives do so; None: they do not (NCCL 2.12 and later relay over a device beside the adapter).
+        nics: number of adapters of each host. Each serves an equal part of the host's devices, in their order.
+        far_gb_per_s: GB/s of an adapter for data of a device that it does not serve, which goes through the CPU; None:
+            collectives avoid that (NCCL 2.12 and later relay over a device beside the adapter).
     """
 
     nics: Count = 1
@@ -160,7 +162,15 @@ class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A number of equal hosts. `memory_gb`: of each host, where offloaded data may lie; None: not known."""
+    """A number of equal hosts.
+
+    Attributes:
+        name: name of the hosts in messages and reports; unique in the file.
+        devices: the devices of each host.
+        count: number of such hosts.
+        networks: the networks that they are attached to, by name.
+        memory_gb: memory of each host in GB, where offloaded data may be kept; None: unknown.
+    """
 
     name: Name
     devices: Annotated[list[DeviceEntry], Meta(min_length=1)]
@@ -169,10 +179,10 @@ class HostEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb: Annotated[float, Meta(gt=0)] | None = None
 
     def find_adapter_bytes_per_s(self, network: str, ranks: int, apart: int) -> float:
-        """Returns an adapter's bandwidth for a ring of `ranks` devices, each `apart` from the next; inf: no limit.
+        """Returns the bandwidth of one adapter for a ring of `ranks` devices per host that are `apart` from each other.
 
-        A ring enters and leaves a host through the same adapter, at two of its ranks. If no two ranks are beside one
-        adapter, it leaves from a far device.
+        A ring enters and leaves a host through one adapter, at two different ranks. If no two of them are beside the
+        same adapter, the ring leaves from a far device (`Attachment.far_gb_per_s`). inf: there is no such limit.
         """
         attached = self.networks[network]
         beside = sum(entry.count for entry in self.devices) / attached.nics
@@ -195,11 +205,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Returns the kinds of its devices: gpu, accelerator, cpu."""
+        """Returns the different kinds of its devices: gpu, accelerator, cpu."""
         return frozenset(entry.device.kind for host in self.hosts for entry in host.devices)
 
     def list_overridden(self) -> Iterator[str]:
-        """Yields, in words, each figure of the catalogue that the file overrides, with the catalogue's."""
+        """Yields a line of text for each figure of the catalogue that the file overrides, with both values."""
         places: list[tuple[str, DeviceEntry | NetworkEntry]] = list(self.networks.items())
         places += [(f"{host.name}/{entry.type}", entry) for host in self.hosts for entry in host.devices]
         for place, one in places:
@@ -208,7 +218,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield f"{place}: {name} {given:g} ({instead})"
 
     def find_path(self, one: HostEntry, other: HostEntry) -> tuple[str, NetworkEntry, int]:
-        """Returns the fastest network between two hosts: its name, its entry, the adapters of the host with fewer."""
+        """Returns (name, entry, adapters) of the fastest network that two hosts share; adapters of the host that has
+        fewer.
+
+        Raises:
+            ClusterError: they share no network.
+        """
         common = [name for name in one.networks if name in other.networks]
         if not common:
             raise ClusterError(
@@ -229,17 +244,17 @@ def _set_rate(link: Link, gb_per_s: float | None) -> Link:
 
 
 def make_schema() -> dict[str, Any]:
-    """Returns the JSON schema of a cluster file."""
+    """Returns the JSON schema of cluster files, which cluster.schema.json contains."""
     return msgspec.json.schema(Cluster)
 
 
 def read(path: str | Path) -> Cluster:
-    """Reads and checks a cluster file."""
+    """Reads and checks a cluster file; ClusterError with line and key if it contains a mistake."""
     return parse(yaml_files.read_text(path, "cluster file"), str(path))
 
 
 def parse(text: str, origin: str = "<text>") -> Cluster:
-    """Checks the text of a cluster file; `origin` names it in errors."""
+    """Parses and checks the text of a cluster file; `origin` is the file's name in errors."""
     file = yaml_files.YamlFile(text, origin, "cluster file")
     cluster = file.decode(Cluster)
     _check(cluster, file)
@@ -247,7 +262,7 @@ def parse(text: str, origin: str = "<text>") -> Cluster:
 
 
 def to_yaml(cluster: Cluster) -> str:
-    """Returns the text of a cluster file; `parse` gives the same cluster back."""
+    """Formats a cluster as the text of a cluster file; `parse` of the text returns the same cluster."""
     return yaml.safe_dump(_to_plain(cluster), sort_keys=False, width=120)
 
 
@@ -282,7 +297,12 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
     seen: dict[str, int] = {}
     for i, host in enumerate(cluster.hosts):
         if host.name in seen:
-            fail(["hosts", i, "name"], "two entries of hosts have one name", given=host.name)
+            fail(
+                ["hosts", i, "name"],
+                "two entries of hosts have the same name",
+                given=host.name,
+                action="rename one of them, or describe equal hosts by one entry with count",
+            )
         seen[host.name] = i
         for name in host.networks:
             if name not in cluster.networks:
@@ -299,7 +319,12 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
                     **facts,
                 )
         if host.count > 1 and not host.networks:
-            fail(["hosts", i], "several hosts share no network", given=f"count: {host.count}", expected="networks")
+            fail(
+                ["hosts", i],
+                "several hosts are attached to no network",
+                given=f"name: {host.name}, count: {host.count}",
+                expected="networks, which name one of the file's networks, e.g. networks: {fabric: {nics: 1}}",
+            )
         for j, part in enumerate(host.devices):
             here: list[str | int] = ["hosts", i, "devices", j]
             try:
@@ -307,7 +332,7 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
             except ClusterError:
                 fail(
                     [*here, "type"],
-                    "unknown device",
+                    "unknown device type",
                     given=part.type,
                     **suggest_entry(part.type, catalogue.load_devices()),
                 )
@@ -338,11 +363,19 @@ def _check(cluster: Cluster, file: yaml_files.YamlFile) -> None:
     if len(cluster.hosts) > 1:
         for i, host in enumerate(cluster.hosts):
             if host not in reachable:
-                fail(["hosts", i], "a host is attached to no network", given=host.name, expected="networks")
+                fail(
+                    ["hosts", i],
+                    "a host is attached to no network",
+                    given=f"name: {host.name}",
+                    expected="networks, which name one of the file's networks, e.g. networks: {fabric: {nics: 1}}",
+                )
 
 
 def _check_overridden(entry: DeviceEntry | NetworkEntry, file: yaml_files.YamlFile, where: list[str | int]) -> None:
-    """Refuses figures that are many times the catalogue's; less may be a part of a device or a worn line."""
+    """Refuses figures that are many times the catalogue's, as they are probably in another unit.
+
+    Smaller figures are accepted: a part of a device, or a degraded line.
+    """
     for name, given, there in entry.list_overridden():
         if name != "latency_us" and given > MOST_TIMES * there:
             raise file.make_error(

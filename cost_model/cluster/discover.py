@@ -1,4 +1,4 @@
-"""Discovers the local machine as a cluster of one host: its GPUs, or else the processors that this process may use."""
+"""Describes the local machine as a cluster of one host: its GPUs, or else the processors that this process may use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,n
 
 
 def discover_local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cluster:
-    """Returns the machine that this process runs on.
+    """Returns the machine that this process runs on as a cluster of one host.
 
     Args:
-        cpu_quota: CPUs' worth of time that control groups grant, None without a quota.
-        root: where proc is, for tests.
+        cpu_quota: number of CPUs that control groups grant; None: no quota.
+        root: directory that contains proc; tests set it.
 
     Raises:
-        ClusterError: the catalogue has no entry for a GPU or processor, or the driver does not answer.
+        ClusterError: the catalogue has no entry for a GPU, or the GPU driver does not answer.
     """
     found = parse_gpus(_ask_driver()) if shutil.which(QUERY[0]) else []
     return Cluster("local", [HostEntry(platform.node() or "local", found or [discover_processors(cpu_quota, root)])])
@@ -35,8 +35,13 @@ def discover_local(cpu_quota: float | None = None, root: Path = Path("/")) -> Cl
 def find_host_resources(
     cpu_quota: float | None = None, memory_limit_bytes: int | None = None, root: Path = Path("/")
 ) -> tuple[float, float]:
-    """Returns (cores, bytes of memory) available to this process under affinity, control groups and the machine's
-    size.
+    """Returns (cores, bytes of memory) that this process may use: the least of machine, CPU affinity and control
+    groups.
+
+    Args:
+        cpu_quota: number of CPUs that control groups grant; None: no quota.
+        memory_limit_bytes: memory that control groups grant; None: no limit.
+        root: directory that contains proc; tests set it.
     """
     logical = len(re.findall(r"^processor\s*:", (root / "proc/cpuinfo").read_text(), re.MULTILINE)) or 1
     cores = float(min(logical, len(os.sched_getaffinity(0))))
@@ -55,12 +60,16 @@ def _ask_driver() -> str:
         raise ClusterError(
             "the GPU driver does not answer",
             given=f"{' '.join(QUERY)}: {answer.strip()}",
-            action="repair the driver, or give a cluster file",
+            action="repair the driver until this command answers, or name a cluster file with --cluster",
         ) from error
 
 
 def parse_gpus(listing: str) -> list[DeviceEntry]:
-    """Parses the driver's list: one line per GPU, its name and its memory in MiB."""
+    """Parses the output of `nvidia-smi` (`QUERY`), one line per GPU with name and memory in MiB, into device entries.
+
+    Raises:
+        ClusterError: the catalogue has no such GPU.
+    """
     counts = Counter(line.strip() for line in listing.splitlines() if line.strip())
     entries = []
     for line, count in counts.items():
@@ -72,12 +81,18 @@ def parse_gpus(listing: str) -> list[DeviceEntry]:
 
 
 def find_gpu(name: str) -> Device:
-    """Returns the catalogue's entry of a GPU by the driver's name; raises ClusterError if there is none."""
+    """Returns the catalogue's entry of a GPU by the name that the driver reports; raises ClusterError if there is
+    none.
+    """
     return catalogue.find_device(re.sub(r"^nvidia (?=geforce)", "", name.strip().lower()))
 
 
 def discover_processors(cpu_quota: float | None, root: Path = Path("/")) -> DeviceEntry:
-    """Returns the processor sockets, with the share of them available under affinity and quota."""
+    """Returns this machine's processor sockets as a device entry, with the share that affinity and quota leave this
+    process.
+
+    A processor that the catalogue lacks is replaced by the most similar one, with a warning.
+    """
     text = (root / "proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     logical = len(re.findall(r"^processor\s*:", text, re.MULTILINE)) or 1
@@ -94,15 +109,16 @@ def discover_processors(cpu_quota: float | None, root: Path = Path("/")) -> Devi
     share = min(1.0, usable / (sockets * device.units))
     log.warning(
         f"the hardware catalogue has no processor {name!r}: it is taken for {usable:g} of the {device.units} "
-        f"cores of {device.name}. A cluster file says it better (`whale cluster --example`)."
+        f"cores of {device.name}, so predictions may be far off. Describe the machine in a cluster file "
+        f"(`whale cluster --example` prints one)."
     )
     return DeviceEntry(device.name, sockets, share=share, memory_gb=memory_gb)
 
 
 def _find_processor(model: str) -> tuple[Device, bool]:
-    """Finds the entry with the processor's model number, or the most similar one; and tells whether the number matched.
+    """Returns (catalogue entry of a processor, True), or (the most similar entry, False) if none has its model number.
 
-    Virtual machines often hide the number.
+    Virtual machines often hide the model number.
     """
     entries = {entry.name: entry for entry in catalogue.load_devices().values() if entry.kind == "cpu"}
     words = set(re.findall(r"\w+", model.lower()))

@@ -1,7 +1,7 @@
-"""Divides a cluster into pools of equal devices, and returns the links of groups of their ranks.
+"""Divides a cluster into pools of equal devices, and computes the links of groups of their ranks.
 
-A pool is one device entry of one host entry of a cluster file: so many hosts, each with so many equal devices. The
-ranks of a group need not be equal: stages of a plan may be on several pools.
+A pool is one device entry of one host entry of a cluster file: a number of equal hosts, each with a number of equal
+devices. The ranks of a group need not be equal: stages of a plan may be on several pools.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OFFLOADED_FRACTION = 0.9
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal devices on equal hosts.
+    """Represents equal devices on equal hosts.
 
     Attributes:
-        number: of the pool in the cluster, in the order of its file.
-        host, entry: the entries of the cluster file.
+        number: index of the pool in the cluster, in the order of its file.
+        host, entry: the entries of the cluster file that describe its hosts and devices.
     """
 
     number: int
@@ -35,12 +35,12 @@ class Pool:
 
     @cached_property
     def device(self) -> Device:
-        """Returns the catalogue's entry of the devices."""
+        """Returns the catalogue's entry of the devices, with the figures that the cluster file overrides."""
         return self.entry.device
 
     @property
     def hosts(self) -> int:
-        """Returns the number of equal hosts with such devices."""
+        """Returns the number of equal hosts that have these devices."""
         return self.host.count
 
     @property
@@ -50,7 +50,7 @@ class Pool:
 
     @cached_property
     def host_devices(self) -> int:
-        """Returns the number of all devices of such a host, including other pools."""
+        """Returns the number of all devices of one of its hosts, those of other pools included."""
         return sum(e.count for e in self.host.devices)
 
     @cached_property
@@ -60,32 +60,36 @@ class Pool:
 
     @cached_property
     def memory_bytes(self) -> float:
-        """Returns the memory of one device that the job may use."""
+        """Returns the bytes of one device's memory that the job may use."""
         return self.device.memory_bytes * self.entry.share
 
     @property
     def host_bytes(self) -> float:
-        """Returns the host memory that one device may use for offloading; 0 if unknown."""
+        """Returns the bytes of host memory that one device may use for offloading; 0 if the cluster file does not
+        say.
+        """
         return OFFLOADED_FRACTION * 1e9 * (self.host.memory_gb or 0.0) / self.host_devices
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Returns the bytes per second between a device and its host's memory."""
+        """Returns the bandwidth between one device and its host's memory, in bytes per second."""
         return self.entry.host_link().bytes_per_s
 
     @property
     def name(self) -> str:
-        """Returns host and device, and the share of the device if the job has a part of it only."""
+        """Returns the pool's name in reports, e.g. `old/t4 x 0.5`: host, device, and the share of the device that the
+        job has.
+        """
         share = "" if self.entry.share == 1.0 else f" x {self.entry.share:g}"
         return f"{self.host.name}/{self.device.name}{share}"
 
     def tensor_groups(self, tensor: int) -> int:
-        """Returns the number of groups of `tensor` devices of one host each."""
+        """Returns the number of groups of `tensor` devices, each on one host, that the pool can be divided into."""
         return self.hosts * (self.per_host // tensor)
 
 
 class Machines:
-    """The pools of a cluster, and a cache of its groups (plans use the same ones repeatedly)."""
+    """Holds the pools of a cluster, and caches the links of groups of their ranks, which plans ask for repeatedly."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -103,12 +107,14 @@ class Machines:
         return sum(pool.devices for pool in self.pools)
 
     def _find_rates(self, number: int, dtype: str, slower: float) -> Rates:
-        """Returns the rates of one device of a pool for a dtype, with kernels that take so many times as long."""
+        """Returns the rates of one device of a pool for a dtype; kernels take `slower` times what the efficiency curve
+        says.
+        """
         entry = self.pools[number].entry
         return find_rates(entry.device, dtype, entry.share, slower=slower)
 
     def _make_tensor_group(self, number: int, tensor: int) -> Group:
-        """Returns the group of tensor-parallel ranks of one pool: neighbours, on as few hosts as possible."""
+        """Returns the links of a tensor-parallel group of one pool: neighbouring ranks, on as few hosts as possible."""
         pool = self.pools[number]
         link, together = pool.entry.intra_link(), min(tensor, pool.host_devices)
         if together == tensor or not pool.host.networks:
@@ -119,9 +125,13 @@ class Machines:
         return make_group(tensor, together, link, entry.network, nics, beside, entry.oversubscription, adapter)
 
     def _make_data_group(self, members: tuple[tuple[int, int, int], ...]) -> Group:
-        """Returns the data-parallel group of one part of the parameters: (pool, tensor, replicas) of the stage's ranks.
+        """Returns the links of one data-parallel group of a stage: the ranks that hold the same part of its parameters.
 
-        Ranks of one such group are `tensor` apart, and all groups of a host communicate at once.
+        Ranks of such a group are `tensor` apart, and all groups of a host communicate at once, so they share its
+        adapters.
+
+        Args:
+            members: (pool, tensor-parallel degree, replicas) of each device group of the stage.
         """
         size = sum(replicas for _, _, replicas in members)
         found: list[Group] = []
@@ -142,7 +152,7 @@ class Machines:
         return min(found, key=lambda one: one.ring_bytes_per_s)
 
     def _count_together(self, host: str, members: tuple[tuple[int, int, int], ...]) -> int:
-        """Counts the ranks of a data-parallel group on one host of a kind: of each pool as many as fit on the host."""
+        """Counts the ranks of a data-parallel group that are on one host of this name, over all of the host's pools."""
         replicas: dict[int, int] = {}
         tensors: dict[int, int] = {}
         for number, tensor, count in members:
@@ -152,7 +162,12 @@ class Machines:
         return sum(min(n, max(1, self.pools[k].per_host // tensors[k])) for k, n in replicas.items())
 
     def _make_pair(self, one: int, other: int, apart: bool) -> Group:
-        """Returns the group of one rank of each pool, on two hosts if `apart`; all devices of a host have a partner."""
+        """Returns the links of a group of two ranks, one of each pool; all devices of a host communicate at once.
+
+        Args:
+            one, other: numbers of the pools.
+            apart: whether the two ranks are on different hosts.
+        """
         first, second = self.pools[one], self.pools[other]
         link = first.entry.intra_link()
         if not first.host.networks or (one == other and first.hosts == 1) or not apart:
@@ -161,7 +176,12 @@ class Machines:
         return make_group(2, 1, link, entry.network, nics, first.host_devices, entry.oversubscription)
 
     def _find_send_path(self, one: int, other: int, ranks: int) -> tuple[float, float]:
-        """Returns (bytes/s, step in us) of one rank's send from a stage of `ranks` ranks to a stage in another pool."""
+        """Returns (bytes/s, microseconds per step) for one rank's send from a stage in pool `one` to a stage in pool
+        `other`.
+
+        Args:
+            ranks: number of ranks of the sending stage, which tells whether the stages share a host.
+        """
         first, second = self.pools[one], self.pools[other]
         same_host = first.host.name == second.host.name
         inside = same_host and (ranks < first.host_devices or first.hosts == 1)
@@ -174,12 +194,11 @@ class Machines:
         return network.bytes_per_s * nics / crowd / entry.oversubscription, network.step_us.simple
 
 
-# Tells on which devices of a cluster the ranks of a job lie.
-#
-# Ranks are numbered over the cluster's hosts in the order of its file, and over a host's devices in the order of its
-# entry, as launchers do.
 def list_pool_runs(machines: Machines, ranks: int) -> list[tuple[int, int, int]]:
-    """Returns (first rank, end, pool's number) of each run of equal devices on one host, until all ranks have a device.
+    """Returns (first rank, end, pool number) of each run of ranks on equal devices of one host.
+
+    Ranks are numbered over the cluster's hosts in the order of its file, and over a host's devices in the order of its
+    entry, as launchers do. The last run may reach beyond `ranks`.
 
     Raises:
         ClusterError: the cluster has fewer devices.

@@ -1,4 +1,4 @@
-"""Reads YAML files written by users: every mistake raises a ClusterError with line and key."""
+"""Reads YAML files written by users; every mistake raises a ClusterError with line and key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cost_model.hardware.catalogue import LOADER, suggest_nearest
 from whale.errors import ClusterError
 
 T = TypeVar("T")
-MOST_BYTES = 64 << 20  # of a file that a person writes, or a tool for one
+MOST_BYTES = 64 << 20  # larger files are refused
 MOST_DEPTH = 64
 MOST_ALIASES = 1000
 MOST_SHOWN = 60  # characters of a value in a message
-# How messages call kinds of values.
+# Names of JSON types in messages.
 KINDS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "null": "nothing",
          "array": "a list, [...]", "object": "a mapping, {key: value}"}  # fmt: skip
-# What others call fields.
+# Names that other tools and people use for fields, to suggest the field.
 CALLED = {
     "hosts": ("nodes", "node", "machines", "servers"), "devices": ("gpus", "gpu", "accelerators", "device"),
     "count": ("number", "num", "n", "nodes", "hosts", "gpus", "devices", "quantity"), "networks": ("network", "fabric"),
@@ -42,7 +42,11 @@ CALLED = {
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """Returns the text of a file; `what` names its kind in errors."""
+    """Reads a UTF-8 text file; ClusterError if it cannot be read or is too large.
+
+    Args:
+        what: kind of the file in errors, e.g. "cluster file".
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -52,14 +56,17 @@ def read_text(path: str | Path, what: str) -> str:
     except OSError as error:
         raise ClusterError(f"the {what} cannot be read", given=f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ClusterError(f"the {what} is no text", given=f"{path}: {error}", expected="UTF-8") from error
+        raise ClusterError(f"the {what} is not text", given=f"{path}: {error}", expected="UTF-8") from error
 
 
 def refuse_depth(text: str, origin: str, what: str) -> None:
-    """Refuses YAML whose nesting or aliases would crash a parser or keep it busy for ever.
+    """Raises if the nesting or aliases of a YAML text would crash its parser or keep it busy for ever.
+
+    Args:
+        origin, what: name and kind of the file in errors.
 
     Raises:
-        ClusterError: it is nested too deeply or expands too far.
+        ClusterError: it is nested too deeply or has too many aliases.
         yaml.YAMLError, ValueError: it is not YAML.
     """
     depth = aliases = 0
@@ -68,17 +75,18 @@ def refuse_depth(text: str, origin: str, what: str) -> None:
         aliases += isinstance(event, yaml.AliasEvent)
         if depth > MOST_DEPTH or aliases > MOST_ALIASES:
             raise ClusterError(
-                f"the {what} is nested too deeply",
+                f"the {what} is nested too deeply, or has too many aliases",
                 given=f"{origin}:{event.start_mark.line + 1}",
                 expected=f"at most {MOST_DEPTH} levels and {MOST_ALIASES} aliases",
             )
 
 
 def refuse_duplicate_keys(tree: Any, origin: str, what: str) -> None:
-    """Refuses a mapping that has a key twice, of which YAML's parser would keep the last and drop the other unseen.
+    """Raises ClusterError if a mapping has a key twice; YAML's parser would silently keep only the last one.
 
-    Raises:
-        ClusterError: one has.
+    Args:
+        tree: root node, as `yaml.compose` returns it.
+        origin, what: name and kind of the file in errors.
     """
     left, seen = [tree], set()
     while left:
@@ -104,7 +112,13 @@ def refuse_duplicate_keys(tree: Any, origin: str, what: str) -> None:
 
 
 class YamlFile:
-    """The text of a YAML file, with the position of each of its keys."""
+    """Holds the content of a YAML file with the line of each of its keys, for errors.
+
+    Args:
+        text: content of the file.
+        origin: name of the file in errors.
+        what: kind of the file in errors, e.g. "cluster file".
+    """
 
     def __init__(self, text: str, origin: str, what: str) -> None:
         self.origin, self.what = origin, what
@@ -118,11 +132,13 @@ class YamlFile:
             where = f"{origin}:{mark.line + 1}" if mark else origin
             problem = f"{where}: {getattr(error, 'problem', error)}"
             raise ClusterError(f"the {what} is not YAML", given=problem) from None
-        except (ValueError, TypeError) as error:  # a date or number that is none, a key that cannot be one
+        except (ValueError, TypeError) as error:  # an invalid date or number, a key of a type that no key can have
             raise ClusterError(f"the {what} cannot be read", given=f"{origin}: {error}") from None
 
     def decode(self, kind: type[T]) -> T:
-        """Decodes the file's content as a struct."""
+        """Converts the file's content to a msgspec struct of type `kind`; ClusterError with line and key if it does not
+        fit.
+        """
         try:
             return msgspec.convert(self.data, kind)
         except msgspec.ValidationError as error:
@@ -141,7 +157,7 @@ class YamlFile:
             raise ClusterError(f"the {self.what} cannot be read", given=f"{self.origin}: {error}") from None
 
     def _describe_value(self, message: str, keys: list[str | int]) -> tuple[str, dict[str, str]]:
-        """Returns an error's message about a value of another kind in words, with the value and what to do."""
+        """Rewords msgspec's error about a value of the wrong type; returns (message, facts such as the value given)."""
         wrong = re.fullmatch(r"Expected `([^`]+)`(.*?)(?:, got `\w+`)?", message)
         if wrong is None:
             return message, {}
@@ -159,7 +175,13 @@ class YamlFile:
         return f"this has to be {' or '.join(KINDS.get(name, name) for name in names)}{wrong[2]}", facts
 
     def make_error(self, keys: list[str | int], message: str, action: str | None = None, **facts: str) -> ClusterError:
-        """Creates an error about the value at `keys`, or about the nearest enclosing value in the file."""
+        """Creates an error about the value at a path of keys, or about the nearest enclosing value that the file has.
+
+        Args:
+            keys: mapping keys and list indices from the root to the value.
+            message: what is wrong, to follow the file's name, line and key.
+            action: next action for the user; facts: further facts of the error (`given`, `expected`).
+        """
         node: Any = self.tree
         known: list[str | int] = []
         for key in keys:
@@ -184,7 +206,10 @@ class YamlFile:
 
 
 def _find_schema(kind: Any, keys: Sequence[str | int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the JSON schema of the value at some keys of a struct, empty if there is none, and all definitions."""
+    """Returns (JSON schema of the value at a path of keys of a struct, all definitions of the struct's schema).
+
+    The first is empty if the struct has nothing at that path.
+    """
     schema = msgspec.json.schema(kind)
 
     def resolve(node: Any) -> Any:
@@ -201,7 +226,9 @@ def _find_schema(kind: Any, keys: Sequence[str | int]) -> tuple[dict[str, Any], 
 
 
 def _suggest_field(name: str, kind: Any, keys: Sequence[str | int]) -> dict[str, str]:
-    """Returns the facts of an error about an unknown field: the one that others call so, or is spelt most like it."""
+    """Returns facts for an error about an unknown field: the field that other tools call by this name, or spelt most
+    like it.
+    """
     node, parts = _find_schema(kind, keys)
     fields = dict.fromkeys(node.get("properties", ()))
     word = name.lower().removeprefix("num_").removeprefix("n_")
@@ -212,7 +239,9 @@ def _suggest_field(name: str, kind: Any, keys: Sequence[str | int]) -> dict[str,
 
 
 def _parse_keys(path: str) -> list[str | int]:
-    """Returns `$.hosts[0].devices[1]` as a list of keys; a key of a free mapping reads `[...]` there."""
+    """Parses a path of msgspec's errors, e.g. `$.hosts[0].count` -> ["hosts", 0, "count"]; keys of free mappings read
+    `[...]`.
+    """
     keys: list[str | int] = []
     for name, index in re.findall(r"\.([A-Za-z_]\w*)|\[([^\]]*)\]", path):
         keys.append(name or (int(index) if index.isdigit() else index))

@@ -1,6 +1,6 @@
-"""Simulates the cores of a host and the threads that share them, in time slices, as Linux does it.
+"""Simulates the threads of a host that share its cores in time slices, as Linux's scheduler does.
 
-A thread that wakes up takes a free core. Without a free core it waits behind the other waiting threads: a running
+A thread that wakes up takes a free core. Without a free core it queues behind the other waiting threads. A running
 thread continues until it has nothing to do or its slice is over, which for computing threads is a tick of the clock. An
 urgent thread (one that has asked for short slices, as the engine of whale_ops does) preempts a computing one.
 """
@@ -18,7 +18,9 @@ Job = tuple[float, Callable[[], None]]  # seconds on a core, and what is done at
 
 
 class Clock:
-    """A queue of events in the order of time; simultaneous events keep the order in which they were scheduled."""
+    """Runs scheduled events in order of simulated time; simultaneous events keep the order in which they were
+    scheduled.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,13 +28,14 @@ class Clock:
         self._count = 0
 
     def schedule(self, seconds: float, call: Callable[[], None]) -> None:
-        """Schedules ``call`` in `seconds` from now; simultaneous events run in the order of scheduling."""
+        """Schedules ``call`` to run `seconds` from now in simulated time."""
         self._count += 1
         heapq.heappush(self._events, (self.now_s + seconds, self._count, call))
 
     def ahead(self, seconds: float) -> bool:
-        """Advances the clock by `seconds` if no event is due until then, which saves scheduling one; tells whether it
-        did.
+        """Advances the clock by `seconds` and returns True, unless an event is due until then: then it returns False.
+
+        This saves scheduling an event that would be the next one anyway.
         """
         then_s = self.now_s + seconds
         if self._events and self._events[0][0] <= then_s:
@@ -49,8 +52,18 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Thread:
-    """A thread that competes for a core. ``next_job`` returns its next job, or None: then it sleeps until it is
-    woken.
+    """Represents a simulated thread that competes for a core.
+
+    Attributes:
+        next_job: returns the next (seconds on a core, function to call at their end); None: the thread sleeps until
+            woken.
+        urgent: whether it preempts computing threads when it wakes up.
+        asleep: whether it has no job.
+        left_s: seconds that the present job still needs.
+        done: what to call at the end of the present job; None: there is none.
+        since_s: time up to which `left_s` is accounted for.
+        slice_end_s: time at which its slice on the core ends.
+        turn: incremented whenever it starts or stops on a core, which cancels events scheduled for earlier turns.
     """
 
     next_job: Callable[[], Job | None]
@@ -65,7 +78,14 @@ class Thread:
 
 @dataclass(slots=True)
 class Host:
-    """The cores of a host (a fractional core makes all slower), and the threads that run on them or wait."""
+    """Simulates the cores of a host, and the threads that run on them or wait for one.
+
+    Attributes:
+        cores: number of cores that the job may use; a fraction (quota) makes all of them slower.
+        slice_s: seconds for which a thread keeps its core if others wait.
+        running, waiting: threads on a core, and in the queue for one.
+        speed: speed of each core, 1 without a fractional quota.
+    """
 
     clock: Clock
     cores: float
@@ -82,11 +102,13 @@ class Host:
 
     @property
     def full(self) -> bool:
-        """Tells whether every core has a thread."""
+        """Returns True if every core runs a thread."""
         return len(self.running) >= self._most
 
     def wake(self, thread: Thread) -> None:
-        """Wakes a thread that has a job."""
+        """Wakes a thread that has a job: starts it on a free core or queues it; an urgent one preempts a computing
+        thread.
+        """
         if not thread.asleep:
             return
         thread.asleep = False
@@ -110,7 +132,9 @@ class Host:
             self.clock.schedule(until_s, partial(self._turn_over, thread, thread.turn))
 
     def _until(self, thread: Thread) -> float | None:
-        """Returns the seconds of the thread's next slice on its core; None: it has no job, and sleeps."""
+        """Returns the seconds until the running thread's job or slice ends; None if it has no job: then it leaves the
+        core.
+        """
         now_s = self.clock.now_s
         if thread.done is None:
             job = thread.next_job()

@@ -1,4 +1,4 @@
-"""Converts a rank's program to the executor's view: numbers in place of names.
+"""Converts a rank's program to the form that the simulation of TensorFlow's executor uses: numbers in place of names.
 
 Which memory a node's results use (an operand's, new memory, or none) follows TensorFlow's kernels: a view shares its
 operand's buffer; a pointwise kernel writes into an operand that has no other reader
@@ -21,16 +21,15 @@ from whale.ir.values import TensorType
 
 _FUSED_ACTIVATIONS = frozenset("Relu Relu6 Elu Tanh Sigmoid LeakyRelu".split())
 BIAS = "BiasAdd"
-MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # what a product in front may compute: biases, and activations behind them
+MAY_BE_FUSED = _FUSED_ACTIVATIONS | {BIAS}  # ops that TensorFlow may fuse into the product before them
 
-# Results that share their operand's buffer: operand -> result, one by one. A variable is read, and items of lists come
-# and go, without a copy.
+# Ops whose results share their operands' buffers without a copy: views, reads of variables, items of lists.
 _SHARING = ALIASES | LIST_PUTS | LIST_TAKES | {"ReadVariableOp"}
 
 # Rows are cut from dimension 0 without a copy.
 _ROW_VIEWS = frozenset("Slice StridedSlice Split SplitV Unpack".split())
 
-# The result may take the place of an operand of equal size and dtype; by op the operands that it may take.
+# Ops whose result may reuse the buffer of an operand of equal size and dtype, with the indices of these operands.
 _ANY = (0, 1)
 _FORWARDING: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
@@ -51,7 +50,7 @@ _FORWARDING: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
 }
 
-# Result numbers that take an operand's place where it is not the first.
+# Index of the result that may reuse a buffer, for ops where it is not the first.
 _FORWARDED_RESULT = dict.fromkeys(CROSS_ENTROPIES, 1)
 
 # Ops that read or change some rows of a variable. From the first one on, TensorFlow changes the variable in place
@@ -61,15 +60,15 @@ _ROWS_OF_VARIABLES = READS_ROWS | SCATTERS | APPLIES_ROWS
 
 @dataclass(slots=True)
 class Steps:
-    """The nodes of a rank's step that take time, by their position in the program.
+    """Holds the nodes of one rank's step, by their position in the program, with what they take and depend on.
 
     Attributes:
-        program: the nodes' program.
+        program: the rank's program, whose nodes are numbered.
         work: FLOPs and bytes of each node.
-        exchanges: node -> its exchange, for communication.
-        after: number of predecessors of each node.
-        followers: the successors of each node.
-        fused: whether the preceding product computes the node.
+        exchanges: node -> its exchange, for communication ops.
+        after: number of predecessors of each node (data and control).
+        followers: successors of each node.
+        fused: whether TensorFlow fuses the node into the product before it, so that it takes no time of its own.
     """
 
     program: Program
@@ -81,24 +80,26 @@ class Steps:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Returns the nodes, in the order in which they are numbered."""
+        """Returns the nodes; their index is their number."""
         return self.program.nodes
 
 
 @dataclass(slots=True)
 class Graph(Steps):
-    """The steps with the memory that they take; results (outputs of nodes) are numbered through.
+    """Holds the nodes of one rank's step with the memory of their results; results (outputs of nodes) are numbered
+    through.
 
     Attributes:
-        operands, results: numbers of what it reads, an entry per operand, and of what it yields.
-        sizes: bytes that the allocator gives for a result.
-        shared: result -> the result in whose memory it lies, or -1.
-        taken: result -> operands' results whose memory it may take over.
-        held: results that are there before the step and after it: inputs, constants, variables' memory.
-        fetched: results that the caller reads.
+        operands: results that each node reads, one entry per operand.
+        results: results that each node yields.
+        sizes: bytes that the allocator takes for each result.
+        shared: for each result, the result whose memory it shares; -1: none.
+        taken: for each result, results of operands whose memory it may reuse (`forward_input_or_allocate_output`).
+        held: results that exist before the step and after it: inputs, constants, variables.
+        fetched: results that the step returns to its caller.
         variable_bytes: handle node -> bytes of the variable.
-        resident_sizes: bytes of inputs, and of what communication keeps from step to step.
-        readers: of each result, how many operands and fetches it is.
+        resident_sizes: bytes of each input, and of each buffer that communication keeps from step to step.
+        readers: for each result, the number of operands and fetches that read it.
     """
 
     operands: list[list[int]]
@@ -114,13 +115,13 @@ class Graph(Steps):
 
 
 def steps_of(program: Program, rank: int, size: int, strict: bool = True) -> Steps:
-    """Returns the steps of ``rank`` of ``size``, with loops unrolled.
+    """Converts the program of ``rank`` (of ``size`` ranks) to numbered nodes, with loops unrolled.
 
     Args:
-        strict: else branches, and loops with an unknown trip count, are treated as single nodes.
+        strict: whether branches, and loops with an unknown trip count, raise; if not, each is treated as a single node.
 
     Raises:
-        PlanError: a trip count or branch is only known at run time.
+        PlanError: a trip count or branch is known only at run time, and `strict` is set.
     """
     program = unroll(program, strict)
     return _steps(program, rank, size, find_copied_reads(program))
@@ -151,14 +152,14 @@ def _steps(program: Program, rank: int, size: int, copied: Collection[str]) -> S
 def graph_of(
     program: Program, rank: int, size: int, allocated: Callable[[int], int] = int, strict: bool = True
 ) -> Graph:
-    """Returns the graph of the program of ``rank`` of ``size``, with loops unrolled.
+    """Converts the program of ``rank`` (of ``size`` ranks) to numbered nodes and results, with loops unrolled.
 
     Args:
-        allocated: returns the bytes that the device's allocator takes for a tensor of so many bytes.
+        allocated: maps the bytes of a tensor to the bytes that the device's allocator takes for it (rounding).
         strict: see `steps_of`.
 
     Raises:
-        PlanError: a trip count or branch is only known at run time.
+        PlanError: a trip count or branch is known only at run time, and `strict` is set.
     """
     program = unroll(program, strict)
     copied = find_copied_reads(program)
@@ -215,29 +216,33 @@ def graph_of(
 
 
 def _find_on_hosts(program: Program) -> set[str]:
-    """Returns what nodes in the host's memory read, variables that lie there among them."""
+    """Returns the names of nodes whose results are in the host's memory: operands of nodes marked `on_host`, variables
+    too.
+    """
     return {r.node for node in program.nodes if node.marks.on_host for r in node.inputs}
 
 
 def count_host_bytes(program: Program) -> int:
-    """Returns the bytes of a rank's variables that lie in the host's memory, beside a device's."""
+    """Counts the bytes of a rank's variables that are offloaded to the host's memory."""
     elsewhere = _find_on_hosts(program)
     return sum(v.type.bytes for v in program.variables if v.node in elsewhere)
 
 
 def make_copy_work(read: Node) -> Work:
-    """Returns the work of a variable's read that copies the value (see buffers.copied_reads)."""
+    """Returns the work of a `ReadVariableOp` that copies its variable's value (see `find_copied_reads`)."""
     size = float(sum(t.bytes for t in read.outputs))
     return Work(0.0, size, size, 1)
 
 
 def _leaves_host(node: Node) -> bool:
-    """Tells whether the node copies from the host's memory, with a result in the device's."""
+    """Returns True if the node copies from the host's memory to the device's."""
     return node.op == "WhaleOffload" and not node.attrs["to_host"]
 
 
 def _mark_fused(program: Program) -> list[bool]:
-    """Marks biases, and activations behind them, that TensorFlow's optimizer fuses into the preceding product."""
+    """Returns, for each node, whether TensorFlow fuses it into the product before it: biases, and activations after
+    these.
+    """
     fused: dict[str, bool] = {}
     fetched = {r.node for r in program.outputs}
 
@@ -256,8 +261,10 @@ def _mark_fused(program: Program) -> list[bool]:
 
 
 def find_copied_reads(program: Program) -> frozenset[str]:
-    """Returns the reads of variables that copy the value; unused reads, which optimised graphs do not have, are
-    excluded.
+    """Returns the names of `ReadVariableOp` nodes that copy the variable's value.
+
+    These are reads of variables of which the program also reads or changes single rows. Reads that nothing uses are
+    left out, as optimised graphs do not have them.
     """
     handles = {n.inputs[0].node for n in program.nodes if n.op in _ROWS_OF_VARIABLES}
     fetched = {r.node for r in program.outputs}
@@ -271,7 +278,7 @@ def find_copied_reads(program: Program) -> frozenset[str]:
 
 
 def _find_forwarded(node: Node, result: int) -> tuple[int, ...]:
-    """Returns the operands whose buffer a result may reuse."""
+    """Returns the indices of the operands whose buffer result number `result` of a node may reuse."""
     if node.op == "WhaleAllReduce":
         return (result + 1,)  # the communicator comes first
     if node.op == "AddN":
@@ -282,7 +289,10 @@ def _find_forwarded(node: Node, result: int) -> tuple[int, ...]:
 
 
 def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
-    """Returns the operands that elementwise code has finished reading once it writes a result's first element."""
+    """Returns the operands whose buffer a result of a `WhaleElementwise` program may reuse.
+
+    These are the operands `v0`, `v1`, ... that no line reads after the first line that writes the result, `y{result}`.
+    """
     read: dict[str, int] = {}
     written = -1
     for i, line in enumerate(lines):
@@ -294,7 +304,9 @@ def _unread(lines: Sequence[str], result: int) -> tuple[int, ...]:
 
 
 def _is_row_view(program: Program, node: Node) -> bool:
-    """Tells whether a slice takes whole rows of dimension 0, which are contiguous in memory."""
+    """Returns True if a slicing op takes whole rows of dimension 0, which TensorFlow returns as a view without a
+    copy.
+    """
     if node.op not in _ROW_VIEWS:
         return False
     whole = program.find_type(node.inputs[1 if node.op == "Split" else 0]).shape

@@ -1,9 +1,10 @@
-"""Prices what XLA fuses in compiled parts of a program: elementwise operations run inside the kernels that use them.
+"""Estimates what XLA's fusion saves in compiled parts of a program: elementwise ops run inside the kernels that use
+them.
 
 The rules are those of XLA's instruction fusion (xla/service/instruction_fusion.cc, gpu/transforms/priority_fusion.cc),
 as far as bytes go: a cheap elementwise operation is computed again in every kernel that uses it, and its result is not
-written, where that moves no more bytes; an expensive one only where a single operation uses it; a reduction ends a
-kernel, and products read and write memory.
+written, if that moves no more bytes; an expensive one only if a single operation uses it; a reduction ends a kernel,
+and products read and write memory.
 
 Decision: 0173.
 """
@@ -20,16 +21,18 @@ FUSIBLE = _LOOPS | _ROOTS
 
 
 def is_fusible(node: Node) -> bool:
-    """Tells whether a node may be computed inside another one's kernel, or take others into its own."""
+    """Returns True if XLA may compute the node inside another node's kernel, or other nodes inside its own."""
     return node.marks.compiled and node.op in FUSIBLE
 
 
 def fuse_work(program: Program, work: list[Work]) -> list[Work]:
-    """Returns the work of a program's nodes with that of fused ones moved to the kernels that they are part of."""
+    """Returns each node's work after fusion: a node that is fused into its users has none, and these read its
+    operands.
+    """
     if not any(node.marks.compiled for node in program.nodes):
         return work
     users = _count_fusing_users(program)
-    leaves: dict[Ref, frozenset[Ref]] = {}  # what kernels read in the place of a result that is not written
+    leaves: dict[Ref, frozenset[Ref]] = {}  # for a result that is not written, what its users read instead
     found: list[Work] = []
     for node, does in zip(program.nodes, work):
         reads = frozenset[Ref]().union(*(leaves.get(ref, (ref,)) for ref in node.inputs))
@@ -47,9 +50,9 @@ def fuse_work(program: Program, work: list[Work]) -> list[Work]:
 
 
 def _count_fusing_users(program: Program) -> dict[str, int]:
-    """Returns the number of kernels that use a result, of those that only kernels use which may compute it themselves.
+    """Returns, for each node that may be fused into all of its users, the number of kernels that then compute it.
 
-    Of an alias it is that of its own users.
+    The users of an alias (reshape, identity) count as users of its operand.
     """
     fetched = {ref.node for ref in program.outputs}
     found: dict[str, int] = {}

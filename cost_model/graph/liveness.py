@@ -1,10 +1,10 @@
 """Simulates the live bytes of one rank, node by node: results allocate, share, reuse and free memory.
 
 Memory comes from TensorFlow's best-fit allocator with coalescing, as far as sizes go
-(xla/tsl/framework/bfc_allocator.cc). It takes the smallest free piece that is large enough, and splits it only if it is
-at least twice as large as asked for (or 128 MiB larger): so a tensor may occupy nearly twice its bytes. Memory comes
-from the system in regions, each twice as large as the one before; neighbours within a region that are free become
-one.
+(xla/tsl/framework/bfc_allocator.cc). The allocator takes the smallest free piece that is large enough, and splits it
+only if it is at least twice as large as the request (or 128 MiB larger), so a tensor may occupy nearly twice its bytes.
+Memory comes from the system in regions, each twice as large as the one before; neighbouring free pieces of a region are
+merged.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from dataclasses import dataclass
 from cost_model.graph.executor_graph import Graph
 from whale.ir.ops import APPLIES_ROWS, FUSED_UPDATES, SCATTERS, UPDATES
 
-# These change it whoever reads it (see buffers.copied_reads), or wait for who does (whale.kernels.updates).
+# Updates that copy a variable first if it is still being read. For the others, reads are copies
+# (`executor_graph.find_copied_reads`), or the update waits for the readers (whale.kernels.updates).
 _COPIED_FIRST = UPDATES - SCATTERS - APPLIES_ROWS - FUSED_UPDATES
-STEPS = 5  # at least; the first is left out: pieces do not lie yet as they will from then on
+STEPS = 5  # at least; the first is not counted: the allocator has not yet settled into its final regions
 _FIRST_REGION_BYTES = 2 << 20
 _LARGEST_WASTE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The kinds of memory, numbered below `count`: of each result, of variables by handle node, and of the rest."""
+    """Classifies memory, to report the peak by kind; kinds are numbers below `count` that the caller chooses.
+
+    Attributes:
+        results: kind of each result.
+        variables: kind of each variable, by handle node.
+        resident: kind of inputs and communication buffers.
+    """
 
     count: int
     results: Sequence[int]
@@ -34,12 +41,12 @@ class Kinds:
 
 
 def peak_bytes(graph: Graph, orders: Sequence[Sequence[int]], scratch_bytes: Sequence[int]) -> tuple[int, int, int]:
-    """Returns the peak memory of a rank in a step.
+    """Simulates the memory of one rank over several steps.
 
     Args:
-        orders: execution orders of its nodes in consecutive steps, repeated; in each a node where
-            it starts, its complement (~node) where it has ended.
-        scratch_bytes: memory of each node while it runs.
+        orders: execution orders of the nodes in consecutive steps, repeated. In each, number n stands for the start of
+            node n, and its complement (~n) for its end.
+        scratch_bytes: memory of each node while it runs, besides its results.
 
     Returns:
         (peak bytes during a step, bytes between steps, peak of the bytes requested).
@@ -59,10 +66,14 @@ def peaks(
     calls: Collection[int] = (),
     allocator: Allocator | None = None,
 ) -> tuple[list[int], int]:
-    """Returns (bytes by kind at the peak, bytes between steps); scratch memory has kind 0.
+    """Simulates the memory of one rank over several steps; returns (bytes by kind at the peak, bytes between steps).
 
     Args:
-        calls: nodes whose scratch memory consists of many nodes' memory.
+        orders, scratch_bytes: see `peak_bytes`; scratch memory has kind 0.
+        kinds: kind of each result and variable.
+        steps: least number of steps to simulate.
+        calls: nodes that call functions: their scratch memory consists of many pieces, of which only the sum is known.
+        allocator: the allocator to simulate on; None: a new one.
     """
     allocator = allocator or Allocator(kinds.count)
     variables = {}
@@ -98,7 +109,7 @@ def peaks(
 
 
 def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int]) -> list[int]:
-    """Returns the live bytes after each event of a step that is not the first one (see ``peak_bytes``)."""
+    """Returns the live bytes after each event of a step, after one step to warm up (arguments as in ``peak_bytes``)."""
     allocator = Allocator()
     variables = {handle: _Owner(allocator, size, 1) for handle, size in graph.variable_bytes.items()}
     for size in filter(None, graph.resident_sizes):
@@ -124,7 +135,7 @@ def live_bytes(graph: Graph, order: Sequence[int], scratch_bytes: Sequence[int])
 
 
 class _Owner:
-    """A piece of memory that results share, with a count of references; it is freed when that becomes 0."""
+    """Represents a piece of memory that several results may share; freed when its reference count becomes 0."""
 
     __slots__ = ("_allocator", "piece", "references")
 
@@ -134,7 +145,7 @@ class _Owner:
         self.references = references
 
     def become(self, kind: int) -> None:
-        """Changes the kind of this memory."""
+        """Changes the kind under which this memory is counted."""
         if self.piece >= 0:
             self._allocator.become(self.piece, kind)
 
@@ -146,9 +157,9 @@ class _Owner:
 
 
 class _Memory:
-    """Simulates the memory of one step.
+    """Simulates the memory of one step as nodes begin and end.
 
-    Readers of a result refer to its memory until they have run; the caller refers to fetched results.
+    Each reader of a result holds a reference to its memory until it has run; the caller holds those of fetched results.
     """
 
     def __init__(self, graph: Graph, allocator: Allocator, variables: dict[str, _Owner], kinds: Kinds) -> None:
@@ -158,7 +169,9 @@ class _Memory:
         self._readers = graph.readers
 
     def begin(self, node: int) -> None:
-        """Starts a node: allocates its results."""
+        """Starts a node: allocates its results, or lets them share or reuse memory; copies a variable that must not be
+        changed.
+        """
         g = self._graph
         op = g.nodes[node].op
         results = g.results[node]
@@ -174,7 +187,7 @@ class _Memory:
                 owner = self._held
             else:
                 candidates = (self._owner[r] for r in g.taken[mine])
-                # Only the node that asks refers to it.
+                # An operand's buffer is free to be reused if only this node still refers to it.
                 free = next((o for o in candidates if o.references == 1), None)
                 kind = self._kinds.results[mine]
                 if free is None:
@@ -197,7 +210,7 @@ class _Memory:
                 self._change(ref.node)
 
     def end(self, node: int) -> None:
-        """Ends a node: frees the memory without remaining readers."""
+        """Ends a node: drops its references to operands, which frees memory that nothing else refers to."""
         g = self._graph
         for mine in g.results[node]:
             self._owner[mine].references += self._readers[mine]
@@ -207,12 +220,14 @@ class _Memory:
             self._owner[r].drop()
 
     def close(self) -> None:
-        """Ends the step: frees the fetched results."""
+        """Ends the step: drops the caller's references to fetched results."""
         for r in self._graph.fetched:
             self._owner[r].drop()
 
     def _change(self, name: str) -> None:
-        """Changes a variable in place, after copying it if it is still being read; does nothing for other nodes."""
+        """Simulates an in-place update of a variable, which is first copied if it is still being read; ignores other
+        nodes.
+        """
         owner = self._variables.get(name)
         if owner is not None and owner.references > 1:
             size, kind = self._graph.variable_bytes[name], self._kinds.variables[name]
@@ -221,11 +236,12 @@ class _Memory:
 
 
 class Allocator:
-    """Simulates an allocator; pieces are numbered; `live_bytes` counts whole pieces, as the allocator's own figures do.
+    """Simulates TensorFlow's best-fit allocator by sizes alone; pieces of memory are numbered.
 
-    `peak_asked_bytes` is the peak of requested bytes, which does not depend on where pieces are.
-
-    `at_peak` has the bytes at the peak by kind, a small number that callers give to each piece.
+    Attributes:
+        live_bytes, peak_bytes: bytes of allocated pieces now and at the peak, whole pieces as TensorFlow reports them.
+        peak_asked_bytes: peak of the bytes that were requested, which does not depend on how pieces are split.
+        at_peak: bytes at the peak by kind, a small number that callers give to each piece.
     """
 
     def __init__(self, kinds: int = 1) -> None:
@@ -243,7 +259,7 @@ class Allocator:
         self._free: list[tuple[int, int]] = []  # (bytes, piece), sorted
 
     def take(self, size: int, kind: int = 0) -> int:
-        """Allocates a piece of at least `size` bytes and returns its number."""
+        """Allocates a piece of at least `size` bytes; returns its number."""
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
             grown = False
@@ -271,7 +287,9 @@ class Allocator:
         return piece
 
     def lend(self, size: int) -> None:
-        """Allocates bytes of kind 0 in many pieces, of which only the sum is known; a negative size frees them."""
+        """Adds `size` bytes of kind 0 that consist of many pieces, of which only the sum is known; a negative size
+        removes them.
+        """
         self.live_bytes += size
         self._live[0] += size
         self._more(size)
@@ -289,12 +307,12 @@ class Allocator:
         self._kind[piece] = kind
 
     def forget_peak(self) -> None:
-        """Resets the peaks to the present values."""
+        """Resets the peaks to the present values, to begin measuring a step."""
         self.peak_asked_bytes = self._asked_bytes
         self.peak_bytes, self.at_peak = self.live_bytes, self._live.copy()
 
     def give(self, piece: int) -> None:
-        """Frees a piece."""
+        """Frees a piece and merges it with free neighbours of its region."""
         self._asked_bytes -= self._asked[piece]
         self.live_bytes -= self._sizes[piece]
         self._live[self._kind[piece]] -= self._sizes[piece]
@@ -317,7 +335,9 @@ class Allocator:
         return len(self._sizes) - 1
 
     def _merge(self, one: int, other: int, free: bool = True) -> None:
-        """Merges the free piece `other`, which follows `one`, into it, and updates the list of free pieces."""
+        """Merges piece `other` into the piece `one` before it; the list of free pieces loses `other`, or `one` if not
+        `free`.
+        """
         gone = other if free else one
         del self._free[bisect_left(self._free, (self._sizes[gone], gone))]
         self._sizes[one] += self._sizes[other]

@@ -1,9 +1,8 @@
-"""Models the machines of ranks: measured ones, described clusters, and ranks with a few known figures.
+"""Models the machines that ranks run on: measured ones, described clusters, and ranks with a few known rates.
 
-make_measured_machine   a host that `whale profile` measured, operation by operation
-cluster_machine         the devices of a cluster file, by the catalogue's formulas
-cluster_rates           the same in a few figures each
-make_rated_machine      ranks that were measured briefly (`Rates`), on hosts with links that were (`Topology`)
+make_measured_machine   a host that `whale profile` measured, operation by operation cluster_machine         the devices
+of a cluster file, by the catalogue's formulas cluster_rates           the same devices, each described by a few rates
+make_rated_machine      ranks described by a few measured rates (`Rates`), on hosts with measured links (`Topology`)
 
 Decisions: 0174, 0175.
 """
@@ -42,16 +41,16 @@ PACKED_PASSES = 2
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of the ranks: it prices their operations and exchanges.
+    """Describes the machine that ranks run on, and returns the time of their operations and exchanges.
 
     Attributes:
-        operations: for each rank, returns (seconds, scratch bytes) of a node with its work.
-        exchange_s: returns the seconds of an exchange, by its kind, ranks and bytes.
+        operations: for each rank, a function that returns (seconds, scratch bytes) of a node with its work.
         sharing: how ranks share the machine's cores.
-        call_s: seconds of calling a step, beside its operations.
-        memory_bytes: of each rank's device, or its part of the host's.
-        counted_from_bytes: smaller tensors are not counted (as in TensorFlow's counters of host memory).
-        prices_work: the price of a node follows from its work alone, so that what XLA fuses can be priced.
+        exchange_s: returns the seconds of an exchange, by its kind, ranks and bytes.
+        memory_bytes: memory of each rank's device, or its part of the host's.
+        call_s: seconds to call a step, besides its operations.
+        counted_from_bytes: smaller tensors are not counted, as in TensorFlow's counters of host memory.
+        prices_work: whether a node's time depends on its `Work` alone, so that kernels fused by XLA can be priced.
     """
 
     operations: Sequence[Callable[[Program, Node, Work], tuple[float, int]]]
@@ -68,11 +67,11 @@ class Machine:
             raise ClusterError(
                 "the plan has more ranks than the cluster has devices",
                 given=f"{ranks} ranks, {len(self.sharing.hosts)} devices",
-                action="give a larger cluster, or plan for fewer ranks",
+                action="name a larger cluster, or plan for fewer ranks",
             )
 
     def round_up_bytes(self, size: int) -> int:
-        """Returns the bytes that the allocator reserves for a tensor."""
+        """Returns the bytes that the device's allocator reserves for a tensor of `size` bytes."""
         return -(-size // GRAIN_BYTES) * GRAIN_BYTES if size and size >= self.counted_from_bytes else 0
 
 
@@ -83,13 +82,16 @@ def make_measured_machine(
     counted_from_bytes: int = 0,
     topology: Topology | None = None,
 ) -> Machine:
-    """Returns ``ranks`` ranks on the one host that a table describes; ``marks``: fingerprints, see `Measured`.
+    """Returns a machine of ``ranks`` ranks on the one host that a profile describes.
 
-    Where it has GPUs the ranks take turns with them, as ``wh.init`` deals them out.
+    If the host has GPUs, ranks are assigned to them in turn, as ``wh.init`` does.
 
     Args:
-        topology: the hosts of the ranks, by whose links exchanges of some ranks are priced, as the table's are of all;
-            None: the table's hold for any ranks.
+        table: the profile.
+        marks: fingerprints under which the program's own step may have been measured (see `Measured`).
+        counted_from_bytes: smaller tensors are not counted as memory.
+        topology: the hosts of the ranks, whose links price exchanges of only some of the ranks; None: the profile's
+            measurements are used for any exchange.
     """
     known = Measured(table, marks, ranks)
 
@@ -115,17 +117,20 @@ def make_measured_machine(
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The work that one rank does per second while all ranks work, and the speed of exchanges between them.
+    """Holds the speed of one rank's computation while all ranks compute, and of exchanges between ranks.
 
     Attributes:
-        start_s: seconds of an almost empty operation; exchange_s: the same of an exchange.
-        exchanged_bytes_per_s: bytes that a rank sends and receives in a second.
-        origin: describes the source of the figures.
-        exchanges_compute: whether exchanges occupy the core (or device) that computes; else they overlap it.
-        devices: the same two figures of exchanges that devices carry out; None: they carry out none.
-        packs: whether matrix products copy their operands into tiles before they compute, as libraries do on a
-            processor: then bytes are moved besides the arithmetic, `PACKED_PASSES` times, and not meanwhile. It decides
-            what products of few rows take, as those of micro-batches are.
+        flops_per_s, bytes_per_s: FLOPs, and bytes read and written, per second.
+        start_s: seconds of an almost empty operation.
+        exchange_s: seconds of an almost empty exchange.
+        exchanged_bytes_per_s: bytes per second that a rank sends in exchanges through the host.
+        origin: where the figures come from, for reports.
+        exchanges_compute: whether exchanges occupy the core (or device) that computes; if not, they overlap
+            computation.
+        devices: speed of exchanges directly between devices (NCCL); None: there are none.
+        packs: whether matrix products first copy their operands into tiles, as libraries do on a processor. Then memory
+            traffic, `PACKED_PASSES` times, is added to the arithmetic instead of overlapping it; this dominates
+            products of few rows, as those of micro-batches are.
     """
 
     flops_per_s: float
@@ -139,7 +144,9 @@ class Rates:
     packs: bool = False
 
     def slow_down(self, computing: float, exchanging: float) -> Rates:
-        """Returns the rates of a rank that takes so many times as long for what it computes, and for exchanges."""
+        """Returns the rates of a rank that takes `computing` times as long to compute, and `exchanging` times to
+        exchange.
+        """
         link = Link(self.exchange_s, self.exchanged_bytes_per_s).slow_down(exchanging)
         return replace(
             self,
@@ -152,7 +159,12 @@ class Rates:
         )
 
     def link(self, through: str) -> Link:
-        """Returns the link of exchanges: between devices, or through the host if ``through`` is ""."""
+        """Returns the link that an exchange uses.
+
+        Args:
+            through: the library that exchanges between devices (`Exchange.through`); "": the exchange goes through the
+                host.
+        """
         if through and self.devices is not None:
             return self.devices
         return Link(self.exchange_s, self.exchanged_bytes_per_s)
@@ -161,10 +173,12 @@ class Rates:
 def make_rated_machine(
     rates: Sequence[Rates], memory_bytes: float = float("inf"), topology: Topology | None = None
 ) -> Machine:
-    """Returns a machine of ranks with few known figures: a roofline for operations, bytes for exchanges.
+    """Returns a machine that prices operations by a roofline, and exchanges by their bytes.
 
     Args:
-        topology: the hosts, whose links have been measured; None: one figure holds for all exchanges, that of `rates`.
+        rates: the rates of each rank.
+        memory_bytes: memory of each rank.
+        topology: hosts with measured links, which price exchanges through hosts; None: `rates` do.
     """
 
     def operation_of(one: Rates) -> Callable[[Program, Node, Work], tuple[float, int]]:
@@ -177,7 +191,7 @@ def make_rated_machine(
         return operation
 
     def exchange_s(what: Exchange) -> float:
-        # The bytes that a rank sends: its part of the tensor, or all of it where it goes one way.
+        # A rank sends its part of the tensor, or all of it in a broadcast or a send.
         if topology is not None and not what.through:
             return topology_exchange_s(topology, what)
         one_way = what.kind in ("point_to_point", "broadcast")
@@ -195,12 +209,12 @@ def make_rated_machine(
 
 
 def topology_exchange_s(topology: Topology, what: Exchange) -> float:
-    """Returns the seconds of an exchange within hosts and between them, by the links of a topology, which are known.
+    """Returns the seconds of an exchange through hosts, by the measured links inside hosts and between them.
 
-    What a host has to get from others crosses its link once (`whale_ops/core/collective/hierarchical.cc`), and all
-    groups that have ranks of a host use it at the same time, as those along one axis of a mesh do. Of T bytes m hosts
-    send: (m-1)/m T each in an all-gather or a reduce-scatter, twice that in an all-reduce; k ranks of a host send
-    k (p-k)/p T in an all-to-all of p ranks.
+    The tensor's part that a host needs from other hosts crosses its link once
+    (`whale_ops/core/collective/hierarchical.cc`), and all groups that have ranks of a host use the link at the same
+    time, as those along one axis of a mesh do. Of T bytes, each of m hosts sends (m-1)/m T in an all-gather or a
+    reduce-scatter, and twice that in an all-reduce; k ranks of a host send k (p-k)/p T in an all-to-all of p ranks.
     """
     here = Counter(topology.hosts[rank] for rank in what.ranks)
     per_host, hosts, size = max(here.values()), len(here), len(what.ranks)
@@ -226,9 +240,9 @@ def topology_exchange_s(topology: Topology, what: Exchange) -> float:
 
 
 def cluster_topology(cluster: Cluster, size: int) -> Topology | None:
-    """Returns the hosts of a cluster's first ``size`` devices, one rank each, and the networks between them.
+    """Returns the hosts of a cluster's first ``size`` devices, with one rank each, and the links of their networks.
 
-    None: they are all on one host.
+    None if all of these devices are on one host.
     """
     devices = _devices(cluster)[:size]
     entries = {at: host for at, host, _ in devices}
@@ -246,7 +260,9 @@ def cluster_topology(cluster: Cluster, size: int) -> Topology | None:
 
 
 def cluster_machine(cluster: Cluster) -> Machine:
-    """Returns the devices of a cluster in the order of its file, one rank each, by the catalogue's formulas."""
+    """Returns a machine with one rank for each device of a cluster, in the order of its file, by the catalogue's
+    formulas.
+    """
     devices = _devices(cluster)
     # Equal devices have the same pricer.
     pricers = {
@@ -282,10 +298,10 @@ def cluster_machine(cluster: Cluster) -> Machine:
 
 
 def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
-    """Returns the peak rates of each device of a cluster, in the order of its file, and of exchanges between them.
+    """Returns the rates of each device of a cluster, in the order of its file, by the catalogue's figures.
 
     Args:
-        dtype: of the operands of products.
+        dtype: dtype of the operands of matrix products.
     """
     found = []
     for _, _, entry in _devices(cluster):
@@ -305,7 +321,7 @@ def cluster_rates(cluster: Cluster, dtype: str = "float32") -> list[Rates]:
 
 
 def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
-    """Returns (number of its host, the host, the entry) of each device, in the order of the file."""
+    """Returns (number of the device's host, its host's entry, its entry) for each device, in the order of the file."""
     found: list[tuple[int, HostEntry, DeviceEntry]] = []
     number = 0
     for host in cluster.hosts:
@@ -316,10 +332,10 @@ def _devices(cluster: Cluster) -> list[tuple[int, HostEntry, DeviceEntry]]:
 
 
 def _make_catalogue_pricer(entry: DeviceEntry, beside: int) -> Callable[[Program, Node, Work], tuple[float, int]]:
-    """Returns a function that prices a node by the roofline of a catalogued device.
+    """Returns a function that prices a node by the roofline of a device of the catalogue: (seconds, scratch bytes).
 
     Args:
-        beside: devices of its host, all of which use the host's memory at the same time.
+        beside: number of devices of its host, all of which use the host's memory at the same time.
     """
     device, to_host = entry.device, entry.host_link()
     known = {}

@@ -1,7 +1,7 @@
-"""Stores measurements of a machine: operations, exchanges between its ranks, whole steps. A JSON file.
+"""Stores measurements of a machine in a JSON file: operations, exchanges between its ranks, whole steps.
 
-`whale profile` writes it. Operations are found by their signature; an operation that was not measured is assumed to
-have the speed of the nearest one of its type, in proportion to its work.
+`whale profile` writes the file. Operations are looked up by their signature; an operation that was not measured is
+assumed to have the speed of the nearest one of its type, in proportion to its work.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ from whale.ir.topology import Link
 
 FORMAT_VERSION = 3
 _GPU = "GPU:"  # in TensorFlow's names of devices
-PACKED = " packed"  # exchanges of that kind whose tensors do not lie in one piece
+PACKED = " packed"  # added to the kind of exchanges whose tensors are copied into one buffer first
 Positive = Annotated[float, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The measurement of one operation alone on a core: seconds, and memory beside its results."""
+    """The measurement of one operation that ran alone on a core or GPU.
+
+    Attributes:
+        signature: identifies the operation, see `cost_model.graph.signature`.
+        op: its type, e.g. MatMul.
+        flops: its FLOPs.
+        moved_bytes: bytes that it reads and writes.
+        seconds: measured time.
+        scratch_bytes: memory that it takes besides its results.
+    """
 
     signature: str
     op: str
@@ -42,10 +51,13 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured exchanges of one kind between so many ranks: (bytes of the tensor, seconds), by size.
+    """Measured exchanges of one kind between a number of ranks, by size.
 
     Attributes:
-        through: the library that carried them between GPUs, as ``communication.backend`` names it; "": the host,
+        kind: kind of `Exchange`; with " packed" added if its tensors have to be copied into one buffer.
+        ranks: number of ranks.
+        samples: (bytes of the tensor, seconds), in ascending order.
+        through: the library that exchanged between GPUs, as ``communication.backend`` names it; "": through the host,
             between tensors in its memory.
     """
 
@@ -63,7 +75,12 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Copies from one of TensorFlow's devices to another one, by its names: (bytes, seconds), by size."""
+    """Measured copies between two of TensorFlow's devices, by size.
+
+    Attributes:
+        source, target: TensorFlow's names of the devices.
+        samples: (bytes, seconds), in ascending order.
+    """
 
     source: str
     target: str
@@ -71,7 +88,12 @@ class Copies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link between two hosts, by their names: as of ``whale.ir.topology.Link``."""
+    """The measured link between two hosts.
+
+    Attributes:
+        one, other: names of the hosts.
+        exchange_s, bytes_per_s: as in ``whale.ir.topology.Link``.
+    """
 
     one: str
     other: str
@@ -80,11 +102,16 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whole steps without exchanges: measured seconds, and the seconds predicted from their operations alone.
+    """A measured whole step without exchanges, and the time predicted from its operations alone.
+
+    Their ratio corrects predictions of the same program.
 
     Attributes:
-        program: fingerprint of the program, if it ran on one device; or of the program of a plan's first rank.
-        copies: number of concurrent processes, each with the step; of a plan, its ranks.
+        program: fingerprint of the program, if it ran on one device; of a plan, fingerprint of the first rank's
+            program.
+        seconds: measured time.
+        predicted_s: predicted time.
+        copies: number of processes that ran the step at the same time; of a plan, its ranks.
     """
 
     program: str
@@ -94,20 +121,24 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The measurements of one machine.
+    """The measurements of one machine: the content of the file that `whale profile` writes.
 
     Attributes:
-        host: its name.
-        cores: that ranks may use, a quota counted in.
-        memory_gb: of the host.
-        call_s: what calling a step takes beside its operations.
-        node_s: what the executor takes for a node that computes nothing.
-        slice_s: how long a computing thread keeps its core when another waits for it.
-        wake_s: what an engine waits for a core when all compute.
-        operations, curves, steps: see there.
-        gpus, copies: of a machine that has GPUs, which operations were measured on then.
-        hosts: on how many the ranks of `curves` were; where there are several, each had one of them.
-        links: between each two of these.
+        host: name of the machine.
+        cores: number of cores that ranks may use under affinity and quota.
+        memory_gb: memory of the host in GB.
+        call_s: seconds to call a step, besides its operations.
+        node_s: seconds that TensorFlow's executor takes for a node that computes nothing.
+        slice_s: seconds for which a computing thread keeps its core if another one waits for it.
+        wake_s: seconds for which the communication thread waits for a core if all of them compute.
+        operations: measured operations.
+        curves: measured exchanges.
+        steps: measured whole steps.
+        gpus: the machine's GPUs; if there are any, operations were measured on them.
+        copies: measured copies between host and GPUs.
+        hosts: number of hosts that the ranks of `curves` were on; if several, one rank each.
+        links: links between each two of these hosts.
+        version: version of the file's format.
     """
 
     host: str
@@ -127,14 +158,18 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = FORMAT_VERSION
 
     def find_links(self, names: Sequence[str]) -> dict[tuple[int, int], Link]:
-        """Returns the links between hosts of these names, by their positions; {}: not all of them were measured."""
+        """Returns the links between the hosts of these names, by pairs of positions in `names`; {} if any was not
+        measured.
+        """
         known = {frozenset((one.one, one.other)): Link(one.exchange_s, one.bytes_per_s) for one in self.links}
         pairs = [(i, j) for j in range(len(names)) for i in range(j)]
         found = {(i, j): link for i, j in pairs if (link := known.get(frozenset((names[i], names[j])))) is not None}
         return found if len(found) == len(pairs) else {}
 
     def slow_down(self, computing: float, exchanging: float) -> MachineProfile:
-        """Returns the profile of a machine that takes so many times as long to compute, and for exchanges."""
+        """Returns the profile of a machine that takes `computing` times as long to compute, and `exchanging` times
+        to exchange.
+        """
         return msgspec.structs.replace(
             self,
             call_s=self.call_s * computing,
@@ -152,22 +187,24 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def merge(self, operations: Iterable[Operation], steps: Iterable[Step] = ()) -> MachineProfile:
-        """Returns the profile with further measurements, which replace older ones of the same name."""
+        """Returns this profile with further measurements added; they replace older ones of the same operation or
+        step.
+        """
         found = {o.signature: o for o in (*self.operations, *operations)}
         named = {(s.program, s.copies): s for s in (*self.steps, *steps)}
         return msgspec.structs.replace(self, operations=list(found.values()), steps=list(named.values()))
 
 
 def default_path() -> Path:
-    """Returns the default path of `whale profile`'s file."""
+    """Returns the path at which `whale profile` writes, and predictions look for, the machine's profile."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "whale" / "profile.json"
 
 
 def read(path: str | Path) -> MachineProfile:
-    """Reads and checks a file of measurements.
+    """Reads and checks a profile.
 
     Raises:
-        ClusterError: it cannot be read, or is not such a file.
+        ClusterError: it cannot be read, was not written by `whale profile`, or has another version.
     """
     action = "measure this machine with `whale profile`"
     try:
@@ -181,22 +218,24 @@ def read(path: str | Path) -> MachineProfile:
     if table.version != FORMAT_VERSION:
         given = f"{path}: version {table.version}"
         raise ClusterError(
-            "the profile is of another version", given=given, expected=f"version {FORMAT_VERSION}", action=action
+            "the profile was written by another version of Whale",
+            given=given,
+            expected=f"version {FORMAT_VERSION} of the file's format",
+            action=action,
         )
     return table
 
 
 def write(table: MachineProfile, path: str | Path) -> None:
-    """Writes the file; creates its folder if needed."""
+    """Writes a profile as JSON; creates the folder if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
 
 
 def check_writable(path: str | Path) -> None:
-    """Checks, before anything is measured, that the file can be written; creates its folder if needed.
+    """Raises ClusterError if a profile cannot be written at `path`; creates its folder if needed.
 
-    Raises:
-        ClusterError: it cannot be written.
+    `whale profile` calls this before it measures for minutes.
     """
     path = Path(path)
     try:
@@ -214,13 +253,16 @@ def check_writable(path: str | Path) -> None:
 
 
 class Measured:
-    """Prices operations and exchanges by a machine profile."""
+    """Prices operations and exchanges by the measurements of a machine profile."""
 
     def __init__(self, table: MachineProfile, marks: Sequence[str] = (), ranks: int = 1) -> None:
-        """Takes a machine profile.
+        """Looks up the measurement of the program's own step, if there is one, to correct the time of its operations.
 
         Args:
-            marks: fingerprints under which the program's own step may have been measured; the first match is used.
+            table: the profile.
+            marks: fingerprints under which that step may have been measured; the first match is used.
+            ranks: number of ranks of the program; of several measurements, that with the nearest number of processes is
+                used.
         """
         self.table = table
         self._exact = {o.signature: o for o in table.operations}
@@ -234,12 +276,16 @@ class Measured:
         self._in = [c for c in table.copies if _GPU not in c.source and _GPU in c.target]
         steps = [s for s in table.steps if s.program in marks]
         step = min(steps, key=lambda s: (marks.index(s.program), abs(s.copies - ranks)), default=None)
-        # Kernels in a step are not what they are alone: some are fused, others find their operands in a cache, which
-        # they share with those of other ranks.
+        # Kernels take another time in a step than alone: some are fused, others find their operands in a cache, which
+        # they share with kernels of other ranks.
         self.context = step.seconds / step.predicted_s if step else 1.0
 
     def operation(self, program: Program, node: Node, does: Work) -> tuple[float, int]:
-        """Returns (seconds, scratch bytes) of a node alone on a core, within a step."""
+        """Returns (seconds, scratch bytes) of a node that runs on a core of its own within a step.
+
+        Raises:
+            ClusterError: the profile has no operation to compare it with.
+        """
         if not does.kernels:
             return 0.0, 0
         found = self._exact.get(signature(program, node))
@@ -250,7 +296,7 @@ class Measured:
         )
         if not known:
             raise ClusterError(
-                "the profile has no measurement of any such operation",
+                "the profile has no measurement of any operation like this one",
                 given=node.op,
                 expected="the operations that `whale profile` measures",
                 action="measure again with `whale profile`, or the program's own with `whale profile SCRIPT`",
@@ -268,21 +314,21 @@ class Measured:
         )
 
     def _list_like(self, op: str) -> list[Operation]:
-        """Returns the measured matrix products if the op is one, or many."""
+        """Returns all measured matrix products, einsums and fused loops if `op` is one of these types; else []."""
         products = MATMULS | EINSUMS | {FUSED_LOOP}
         return [one for one in self.table.operations if one.op in products] if op in products else []
 
     def exchange_s(self, what: Exchange) -> float:
-        """Returns the seconds of work of an exchange for each of its ranks.
+        """Returns the seconds that an exchange takes on each of its ranks, once all have arrived.
 
-        If ranks compute on GPUs, exchanges through the host include copies before and behind.
+        If ranks compute on GPUs, exchanges through the host include the copies to the host before and to the GPU after.
 
         Raises:
             ClusterError: exchanges of this kind were not measured.
         """
         ranks, tensor_bytes = len(what.ranks), what.tensor_bytes
         curve = self._curve(what)
-        # Of a tensor, each rank hands on (p-1)/p.
+        # Each of p ranks sends (p-1)/p of the tensor.
         scale = ((ranks - 1) / ranks) / ((curve.ranks - 1) / curve.ranks)
         more = max(1.0, (ranks - 1) / (curve.ranks - 1)) ** 0.5
         moved_s = _interpolate(curve.samples, tensor_bytes * scale) * more
@@ -299,7 +345,7 @@ class Measured:
             through = f" through {what.through}" if what.through else ""
             set_to = f" with WHALE_COMMUNICATION_BACKEND={what.through}" if what.through else ""
             raise ClusterError(
-                "the profile has no such exchange",
+                "the profile has no measurement of such an exchange",
                 given=what.kind + through,
                 expected=", ".join(sorted(known)) or f"exchanges{through} between two ranks",
                 action=f"measure again with `whale profile`{set_to}",
@@ -308,12 +354,12 @@ class Measured:
 
 
 def _slowest_s(copies: Sequence[Copies], size: float) -> float:
-    """Returns the seconds of the slowest of some copies of so many bytes; 0 if there are none."""
+    """Returns the seconds of a copy of `size` bytes on the slowest of these pairs of devices; 0 if there are none."""
     return max((_interpolate(one.samples, size) for one in copies), default=0.0)
 
 
 def _interpolate(samples: list[tuple[float, float]], size: float) -> float:
-    """Interpolates linearly between two samples; beyond the last one in proportion to its slope."""
+    """Interpolates seconds linearly between samples; beyond the last one, continues the slope of the last two."""
     if size <= samples[0][0] or len(samples) == 1:
         return samples[0][1]
     upper = next((i for i, (at, _) in enumerate(samples) if at >= size), len(samples) - 1)

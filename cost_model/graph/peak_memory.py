@@ -1,9 +1,9 @@
 """Predicts one rank's peak memory in a step, by kind, by simulating its program without other ranks.
 
-The simulation is that of `simulate`, with seconds that only need to give a realistic order: exchanges are treated as
-ordinary nodes, in proportion to their bytes. The memory inside a function is computed once for each function, and is
-scratch memory of its calls; so 64 micro-batches take no longer than two. Loops are unrolled; the body of a loop with an
-unknown trip count counts as one iteration.
+The simulation is that of `simulate`, with rough times that only need to give a realistic order: exchanges are treated
+as ordinary nodes that take time in proportion to their bytes. The memory inside a function is computed once per
+function and counts as scratch memory of each call, so 64 micro-batches take no longer to simulate than two. Loops are
+unrolled; a loop with an unknown trip count counts as one iteration.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from cost_model.kernels.op_work import Work
 from whale.ir.ops import CALLS, CONTRACTIONS
 from whale.ir.program import Node, Program, Ref, iterate_function_refs
 
-# A core of a server; what is held depends on which of two nodes takes longer, not on how long they take.
+# Rates of a server's core. Memory depends only on which of two nodes takes longer, not on how long they take.
 _FLOPS_PER_S, _BYTES_PER_S, _EXCHANGED_BYTES_PER_S, _NODE_S = 5e10, 8e9, 2e9, 1e-6
 _THREADS = 2
-# At most so many turns of two threads on one core are simulated of a step, which may take minutes on such a core.
+# The most time slices of a step that are simulated: a step may take minutes on such a core.
 _MOST_SLICES = 4000
 _STEPS_OF_A_CALL = 2
 
-# (tensor -> kind, variable's handle -> kind) of a program; what is not there is of the first kind.
+# Returns (tensor -> kind, variable's handle -> kind) of a program; tensors and variables left out have kind 0.
 KindsOf = Callable[[Program], tuple[Mapping[Ref, int], Mapping[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The bytes of one rank.
+    """Holds the memory of one rank.
 
     Attributes:
-        at_peak: by kind, at the moment of a step when they are most together.
-        resident_bytes: between steps: variables, inputs, what communication keeps.
+        at_peak: bytes of each kind at the moment of a step when their sum is largest.
+        resident_bytes: bytes between steps: variables, inputs, communication buffers.
     """
 
     at_peak: tuple[int, ...]
@@ -57,11 +57,12 @@ def simulate_held(
     resident: int,
     counted_from_bytes: int = 0,
 ) -> Held:
-    """Returns the bytes that ``rank`` of ``size`` holds while it runs ``program``.
+    """Simulates the memory that ``rank`` (of ``size`` ranks) holds while it runs ``program``.
 
     Args:
-        kinds: number of kinds; ``resident``: the kind of inputs and of communication buffers.
-        kinds_of: returns the kinds of a program's tensors and variables.
+        kinds: number of kinds of memory that are distinguished.
+        kinds_of: returns the kinds of a program's tensors and variables; those that it leaves out have kind 0.
+        resident: kind of inputs and communication buffers.
         counted_from_bytes: smaller tensors are not counted, as in TensorFlow's counters of host memory.
     """
 
@@ -73,7 +74,13 @@ def simulate_held(
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """The cost of a function's call: seconds, bytes beside its results, and results that are arguments."""
+    """Holds the cost of one call of a function.
+
+    Attributes:
+        seconds: time of the call.
+        scratch_bytes: memory of the call besides its results.
+        passed_on: number of a result -> number of the argument that it returns unchanged.
+    """
 
     seconds: float
     scratch_bytes: int
@@ -97,7 +104,7 @@ class _Holder:
 
     def hold(self, program: Program) -> Held:
         graph, seconds, scratch, calls = self._graph(program)
-        # What is held at once depends on who happens to be first, so memory is the most of two plays.
+        # The peak depends on which thread happens to be first, so it is the larger one of two simulations.
         orders = [_order(graph, seconds, cores) for cores in (float(_THREADS), 1.0)]
         most, resident = peaks(graph, orders, scratch, self._kinds(graph), calls=calls)
         return Held(tuple(most), resident)

@@ -1,7 +1,6 @@
 """Predicts step time and memory of a captured program under a plan, from the ranks' programs.
 
-Ranks whose programs take as long and hold as much as another rank's are found first, so that one of them is simulated
-(``find_simulated``).
+Of ranks whose programs take the same time and memory, only one is simulated (``find_simulated``).
 
 Decision: 0041.
 """
@@ -23,21 +22,21 @@ from cost_model.graph.traffic import exchange
 from whale.ir.ops import EXCHANGES
 from whale.ir.program import Program
 
-SLOW_EXCHANGES = 4.0  # what another play takes for the exchanges, to see what is in flight then
-PLAYS, VARIES = 40, 0.65  # further plays of a step, and how much the logarithm of kernels' times differs
+SLOW_EXCHANGES = 4.0  # factor on exchanges in a further simulation, to find the memory held while they are in flight
+PLAYS, VARIES = 40, 0.65  # further simulations, and the standard deviation of the logarithm of kernels' times in them
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The result of a step on one rank.
+    """Holds the predicted time and memory of a step on one rank.
 
     Attributes:
-        end_s: when its last node ends.
-        peak_bytes: peak memory, including memory from before the step.
-        resident_bytes: memory between steps: variables, inputs, buffers of communication.
-        asked_bytes: peak of bytes requested by tensors and kernels; the allocator's pieces are larger.
-        compute_s: its kernels, alone on a core.
-        exchange_s: the same of its exchanges.
+        end_s: seconds until its last node ends.
+        peak_bytes: peak memory, variables and all else from before the step included.
+        resident_bytes: memory between steps: variables, inputs, communication buffers.
+        asked_bytes: peak of the bytes that tensors and kernels request; the allocator's pieces are larger.
+        compute_s: sum of its kernels' seconds, each alone on a core.
+        exchange_s: sum of its exchanges' seconds, without waiting for other ranks.
     """
 
     end_s: float
@@ -50,7 +49,14 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A kernel or exchange of a rank: its name, start and end; `seconds` alone on a core, or without waiting."""
+    """Represents a kernel or exchange in a rank's timeline.
+
+    Attributes:
+        name, op: name and type of the node.
+        start_s, end_s: when it runs, waits included.
+        seconds: how long it takes alone on a core, or without waiting for other ranks.
+        exchange: whether it is an exchange.
+    """
 
     name: str
     op: str
@@ -62,13 +68,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One rank's step: kernels and exchanges by start, and (seconds, bytes held) at every change."""
+    """Holds what one rank does during a step.
+
+    Attributes:
+        spans: kernels and exchanges in order of their start.
+        held: (seconds since the start, bytes held from then on), for every change.
+    """
 
     spans: tuple[Span, ...]
     held: tuple[tuple[float, int], ...]
 
     def busy_s(self, exchange: bool) -> float:
-        """Returns the seconds during which at least one exchange (or kernel) runs."""
+        """Returns the seconds during which at least one exchange (`exchange` is True) or one kernel (False) runs."""
         return measure_union_s((span.start_s, span.end_s) for span in self.spans if span.exchange is exchange)
 
 
@@ -84,14 +95,14 @@ def measure_union_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CapturedPrediction:
-    """The prediction of one step.
+    """Holds the prediction of one step of a captured program.
 
     Attributes:
-        step_s: on the slowest rank.
-        ranks: of each rank, its end, peak memory, and the seconds of its kernels and exchanges.
-        logical_bytes: of each rank, its part of the bytes that the step has to move; equal to the counters of
-            whale_ops.
-        timelines: of each rank, if requested.
+        step_s: seconds of the step on the slowest rank.
+        ranks: time and memory of each rank.
+        logical_bytes: each rank's part of the bytes that the step's exchanges have to move; a run's counters in
+            whale_ops show the same numbers.
+        timelines: timeline of each rank, if requested; else ().
     """
 
     step_s: float
@@ -101,21 +112,23 @@ class CapturedPrediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Returns the peak bytes of the fullest rank."""
+        """Returns the peak memory of the rank that needs most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
 
 def predict_ranks(
     programs: Sequence[Program], machine: Machine, with_timelines: bool = False, plays: int = PLAYS
 ) -> CapturedPrediction:
-    """Predicts time and memory of one step of ranks that run ``programs`` (see whale.partition.spmd), rank i the i-th.
+    """Predicts time and memory of one step of ranks; rank i runs ``programs[i]``.
 
     Args:
-        plays: number of additional execution orders that are simulated for memory; time is that of the first.
+        with_timelines: whether to return what each rank does, for a trace.
+        plays: number of further simulations with varied kernel times, whose execution orders decide the peak memory;
+            times are those of the first simulation.
 
     Raises:
-        PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
-        ClusterError: the machine has fewer ranks, or its profile lacks operations of a program.
+        PlanError: how often a loop or branch runs depends on data, or the ranks wait for each other for ever.
+        ClusterError: the machine has fewer devices than ranks, or its profile lacks operations of a program.
     """
     size = len(programs)
     machine.check_holds(size)
@@ -125,7 +138,7 @@ def predict_ranks(
     graphs, seconds, scratch = [one[0] for one in priced], [one[1] for one in priced], [one[2] for one in priced]
     sharing = machine.sharing
     played = run(graphs, seconds, machine.exchange_s, sharing, members)
-    # What is held at once, and where it lies, depends on who happens to be first: no two steps have the same order.
+    # The peak, and how pieces of memory fit, depends on which thread happens to be first: no two steps have one order.
     others: list[list[Played]] = []
     if sharing.threads > 1:
         slower = replace(sharing, cores=[0.5 * c for c in sharing.cores])
@@ -163,13 +176,14 @@ def predict_ranks(
 
 
 def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -> float:
-    """Predicts the seconds of a step of ``size`` ranks, by simulating some that represent the others; no memory.
+    """Predicts the seconds of a step of ``size`` ranks, but not its memory, from the programs of some of the ranks.
 
     Args:
-        programs: rank -> its program. Branches, and loops with an unknown trip count, count as one iteration.
+        programs: rank -> its program, for ranks that represent all others. Branches, and loops with an unknown trip
+            count, count as one iteration.
 
     Raises:
-        PlanError: the ranks wait for each other.
+        PlanError: the ranks wait for each other for ever.
     """
     steps = [steps_of(program, rank, size, strict=False) for rank, program in programs.items()]
     seconds = [_seconds(one, _prices(one, machine, rank)) for one, rank in zip(steps, programs)]
@@ -178,13 +192,13 @@ def step_seconds(programs: Mapping[int, Program], size: int, machine: Machine) -
 
 
 class PricedStep:
-    """A step of ``size`` ranks whose kernels and exchanges are priced, predicted with either of them slower.
+    """Predicts a step with slower kernels or exchanges, several times, after pricing its operations once.
 
     Args:
-        programs: as of ``step_seconds``.
+        programs: rank -> its program, as in ``step_seconds``.
 
     Attributes:
-        exchanges_s: of the rank with most, the seconds of all its exchanges, alone and one after the other.
+        exchanges_s: sum of the seconds of a rank's exchanges without waiting, for the rank with the largest sum.
     """
 
     def __init__(self, programs: Mapping[int, Program], size: int, machine: Machine) -> None:
@@ -194,10 +208,10 @@ class PricedStep:
         self.exchanges_s = max(sum(map(machine.exchange_s, one.exchanges.values())) for one in self._steps)
 
     def predict_s(self, computing: float, exchanging: float) -> float:
-        """Predicts the seconds of a step where kernels, and exchanges, take so many times as long.
+        """Predicts the seconds of a step if kernels take `computing` times as long, and exchanges `exchanging` times.
 
         Raises:
-            PlanError: the ranks wait for each other.
+            PlanError: the ranks wait for each other for ever.
         """
         seconds = [[computing * s for s in one] for one in self._seconds]
         machine = self._machine
@@ -208,13 +222,17 @@ class PricedStep:
 def what_if_seconds(
     programs: Sequence[Program], machine: Machine, exchanges: Sequence[float], paces: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Predicts a step with exchanges, and ranks, sped up by factors: for each of `exchanges`, all `paces`.
+    """Predicts the seconds of a step with faster exchanges and faster ranks, for every combination.
 
     Args:
-        paces: of each rank, the factor for its kernels.
+        exchanges: factors by which exchanges are faster.
+        paces: for each case, the factor by which each rank's kernels are faster.
+
+    Returns:
+        Seconds of `exchanges[0]` with each of `paces`, then of `exchanges[1]`, and so on.
 
     Raises:
-        PlanError: data decide how often a loop or branch of a program runs, or the ranks wait for each other.
+        PlanError: how often a loop or branch runs depends on data, or the ranks wait for each other for ever.
     """
     priced = [_price_graph(program, rank, len(programs), machine) for rank, program in enumerate(programs)]
     graphs = [one[0] for one in priced]
@@ -231,9 +249,9 @@ def _faster(machine: Machine, times: float, what: Exchange) -> float:
 
 
 def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Machine]) -> list[float]:
-    """Returns the total seconds of all nodes of ``rank`` of ``size`` in a step, on each of ``machines``.
+    """Returns the sum of the seconds of all nodes of ``rank`` in a step, on each of ``machines``.
 
-    Nodes run one after the other, without waiting for other ranks.
+    As if nodes ran one after the other, without waiting for other ranks: a measure to compare machines by.
     """
     steps = steps_of(program, rank, size, strict=False)
     return [
@@ -243,7 +261,7 @@ def rank_seconds(program: Program, rank: int, size: int, machines: Sequence[Mach
 
 
 def _price_graph(program: Program, rank: int, size: int, machine: Machine) -> tuple[Graph, list[float], list[int]]:
-    """Returns the graph of ``rank`` of ``size``, with the seconds and the scratch bytes of each node."""
+    """Returns (numbered nodes, seconds of each node, scratch bytes of each node) of the program of ``rank``."""
     graph = graph_of(program, rank, size, machine.round_up_bytes)
     prices = _prices(graph, machine, rank)
     scratch = [machine.round_up_bytes(one[1]) for one in prices]
@@ -253,7 +271,7 @@ def _price_graph(program: Program, rank: int, size: int, machine: Machine) -> tu
 
 
 def _prices(steps: Steps, machine: Machine, rank: int) -> list[tuple[float, int]]:
-    """Returns the seconds and scratch bytes of each node, except for exchanges."""
+    """Returns (seconds, scratch bytes) of each node; (0, 0) for exchanges, which are priced when their ranks meet."""
     price = machine.operations[rank]
     work = fuse_work(steps.program, steps.work) if machine.prices_work else steps.work
     return [
@@ -289,9 +307,10 @@ def _timeline(
 
 
 def find_alike(programs: Sequence[Program]) -> list[int]:
-    """Returns for each program the number of the first one that has the same operations, but for values of constants.
+    """Returns, for each program, the index of the first program that takes the same time and memory.
 
-    Programs with loops or branches, whose turns constants may decide, are alike only if they are the same.
+    These are programs that differ only in attributes such as the values of constants. Programs with loops or branches,
+    whose trip count may depend on constants, are alike only if they are the same object.
     """
     found: list[int] = []
     for number, program in enumerate(programs):
@@ -321,9 +340,9 @@ def _are_alike(one: Program, other: Program) -> bool:
 
 
 def find_simulated(programs: Sequence[Program], machine: Machine) -> list[int]:
-    """Returns for each rank the one that is simulated for it: the first of equal ones that do the same.
+    """Returns, for each rank, the rank that is simulated in its place: the first with an equal program and device.
 
-    That needs ranks that share no cores, and exchanges among all of them: then equal ranks wait for the same.
+    Ranks that share cores, or exchange with some ranks only, are all simulated, as they may wait for different things.
     """
     size = len(programs)
     hosts = machine.sharing.hosts[:size]
@@ -338,7 +357,7 @@ def find_simulated(programs: Sequence[Program], machine: Machine) -> list[int]:
 
 
 def _count_logical_bytes(program: Program, rank: int, size: int) -> int:
-    """Returns a rank's part of the bytes that the exchanges of a program without functions have to move."""
+    """Counts a rank's part of the bytes that the exchanges of a program without functions have to move."""
     return sum(
         exchange(node, [program.find_type(ref) for ref in node.inputs], rank, size).logical_bytes
         for node in program.nodes

@@ -1,4 +1,4 @@
-"""Names an operation for its measurement: by op, types, and other properties on which its time depends."""
+"""Computes names by which measured operations are looked up: op, types, and other properties that time depends on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _LARGEST_CONSTANT = 8  # elements; larger ones are data
 
 
 def dtype_of(text: str) -> str:
-    """Returns the dtype of the first result of an operation, by its signature."""
+    """Returns the dtype of an operation's first result, parsed from its signature."""
     return text.partition(") -> ")[2].partition("[")[0]
 
 
 def signature(program: Program, node: Node) -> str:
-    """Returns a name that is equal for operations that take equal time: op, operand and result types, attributes, small
-    constants.
+    """Returns a text that is equal for operations that take equal time.
+
+    It consists of op, operand types (or the values of small integer constants), result types and attributes.
     """
     operands = []
     for ref in node.inputs:

@@ -1,9 +1,10 @@
-"""Simulates the ranks' programs by discrete events: executor threads, engines, the cores that they share, exchanges.
+"""Simulates the ranks' programs by discrete events: executor threads, communication threads, shared cores, exchanges.
 
 Each rank has executor threads as in TensorFlow (core/common_runtime/executor.cc): a thread continues with the short
-kernels that its last one has made ready, keeps one longer kernel for itself, and pushes the others on its stack; an
-idle thread takes the oldest kernel from another's stack. Exchanges are run by one more thread, the engine of whale_ops:
-it notifies the other ranks of its arrival, and the last one to arrive lets all engines move their parts.
+kernels that its last kernel has made ready, keeps one longer kernel for itself, and pushes the others on its stack; an
+idle thread steals the oldest kernel from another's stack. Exchanges are run by one more thread, the engine of
+whale_ops: it announces the rank's arrival to the other ranks, and once the last rank has arrived, all engines move
+their parts.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ SHORT_S = 2.5e-6  # kOpIsExpensiveThresholdCycles: 8,000
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The result of a simulated step on one rank.
+    """Holds the result of a simulated step on one rank.
 
     Attributes:
-        end_s: when its last node ended.
-        order: a node where it started, its complement (~node) where it had ended; order_s: when.
-        compute_s: its kernels, alone on a core.
-        exchange_s: the same of its exchanges.
+        end_s: seconds until its last node ended.
+        order: events in order: a node's number when it started, its complement (~node) when it ended.
+        compute_s: sum of its kernels' seconds, each alone on a core.
+        exchange_s: sum of its exchanges' seconds, without waiting for other ranks.
+        order_s: seconds at which each event of `order` happened.
     """
 
     end_s: float
@@ -42,15 +44,15 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The hosts and cores that ranks share, and how.
+    """Describes how ranks share hosts and cores.
 
     Attributes:
-        hosts: of each rank, the number of its host; a GPU is a host of its own with one core.
-        cores: of each host.
-        threads: executor threads of a rank.
-        slice_s: time slice of a computing thread when others wait.
-        wake_s: delay until an engine gets a core when all are busy.
-        exchanges_compute: whether engines occupy the ranks' cores; else exchanges overlap them.
+        hosts: for each rank, the number of its host; a GPU counts as a host of its own with one core.
+        cores: number of cores of each host.
+        threads: number of executor threads of each rank.
+        slice_s: seconds for which a computing thread keeps its core if others wait.
+        wake_s: seconds until a communication thread gets a core if all are busy.
+        exchanges_compute: whether exchanges occupy the ranks' cores; if not, they overlap computation.
     """
 
     hosts: Sequence[int]
@@ -87,17 +89,17 @@ def run(
     sharing: Sharing,
     members: Sequence[int] | None = None,
 ) -> list[Played]:
-    """Simulates one step of all ranks, or of some that represent the others.
+    """Simulates one step of all ranks, or of some ranks that represent the others.
 
     Args:
-        graphs: of the ranks.
-        members: numbers of the ranks that the graphs are of; None: all, in their order. No rank waits for a rank that
-            is not simulated.
-        seconds: of each node alone on a core (or device); nodes of 0 take no time.
-        exchange_s: seconds of work of an exchange for each of its ranks.
+        graphs: numbered nodes of each simulated rank.
+        seconds: for each of them, the seconds of each node alone on a core (or device); nodes of 0 take no time.
+        exchange_s: returns the seconds that an exchange takes on each of its ranks once all have arrived.
+        sharing: how ranks share hosts and cores.
+        members: rank of each of `graphs`; None: 0, 1, 2, ... Exchanges do not wait for ranks that are not simulated.
 
     Raises:
-        PlanError: the ranks wait for each other.
+        PlanError: the ranks wait for each other for ever.
     """
     return _Run(graphs, seconds, exchange_s, sharing, range(len(graphs)) if members is None else members).play()
 
@@ -129,7 +131,7 @@ class _Run:
         for rank in self.ranks:
             for i, count in enumerate(rank.graph.after):
                 if count == 0:
-                    rank.stacks[i % len(rank.stacks)].append(i)  # dealt out from outside: oldest first
+                    rank.stacks[i % len(rank.stacks)].append(i)  # the step's first nodes, dealt out to threads in turn
         for number in range(self.sharing.threads):
             for rank in self.ranks:
                 rank.host.wake(rank.threads[number])
@@ -137,7 +139,12 @@ class _Run:
         for rank in self.ranks:
             if rank.left:
                 stuck = sorted(k for k, come in self.come.items() if come)
-                raise PlanError("the ranks wait for each other", given=str(stuck[:3] or f"rank {rank.number}"))
+                raise PlanError(
+                    "the ranks wait for each other for ever",
+                    given=f"exchanges (key, ranks) that only some ranks reach: {stuck[:3]}"
+                    if stuck
+                    else f"rank {rank.number}",
+                )
         return [
             Played(
                 rank.end_s,
@@ -150,7 +157,7 @@ class _Run:
         ]
 
     def _next(self, rank: _Rank, thread: int) -> Job | None:
-        """Executes nodes that take no time, and returns the thread's next kernel; None: there is none."""
+        """Runs nodes that take no time; returns the thread's next kernel, or None if none is ready."""
         inline, stack = rank.inline[thread], rank.stacks[thread]
         while True:
             if inline:
@@ -172,7 +179,7 @@ class _Run:
                 self._follow(rank, thread, node)
 
     def _end_node(self, rank: _Rank, node: int) -> list[int]:
-        """Ends a node and returns its successors that are ready now."""
+        """Ends a node; returns its successors whose predecessors have all ended."""
         rank.order.append(~node)
         rank.order_s.append(self.clock.now_s)
         rank.left -= 1
@@ -185,7 +192,9 @@ class _Run:
         return ready
 
     def _follow(self, rank: _Rank, thread: int, node: int) -> None:
-        """Assigns the ready successors of a node to threads, on the thread that ran it."""
+        """Ends a node and distributes its ready successors: short ones and one long one to the same thread, others
+        to its stack.
+        """
         inline, stack = rank.inline[thread], rank.stacks[thread]
         kept, pushed = -1, 0
         for other in self._end_node(rank, node):
@@ -212,9 +221,11 @@ class _Run:
             rank.host.wake(thread)
 
     def _meet(self, rank: _Rank, node: int) -> None:
-        """Starts an exchange on one rank; the last rank to arrive starts it for all."""
+        """Announces a rank's arrival at an exchange; the arrival of the last rank starts the exchange on all of
+        them.
+        """
         what = rank.graph.exchanges[node]
-        number = rank.met[what.key]  # micro-batches use one key after the other
+        number = rank.met[what.key]  # every micro-batch uses the same key, one after the other
         rank.met[what.key] += 1
         key = (f"{what.key}/{number}", what.ranks)
 
@@ -233,7 +244,9 @@ class _Run:
             announce()
 
     def _submit(self, rank: _Rank, seconds: float, done: Callable[[], None]) -> None:
-        """Submits work to a rank's engine, which processes it in order."""
+        """Queues work for a rank's communication thread, which runs it in order, or schedules it if exchanges need
+        no core.
+        """
         if not self.sharing.exchanges_compute:
             self.clock.schedule(seconds, done)
             return
@@ -243,7 +256,7 @@ class _Run:
             self.clock.schedule(delay_s, partial(rank.host.wake, rank.engine))
 
     def _end_exchange(self, rank: _Rank, node: int) -> None:
-        """Ends an exchange: the engine passes its successors to the executor's threads, one by one."""
+        """Ends an exchange on one rank: its ready successors go to the executor's threads, one by one."""
         ready = self._end_node(rank, node)
         rank.stacks[0].extend(ready)
         self._wake(rank, len(ready))

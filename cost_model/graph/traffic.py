@@ -17,17 +17,18 @@ from whale.ir.values import TensorType
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One communication op on one rank.
+    """Represents one communication op on one rank.
 
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, or point_to_point.
-        key: equal on all participating ranks.
-        ranks: these, in the order of the group.
-        tensor_bytes: of the whole tensor: reduced, gathered, scattered, or sent.
+        key: identifies the exchange; equal on all participating ranks.
+        ranks: the participating ranks, in the order of the group.
+        tensor_bytes: bytes of the whole tensor that is reduced, gathered, scattered, or sent.
         logical_bytes: this rank's part of the bytes that have to move.
-        scratch_bytes: memory for packing while it runs.
+        scratch_bytes: sizes of the buffers that the op allocates for packing while it runs.
         staging_bytes: memory that the op keeps from step to step.
-        through: the library that carries it between devices, as ``communication.backend`` names it; "": the host does.
+        through: the library that exchanges between devices, as ``communication.backend`` names it; "": through the
+            host.
     """
 
     kind: str
@@ -41,12 +42,16 @@ class Exchange:
 
     @property
     def is_packed(self) -> bool:
-        """Tells whether data are packed into one buffer before sending, or unpacked into several tensors."""
+        """Returns True if tensors are copied into one buffer before sending, or out of one after receiving."""
         return bool(self.staging_bytes or self.scratch_bytes)
 
 
 def exchange(node: Node, inputs: Sequence[TensorType], rank: int, size: int) -> Exchange:
-    """Returns the exchange of a communication op of ``rank`` of ``size``; ``inputs`` are its operands' local types."""
+    """Returns the exchange that a communication op performs on ``rank`` (of ``size`` ranks).
+
+    Args:
+        inputs: types of the op's operands on this rank.
+    """
     found = _make_exchange(node, inputs, rank, size)
     return replace(found, through=node.marks.device_backend) if node.marks.device_backend else found
 

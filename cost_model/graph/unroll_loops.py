@@ -1,7 +1,7 @@
-"""Unrolls the loops of programs for simulation: a body's nodes once for each iteration.
+"""Unrolls the loops of a program for simulation: copies the nodes of a body once for each iteration.
 
-A list of tensors consists of references, as in TensorFlow: its items stay where the bodies have produced them, and
-live until their last reader. So time and memory of loops follow from the same simulation as other nodes.
+A list of tensors consists of references, as in TensorFlow: its items stay where the bodies have produced them, and live
+until their last reader. So the time and memory of loops follow from the same simulation as those of other nodes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from whale.ir.values import DType, TensorType
 MOST_NODES = 100_000
 # Rows that begin at a multiple of it are taken from a tensor without a copy (Eigen's EIGEN_MAX_ALIGN_BYTES).
 ALIGNED_BYTES = 64
-PARALLEL_TURNS = 10  # that TensorFlow lets overlap, unless the loop says otherwise
+PARALLEL_TURNS = 10  # iterations that TensorFlow lets overlap, unless the loop says otherwise
 _CONSTANT = frozenset("Const Fill".split())
-_PASSED_ON = IDENTITIES | {"IdentityN"}  # of which every result is the operand of its number
+_PASSED_ON = IDENTITIES | {"IdentityN"}  # ops whose result k is their operand k
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _List:
-    """The items of a list of tensors; None for items that were not set, which read as zeros."""
+    """Represents the items of a TensorList; None for items that were not set, which read as zeros."""
 
     items: tuple[Ref | None, ...]
 
@@ -43,14 +43,14 @@ class _NotFollowed(Exception):
 
 @dataclass(slots=True)
 class _Graph:
-    """A graph while it is unrolled.
+    """Represents a graph (the program, or a loop's body in one iteration) while its nodes are copied.
 
     Attributes:
-        program: whose nodes these are.
-        values: of its tensors.
+        program: the graph's nodes.
+        values: for each of its tensors, the unrolled program's tensor, or the list of its items.
         waited: node -> the nodes that replace it as a control input.
-        prefix: of the names of its nodes.
-        after: control inputs of nodes without operands in this graph.
+        prefix: prefix of the names of the copied nodes; "" for the program itself.
+        after: control inputs of copied nodes that have no operands in this graph.
     """
 
     program: Program
@@ -61,13 +61,14 @@ class _Graph:
 
 
 def unroll(program: Program, strict: bool = True) -> Program:
-    """Returns ``program`` without loops; itself if it has none.
+    """Returns ``program`` with its loops unrolled; the same object if it has no functions.
 
     Args:
-        strict: else branches stay, and a program stays unchanged if one of its loops cannot be unrolled.
+        strict: whether branches, and loops that cannot be unrolled, raise; if not, branches stay, and a program with
+            such a loop is returned unchanged.
 
     Raises:
-        PlanError: a trip count or branch is only known at run time, or there are too many nodes to simulate.
+        PlanError: a trip count or branch is known only at run time, or there are too many nodes to simulate.
     """
     if not any(node.op in HAS_BODIES for node in program.nodes):
         return program
@@ -143,7 +144,7 @@ class _Unroller:
             graph.values[Ref(node.name, k)] = Ref(graph.prefix + node.name, k)
 
     def _add(self, graph: _Graph, node: Node, operands: Sequence[Ref], name: str = "") -> Ref:
-        """Adds a node, with its control inputs."""
+        """Adds a copy of a node, with its control inputs; returns its first result."""
         made = graph.prefix + (name or node.name)
         controls = [name for control in node.controls for name in graph.waited[control]]
         if graph.prefix and not any(ref.node.startswith(graph.prefix) for ref in operands):
@@ -157,7 +158,7 @@ class _Unroller:
         return Ref(made)
 
     def _constant(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> None:
-        """Adds a node that is equal in every iteration of a loop once, as TensorFlow's optimizer folds it."""
+        """Adds a node that has the same value in every iteration only once, as TensorFlow's constant folding does."""
         key = f"{graph.program.name}/{node.name}"
         if key not in self.constants:
             alone = replace(graph, after=(), waited={})
@@ -207,7 +208,7 @@ class _Unroller:
         return (value.node,) if isinstance(value, Ref) else ()
 
     def _on_items(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> None:
-        """Unrolls a sum of lists, or a list of zeros, item by item."""
+        """Replaces a sum of lists, or a list of zeros, by nodes for each item."""
         lists = [one for one in given if isinstance(one, _List)]
         if len(lists) < len(given) or len({len(one.items) for one in lists}) != 1:
             raise _NotFollowed(f"{node.op} takes lists of unequal length")
@@ -225,7 +226,7 @@ class _Unroller:
         graph.waited.setdefault(node.name, ())
 
     def _list(self, graph: _Graph, node: Node, given: Sequence[_Value]) -> _Value:
-        """Returns the result of an operation on lists; records the item that popping returns as well."""
+        """Returns the result of a TensorList op; of TensorListPopBack, also records the item that it returns."""
         if node.op == "EmptyTensorList":
             return _List(())
         if node.op == "TensorListReserve":
@@ -260,26 +261,26 @@ class _Unroller:
         shapes = (self.types[one].shape for one in items if one is not None)
         shape = next((one for one in shapes if one is not None), None)
         if shape is None:
-            raise _NotFollowed(f"{node.op}: of nothing that is known")
+            raise _NotFollowed(f"{node.op}: no item has a known shape")
         sizes = np.array([-1 if size is None else size for size in shape], node.outputs[0].dtype)
         return self._add(graph, make_const(node.name, sizes), ())
 
     def _number(self, node: Node, value: _Value) -> int:
         found = self.known.get(value) if isinstance(value, Ref) else None
         if found is None:
-            raise _NotFollowed(f"{node.op}: data decide the place or length")
+            raise _NotFollowed(f"{node.op}: data decide the index or length")
         return found
 
     def _index(self, node: Node, value: _Value, items: Sequence[Ref | None]) -> int:
         at = self._number(node, value)
         if not 0 <= at < len(items):
-            raise _NotFollowed(f"{node.op}: place {at} of a list of {len(items)}")
+            raise _NotFollowed(f"{node.op}: index {at} of a list of {len(items)}")
         return at
 
     def _append_item(self, graph: _Graph, node: Node, item: _Value) -> Ref:
-        """Adds the item that a node puts into a list; it shares the item's memory."""
+        """Adds a node for an item that is put into a list; its result shares the item's memory."""
         if isinstance(item, _List):
-            raise _NotFollowed(f"{node.op}: lists in lists")
+            raise _NotFollowed(f"{node.op}: the item is a list itself")
         return self._move_item(graph, node, item)
 
     def _move_item(self, graph: _Graph, node: Node, item: Ref) -> Ref:
@@ -289,7 +290,7 @@ class _Unroller:
         return found
 
     def _take_item(self, graph: _Graph, node: Node, item: Ref | None, kind: TensorType) -> Ref:
-        """Adds the item of a list that a node returns."""
+        """Adds a node for an item that is taken from a list; zeros if the item was not set."""
         if item is None:
             return self._zeros(graph, node, kind, node.name)
         return self._move_item(graph, node, item)
@@ -335,5 +336,5 @@ def _refuse(node: Node, reason: str) -> NoReturn:
         else "a loop that counts from a constant to a constant, with lists of known length",
         action="compute both sides and choose with tf.where"
         if branch
-        else "give sequences a fixed length, and loops a Python number of turns; or measure the step by running it",
+        else "give sequences a fixed length, and loops a fixed number of iterations; or measure the step by running it",
     )

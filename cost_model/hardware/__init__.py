@@ -1,4 +1,4 @@
-"""The hardware catalogue: devices, links, networks, efficiency curves; data files with the source of every figure."""
+"""Provides the hardware catalogue: devices, links, networks, efficiency curves, each figure with its source."""
 
 from cost_model.hardware.catalogue import (
     CONTEXT_GB,

@@ -1,6 +1,6 @@
 """Reads the catalogue's data files (devices.yaml, links.yaml, efficiency.yaml) and finds entries by name.
 
-Files give figures in the units of data sheets (TFLOP/s, GB/s); properties here give FLOP/s, bytes, bytes/s and seconds.
+Files give figures in the units of data sheets (TFLOP/s, GB/s); properties return FLOP/s, bytes, bytes/s and seconds.
 
 Decision: 0033.
 """
@@ -29,7 +29,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class LOADER(_Base):  # type: ignore[misc]
-    """Reads numbers as JSON writes them: 4e-06 is a number, where YAML 1.1 requires a decimal point."""
+    """Loads YAML with numbers as JSON writes them: 4e-06 is a number, where YAML 1.1 requires a decimal point."""
 
 
 LOADER.add_implicit_resolver(
@@ -38,13 +38,13 @@ LOADER.add_implicit_resolver(
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The common fields of catalogue entries: a name, and the source of each field's figure."""
+    """Holds the fields that all catalogue entries have: a name, and the source of each field's figure."""
 
     name: str
     sources: dict[str, str]
 
     def find_source(self, field: str) -> str | None:
-        """Returns the source of a field's figure, or None."""
+        """Returns where a field's figure comes from, or None if the entry does not say."""
         return next((text for key, text in self.sources.items() if field in key.split(",")), None)
 
 
@@ -54,11 +54,19 @@ ATTENTION_KERNELS: tuple[AttentionKernel, ...] = ("flash-1", "flash-2", "flash-3
 
 
 class Efficiency(Entry, frozen=True):
-    """The part of a device's peaks that kernels reach; compute.py has the formulas that use these.
+    """Holds an efficiency curve: which fraction of a device's peaks kernels reach (kernels/compute.py has the
+    formulas).
 
     Attributes:
-        matmul_fraction: of matrix products; matmul_fractions: by dtype, where it is another one.
-        attention_fraction: of fused attention, first kernels; attention_fractions: of later ones that the device has.
+        matmul_fraction: fraction of peak FLOP/s that large matrix products reach.
+        matmul_fill_k: steps of the inner dimension that a tile's start and end are worth.
+        memory_fraction: fraction of the memory bandwidth that streaming kernels reach.
+        kernel_us: microseconds that each kernel takes at least.
+        attention_fraction: fraction of peak FLOP/s that the first fused attention kernels reach on long sequences.
+        attention_ramp: sequence length at which fused attention reaches half of that.
+        variation: standard deviation of speed between equal devices, relative.
+        matmul_fractions: `matmul_fraction` by dtype, if it differs.
+        attention_fractions: `attention_fraction` of later attention kernels that run on the device.
     """
 
     matmul_fraction: Fraction
@@ -72,11 +80,13 @@ class Efficiency(Entry, frozen=True):
     attention_fractions: dict[AttentionKernel, Fraction] = {}
 
     def find_matmul_fraction(self, dtype: str) -> float:
-        """Returns the part of the peak that matrix products with operands of a dtype reach."""
+        """Returns the fraction of peak FLOP/s that matrix products with operands of a dtype reach."""
         return self.matmul_fractions.get(dtype, self.matmul_fraction)
 
     def find_attention_fraction(self, kernel: AttentionKernel) -> float:
-        """Returns the part of the peak that a fused attention kernel reaches, or the latest known one before it."""
+        """Returns the fraction of peak FLOP/s that a fused attention kernel, or the latest known one before it,
+        reaches.
+        """
         older = reversed(ATTENTION_KERNELS[: ATTENTION_KERNELS.index(kernel) + 1])
         return next(
             (self.attention_fractions[k] for k in older if k in self.attention_fractions), self.attention_fraction
@@ -90,20 +100,22 @@ CONTEXT_GB = 1.0
 
 
 class Device(Entry, frozen=True):
-    """One accelerator or CPU socket.
+    """Describes one accelerator or CPU socket.
 
     Attributes:
-        kind: gpu: runs TensorFlow's kernels for GPUs; accelerator: has software of its own (TPU, Trainium, Gaudi,
-            Ascend).
-        units: streaming multiprocessors or cores: a matrix product's tiles run on so many at a time.
+        kind: gpu: runs TensorFlow's GPU kernels; accelerator: has software of its own (TPU, Trainium, Gaudi, Ascend);
+            cpu.
+        units: number of streaming multiprocessors or cores, each of which computes one tile of a matrix product at a
+            time.
         peak_tflops: dense TFLOP/s by dtype.
-        memory_gb: GB (1e9 bytes) of device memory.
+        memory_gb: device memory in GB (1e9 bytes).
         memory_gb_per_s: bandwidth of that memory.
-        cache_mb: last-level cache.
-        link: how devices of one host reach each other, or None where only the host link does.
-        host_link: how the device reaches the host's memory.
+        cache_mb: last-level cache in MB.
+        host_link: name of the link to the host's memory.
         efficiency: name of its efficiency curve.
-        context_gb: GB of that memory that a process takes for itself, before it has any tensor.
+        link: name of the link between devices of one host; None: they communicate over the host link.
+        aliases: other names under which it is found.
+        context_gb: GB of memory that a process takes on the device before it has any tensor.
     """
 
     kind: Literal["gpu", "accelerator", "cpu"]
@@ -120,12 +132,12 @@ class Device(Entry, frozen=True):
 
     @property
     def memory_bytes(self) -> float:
-        """Returns the size of the device's memory."""
+        """Returns the size of the device's memory in bytes."""
         return self.memory_gb * 1e9
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Returns the bandwidth of the device's memory, from its data sheet."""
+        """Returns the bandwidth of the device's memory in bytes/s, by its data sheet."""
         return self.memory_gb_per_s * 1e9
 
     def peak_flops_per_s(self, dtype: str) -> float:
@@ -142,7 +154,7 @@ class Device(Entry, frozen=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Microseconds of one step of a collective, by protocol (see collectives.py)."""
+    """Holds the microseconds of one step of a collective, by NCCL's protocol (see kernels/collectives.py)."""
 
     simple: Positive
     ll128: Positive
@@ -150,11 +162,16 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(Entry, frozen=True):
-    """A link between the devices of one host: line rate of one device and direction, and what messages reach of it.
+    """Describes a link between the devices of one host, by one device in one direction.
 
     Attributes:
-        mesh_size: of devices that are connected each to each: how many. A group of fewer has only the links between
-            its own.
+        gb_per_s: line rate.
+        fraction: fraction of the line rate that large messages reach.
+        step_us: microseconds of one step of a collective.
+        topology: how devices are connected.
+        in_network_reduction: factor by which a switch that sums (NVLink SHARP) speeds up an all-reduce; 1: it does not.
+        mesh_size: number of devices, if each is connected to each; a smaller group has only the links among its own
+            devices. None: the bandwidth does not depend on the group.
     """
 
     gb_per_s: Positive
@@ -166,18 +183,27 @@ class Link(Entry, frozen=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """Returns what large messages reach, one device and direction, with all that it is connected to."""
+        """Returns the bytes/s that large messages of one device reach in one direction, over all of its links."""
         return self.gb_per_s * self.fraction * 1e9
 
     def bytes_per_s_among(self, devices: int) -> float:
-        """Returns what large messages reach, one device and direction, in a group of so many devices of one host."""
+        """Returns the bytes/s that large messages of one device reach in one direction, in a group of `devices` of
+        one host.
+        """
         if self.mesh_size is None or not 1 < devices < self.mesh_size:
             return self.bytes_per_s
         return self.bytes_per_s * (devices - 1) / (self.mesh_size - 1)
 
 
 class Network(Entry, frozen=True):
-    """A network between hosts: line rate of one adapter and direction, and what messages reach of it."""
+    """Describes a network between hosts, by one adapter in one direction.
+
+    Attributes:
+        gb_per_s: line rate.
+        fraction: fraction of the line rate that large messages reach.
+        step_us: microseconds of one step of a collective.
+        aliases: other names under which it is found.
+    """
 
     gb_per_s: Positive
     fraction: Fraction
@@ -186,7 +212,7 @@ class Network(Entry, frozen=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """Returns the bandwidth of large messages, for one adapter and direction."""
+        """Returns the bytes/s that large messages reach, for one adapter and direction."""
         return self.gb_per_s * self.fraction * 1e9
 
 
@@ -199,24 +225,24 @@ E = TypeVar("E", bound=Entry)
 
 
 def read(name: str) -> Any:
-    """Reads a data file of this folder."""
+    """Reads a YAML data file of this folder."""
     return yaml.load((FOLDER / name).read_text(), Loader=LOADER)
 
 
 def make_table(entries: list[E]) -> Mapping[str, E]:
-    """Returns the entries under their names and aliases, which must differ."""
+    """Returns entries by name and alias; raises ClusterError if two of them share one."""
     found: dict[str, E] = {}
     for entry in entries:
         for name in (entry.name, *getattr(entry, "aliases", ())):
             if name in found:
-                raise ClusterError("two entries of the hardware catalogue have one name", given=name)
+                raise ClusterError("two entries of the hardware catalogue have the same name or alias", given=name)
             found[name] = entry
     return found
 
 
 @cache
 def load_devices() -> Mapping[str, Device]:
-    """Returns all devices, under their names and aliases."""
+    """Returns all devices, by name and alias."""
     return make_table(msgspec.convert(read("devices.yaml"), list[Device]))
 
 
@@ -244,19 +270,19 @@ def load_networks() -> Mapping[str, Network]:
 
 
 def find_device(name: str) -> Device:
-    """Returns the device of a name or alias; upper case, spaces and underscores do not matter."""
+    """Returns the device with a name or alias; ClusterError if the catalogue has none. Case, spaces and underscores
+    are ignored.
+    """
     return _find("device", name, load_devices())
 
 
 def find_link(name: str) -> Link:
-    """Returns the link of a name inside a host; raises ClusterError, with the most similar known one, if there is
-    none.
-    """
+    """Returns the link inside hosts with a name; ClusterError, with the most similar known name, if there is none."""
     return _find("link", name, load_links())
 
 
 def find_network(name: str) -> Network:
-    """Returns the network of a name or alias between hosts; raises ClusterError, with the most similar known one, if
+    """Returns the network between hosts with a name or alias; ClusterError, with the most similar known name, if
     there is none.
     """
     return _find("network", name, load_networks())
@@ -270,9 +296,10 @@ def _find(kind: str, name: str, known: Mapping[str, E]) -> E:
 
 
 def suggest_entry(name: str, known: Mapping[str, Entry]) -> dict[str, str]:
-    """Returns the facts of an error about a name that the catalogue lacks: the nearest one of its family, or all names.
+    """Returns facts for an error about a name that the catalogue lacks: the most similar name of its family, or all
+    names.
 
-    A family is what a name begins with before its first digit: an mi300a is no 3090, however alike the digits are.
+    A family is the letters that a name begins with: mi300a is not taken for 3090, however alike the digits are.
     """
     wanted = _family_of(name)
     family = {k: v for k, v in known.items() if _are_alike(wanted, _family_of(k))}
@@ -284,7 +311,7 @@ def suggest_entry(name: str, known: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def _family_of(name: str) -> str:
-    """Returns the letters that a name begins with, without its vendor's name."""
+    """Returns the letters that a device's name begins with, without its vendor's name; "" if it begins with a digit."""
     words = re.findall(r"[a-z]+|[0-9]+", name.lower())
     while len(words) > 1 and words[0] in VENDORS:
         words = words[1:]
@@ -296,7 +323,7 @@ def _are_alike(one: str, other: str) -> bool:
 
 
 def suggest_nearest(name: str, known: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts of an error about an unknown name: the most similar known one, or all of them."""
+    """Returns facts for an error about an unknown name: the most similar known name, or all of them."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     if close:
         return {"expected": close[0], "action": f"write {close[0]} if that is what you mean"}

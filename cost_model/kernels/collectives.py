@@ -17,27 +17,27 @@ from cost_model.hardware.catalogue import StepTimes
 # (name, start of a collective in seconds, part of the bandwidth), same source: LL128 uses 120 of 128 bytes and LL half
 # of each line, and both keep fewer bytes in flight.
 PROTOCOLS = (("simple", 8.4e-6, 1.0), ("ll128", 14.0e-6, 0.92), ("ll", 6.6e-6, 0.25))
-START_S = PROTOCOLS[0][1]  # of what is not sent along a ring, with the simple protocol
+START_S = PROTOCOLS[0][1]  # start of all that is not sent along a ring, by the simple protocol
 TREE_FRACTION = 0.9  # of a ring's bandwidth, same source
 # Steps of an all-reduce in the switch: operands there and their sum back, the sum there and to all ranks.
 SWITCH_STEPS = 4
-SWITCH_RANKS = 4  # at least so many for the switch to be used; fewer exchange as fast among themselves
+SWITCH_RANKS = 4  # fewer ranks do not use the switch: they are as fast without
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks of a collective, and the bandwidths between them.
+    """Describes the ranks of a collective, and the bandwidths between them.
 
     Attributes:
-        size: ranks in the group.
-        per_host: how many of them share a host (the largest number).
-        link_bytes_per_s: bandwidth of one device inside its host, one direction.
-        link_steps: step times inside a host.
-        host_bytes_per_s: bandwidth of the host's adapters for the group's ranks of one host together; with several
-            groups on the host that communicate at once, each gets a share. Infinite where no network is used.
-        network_steps: step times between hosts.
-        in_network_reduction: factor by which a switch that reduces speeds up an all-reduce inside a host.
-        rings: by the number of trips around the ring, (seconds of latency, bytes/s) of each protocol, once asked for.
+        size: number of ranks in the group.
+        per_host: number of ranks that share a host (the largest number, if hosts differ).
+        link_bytes_per_s: bandwidth of one device inside its host in one direction.
+        link_steps: time of a step inside a host.
+        host_bytes_per_s: bandwidth of a host's adapters for all of the group's ranks on the host together; if several
+            groups of the host communicate at once, this group's share. Infinite without a network.
+        network_steps: time of a step between hosts; None without a network.
+        in_network_reduction: factor by which a switch that sums speeds up an all-reduce inside a host.
+        rings: cache: number of trips around the ring -> (seconds of latency, bytes/s) of each protocol.
     """
 
     size: int
@@ -51,13 +51,13 @@ class Group:
 
     @property
     def hosts(self) -> int:
-        """Returns the number of hosts of the ranks."""
+        """Returns the number of hosts that the ranks are on."""
         return -(-self.size // self.per_host)
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Returns the bus bandwidth of rings: the bytes each rank sends and receives; a host's adapters carry the ring
-        once.
+        """Returns the bytes/s that each rank of a ring sends: those of its slowest link, inside hosts or between
+        them.
         """
         inside = self.link_bytes_per_s if self.per_host > 1 else math.inf
         between = self.host_bytes_per_s if self.hosts > 1 else math.inf
@@ -74,9 +74,15 @@ def make_group(
     oversubscription: float = 1.0,
     adapter_bytes_per_s: float = math.inf,
 ) -> Group:
-    """Returns a group of `size` ranks, `per_host` on each host, where `groups_per_host` communicate at once.
+    """Returns a group of `size` ranks, of which `per_host` are on each host.
 
-    `adapter_bytes_per_s`: the rate at which an adapter reads the ranks' memory, if that is less than it can send.
+    Args:
+        link: link between devices of a host.
+        network: network between hosts; None: all ranks are on one host.
+        nics: number of a host's adapters.
+        groups_per_host: number of such groups on a host that communicate at once, and so share its adapters.
+        oversubscription: factor by which the network's core is slower than its edge.
+        adapter_bytes_per_s: rate at which an adapter reads the ranks' memory, if that is less than it can send.
     """
     per_host = min(size, per_host)
     inside = link.bytes_per_s_among(per_host)
@@ -87,7 +93,9 @@ def make_group(
 
 
 def _compute_steps_s(group: Group, protocol: str, rounds: int) -> float:
-    """Returns the latency of `rounds` trips around the ring: the steps between hosts, and the others inside."""
+    """Returns the latency of `rounds` trips around the ring, in seconds: steps between hosts, and all others inside
+    hosts.
+    """
     total = rounds * (group.size - 1)
     between = rounds * (group.hosts - 1)
     inside_us = getattr(group.link_steps, protocol)
@@ -96,7 +104,9 @@ def _compute_steps_s(group: Group, protocol: str, rounds: int) -> float:
 
 
 def _compute_ring_s(group: Group, sent_bytes: float, rounds: int) -> float:
-    """Returns the seconds of the fastest protocol for `sent_bytes` of each rank in so many trips around the ring."""
+    """Returns the seconds in which each rank sends `sent_bytes` in `rounds` trips around the ring, by the fastest
+    protocol.
+    """
     lines = group.rings.get(rounds)
     if lines is None:
         rate = group.ring_bytes_per_s
@@ -106,7 +116,9 @@ def _compute_ring_s(group: Group, sent_bytes: float, rounds: int) -> float:
 
 
 def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of a ring's reduce-scatter and all-gather: 2 (p-1) steps, each rank sends 2 (p-1)/p T."""
+    """Returns the seconds of a ring all-reduce: 2 (p-1) steps (reduce-scatter, all-gather), each rank sends 2
+    (p-1)/p T.
+    """
     p = group.size
     if p == 1:
         return 0.0
@@ -114,9 +126,9 @@ def ring_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of an all-reduce in the switch (NVLink SHARP): a ring's, divided by a measured factor.
+    """Returns the seconds of an all-reduce whose sums the switch computes (NVLink SHARP).
 
-    Infinite: the switch does not support it.
+    Its bandwidth is a ring's, times a measured factor. Infinite if the group's switch does not support it.
     """
     if group.hosts > 1 or group.in_network_reduction == 1.0 or group.size < SWITCH_RANKS:
         return math.inf
@@ -127,8 +139,9 @@ def switch_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of double binary trees between hosts with chains inside: 2 (log2 hosts + per_host - 1)
-    steps.
+    """Returns the seconds of an all-reduce by double binary trees between hosts, with chains inside them.
+
+    2 (log2 hosts + per_host - 1) steps. Infinite on one host.
     """
     if group.hosts == 1:
         return math.inf
@@ -144,9 +157,9 @@ def tree_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def halving_doubling_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of recursive halving and doubling: 2 log2 p steps.
+    """Returns the seconds of an all-reduce by recursive halving and doubling: 2 log2 p steps.
 
-    The first pairs cross the slowest link with half of it.
+    The first pairs of ranks exchange half of the tensor over the slowest link.
     """
     p = group.size
     if p == 1:
@@ -159,7 +172,11 @@ def halving_doubling_all_reduce_s(group: Group, tensor_bytes: float) -> float:
 
 
 def hierarchical_all_reduce_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of reduce-scatter inside hosts, all-reduce of the pieces between hosts, all-gather inside."""
+    """Returns the seconds of a reduce-scatter inside hosts, an all-reduce of the shards between hosts, an all-gather
+    inside.
+
+    Infinite on one host, or with one rank per host.
+    """
     if group.hosts == 1 or group.per_host == 1:
         return math.inf
     inside = Group(group.per_host, group.per_host, group.link_bytes_per_s, group.link_steps)
@@ -185,16 +202,14 @@ NCCL_ALGORITHMS = ("ring", "tree", "switch")
 
 
 def all_reduce_s(group: Group, tensor_bytes: float, algorithms: tuple[str, ...] = NCCL_ALGORITHMS) -> float:
-    """Returns the seconds of the fastest of a library's algorithms, as its own tuning would choose."""
+    """Returns the seconds of an all-reduce by the fastest of a library's algorithms, as its own tuning would choose."""
     if group.size == 1:
         return 0.0
     return min(ALL_REDUCE[name](group, tensor_bytes) for name in algorithms)
 
 
 def all_gather_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of a ring all-gather: p-1 steps, each rank sends (p-1)/p T, where T is the gathered
-    tensor.
-    """
+    """Returns the seconds of a ring all-gather: p-1 steps, each rank sends (p-1)/p T, where T is the result."""
     p = group.size
     return 0.0 if p == 1 else _compute_ring_s(group, (p - 1) / p * tensor_bytes, 1)
 
@@ -205,14 +220,12 @@ def reduce_scatter_s(group: Group, tensor_bytes: float) -> float:
 
 
 def broadcast_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of a pipelined ring broadcast: T over the slowest link, and the latency of one trip."""
+    """Returns the seconds of a pipelined ring broadcast: T bytes over the slowest link, and the latency of one trip."""
     return 0.0 if group.size == 1 else _compute_ring_s(group, tensor_bytes, 1)
 
 
 def all_to_all_s(group: Group, tensor_bytes: float) -> float:
-    """Returns the seconds of an all-to-all, in which each rank sends 1/p of its T bytes to each other, in and between
-    hosts.
-    """
+    """Returns the seconds of an all-to-all in which each rank sends 1/p of its T bytes to each rank."""
     p = group.size
     if p == 1:
         return 0.0
@@ -223,13 +236,14 @@ def all_to_all_s(group: Group, tensor_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """The tokens that one rank sends to a layer's experts, and gets back from these.
+    """Describes the tokens that one rank sends to a layer's experts, and gets back from them.
 
     Attributes:
-        there_bytes, back_bytes: of them, each counted as often as it has experts.
-        top: experts of a token; experts: of the layer.
-        groups, top_groups: in which experts lie side by side, and in how many of them a token's are (0: in any).
-        once: each token crosses to a host once, and goes to its experts there over the links inside.
+        there_bytes, back_bytes: bytes to the experts and back; a token counts once for each of its experts.
+        top: number of experts of a token.
+        experts: number of experts of the layer.
+        groups, top_groups: number of groups of experts, and of the groups in which one token's experts may be; 0: any.
+        once: whether a token is sent once to each host, and from there to its experts over the links inside.
     """
 
     there_bytes: float
@@ -241,19 +255,19 @@ class RoutedTokens:
     once: bool = False
 
     def count_hosts(self, hosts: int) -> float:
-        """Returns on how many of so many hosts, in the mean, a token's experts are.
+        """Returns the mean number of hosts, of `hosts`, on which a token's experts are.
 
-        Of h hosts that are as likely, one has none of n experts with a probability of (1 - 1/h)^n.
+        If h hosts are equally likely, one of them has none of a token's n experts with probability (1 - 1/h)^n.
         """
         able = min(hosts, self.top_groups * -(-hosts // self.groups)) if self.top_groups else hosts
         return able * (1.0 - (1.0 - 1.0 / able) ** self.top)
 
 
 def exchange_tokens_s(group: Group, routed: RoutedTokens) -> float:
-    """Returns the seconds in which tokens go to their experts on other ranks, and come back: two all-to-alls.
+    """Returns the seconds to send tokens to their experts on other ranks and back: two all-to-alls.
 
-    Where a token crosses once to each host, so many bytes go between hosts, and all copies over the links inside
-    (DeepSeek-AI, "DeepSeek-V3", 2024, section 3.2.2).
+    With `routed.once`, each token crosses to a host once, and its copies go over the links inside hosts (DeepSeek-AI,
+    "DeepSeek-V3", 2024, section 3.2.2).
     """
     if group.size == 1:
         return 0.0
@@ -269,7 +283,7 @@ def exchange_tokens_s(group: Group, routed: RoutedTokens) -> float:
 
 
 def point_to_point_s(sent_bytes: float, bytes_per_s: float, step_us: float) -> float:
-    """Returns the seconds of one message: its latency and its bytes."""
+    """Returns the seconds of one message: latency plus bytes over bandwidth."""
     return START_S + step_us * 1e-6 + sent_bytes / bytes_per_s
 
 

@@ -25,9 +25,9 @@ TILE_SLOPE = 14.0
 LEAST_TRAFFIC = 1.0 / TILES[0][0] + 1.0 / TILES[0][1]
 # The inner dimension may be divided over several multiprocessors; partial results are added in float32 through memory.
 SPLITS = (1, 2, 4, 8)
-LEAST_K = 256  # of the inner dimension that a multiprocessor gets of a divided product
-MANY_RANKS = 8  # up to which the slowest is that of the exact number
-MOST_WAVES = 2  # of tiles, up to which libraries divide the inner dimension
+LEAST_K = 256  # least part of the inner dimension that a multiprocessor gets if it is divided
+MANY_RANKS = 8  # larger numbers of ranks are rounded
+MOST_WAVES = 2  # products with more waves of tiles do not have their inner dimension divided
 # Multiprocessors that run a collective's channels instead of the kernels beside it (NCCL: 16 to 24 channels with one
 # block each between the GPUs of a host; src/graph/connect.cc).
 CHANNELS = 16
@@ -36,9 +36,18 @@ SIZE_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates per second of one device (or a share of it); made once per device and dtype.
+    """Holds what one device (or a share of it) reaches for one dtype.
 
-    `lost_units`: the part of its units that is missing to kernels while a collective runs beside them.
+    Attributes:
+        units: number of multiprocessors or cores.
+        matmul_flops_per_s: FLOP/s of large matrix products.
+        fill_k: steps of the inner dimension that a tile's start and end are worth.
+        memory_bytes_per_s: bytes/s of streaming kernels.
+        kernel_s: seconds that each kernel takes at least.
+        attention_flops_per_s: FLOP/s of fused attention on long sequences.
+        attention_ramp: sequence length at which fused attention reaches half of that.
+        element_bytes: bytes of an element.
+        lost_units: fraction of `units` that a collective takes from the kernels beside it.
     """
 
     units: int
@@ -54,20 +63,25 @@ class Rates:
 
 @lru_cache(maxsize=65536)
 def round_ranks(ranks: int) -> int:
-    """Returns a number of ranks by which the slowest is taken: above 8 the nearest of four in each doubling.
+    """Returns a rounded number of ranks, so that costs of the slowest rank can be cached: above 8, four values per
+    doubling.
 
-    The slowest of so many differs from that of the exact number by less than 0.1 %, and searches look at thousands of
-    numbers, for each of which all costs would have to be computed.
+    The slowest of the rounded number differs by less than 0.1 % from that of the exact number. A search looks at
+    thousands of numbers, and would otherwise compute all costs for each of them.
     """
     return ranks if ranks <= MANY_RANKS else round(2 ** (round(4 * math.log2(ranks)) / 4))
 
 
 @lru_cache(maxsize=1024)
 def compute_slowdown(ranks: int, variation: float) -> float:
-    """Returns how much slower the slowest of so many equal devices is than the mean one; the others wait for it.
+    """Returns how much slower the slowest of `ranks` equal devices is than the mean one, as a factor; the others wait
+    for it.
 
     The mean of the largest of n normal values, by Blom's approximation (G. Blom, "Statistical estimates and transformed
     beta-variables", 1958).
+
+    Args:
+        variation: standard deviation of speed between devices, relative.
     """
     if ranks == 1:
         return 1.0
@@ -82,10 +96,13 @@ def find_rates(
     attention: AttentionKernel = "flash-1",
     slower: float = 1.0,
 ) -> Rates:
-    """Returns the rates of a share of a device; with `ranks` that wait for each other, of the slowest of so many.
+    """Returns the rates of a share of a device for a dtype.
 
-    `attention`: the kernel that computes fused attention; `slower`: by which kernels take longer than the device's
-    curve says.
+    Args:
+        share: fraction of the device that is used.
+        ranks: number of ranks that wait for each other; rates are those of the slowest.
+        attention: the kernel that computes fused attention.
+        slower: factor by which kernels take longer than the device's efficiency curve says.
     """
     curve: Efficiency = load_efficiencies()[device.efficiency]
     peak = device.peak_flops_per_s(dtype) / compute_slowdown(ranks, curve.variation) / slower
@@ -104,18 +121,19 @@ def find_rates(
 
 
 def _count_channels(device: Device) -> float:
-    """Returns the units of a device that a collective takes from the kernels beside it.
+    """Returns the number of a device's units that a collective takes from the kernels beside it.
 
-    Accelerators other than GPUs have engines of their own for what they send; a processor has a thread that sends.
+    Accelerators other than GPUs have separate engines for communication; a processor has one thread that sends.
     """
     return {"gpu": min(CHANNELS, device.units), "cpu": 1, "accelerator": 0}[device.kind]
 
 
 def _step_rate(device: Device, dtype: str) -> float:
-    """Returns how many steps of the inner dimension a multiprocessor takes in one of 16-bit floats.
+    """Returns how many steps of the inner dimension a multiprocessor takes in the time of one step with 16-bit floats.
 
-    A tile's start and end take about as long in every dtype: results and partial sums are no shorter in float8. So they
-    are as long as more steps of it. A processor's curve counts in steps of the dtype that it computes in.
+    A tile's start and end take about as long in every dtype, as results and partial sums are no shorter in float8. So
+    they are worth more steps of a faster dtype. A processor's curve counts in steps of the dtype that it computes in
+    (1).
     """
     if device.kind == "cpu":
         return 1.0
@@ -124,13 +142,16 @@ def _step_rate(device: Device, dtype: str) -> float:
 
 
 def matmul_flops(m: int, n: int, k: int, batch: int = 1) -> float:
-    """Counts the multiply-adds of [m, k] x [k, n], as two operations each, `batch` times."""
+    """Counts the FLOPs of `batch` products [m, k] x [k, n]: two for each multiply-add."""
     return 2.0 * m * n * k * batch
 
 
 @lru_cache(maxsize=65536)
 def _least_tile_flops(units: int, fill_k: float, m: int, n: int, k: int, batch: int) -> tuple[tuple[int, float], ...]:
-    """Returns (split, FLOPs of a multiprocessor with the fastest tiles, slowdown included) for each possible split."""
+    """Returns (split, FLOPs) for each possible split of the inner dimension, with the tile size that is fastest for it.
+
+    FLOPs are those of the multiprocessor with most tiles, times the slowdown of small tiles.
+    """
     least: dict[int, float] = {}
     for rows, columns in TILES:
         slowdown = 1.0 + TILE_SLOPE * max(0.0, 1.0 / rows + 1.0 / columns - LEAST_TRAFFIC)
@@ -146,8 +167,9 @@ def _least_tile_flops(units: int, fill_k: float, m: int, n: int, k: int, batch: 
 
 @lru_cache(maxsize=65536)
 def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Returns the seconds of `batch` products [m, k] x [k, n] by the fastest tiles and splits, at least the memory's
-    time.
+    """Returns the seconds of `batch` products [m, k] x [k, n], by the fastest tile size and split.
+
+    At least the time in which operands and result go through memory.
     """
     per_unit, rate, e = on.matmul_flops_per_s / on.units, on.memory_bytes_per_s, on.element_bytes
     best = float("inf")
@@ -159,27 +181,33 @@ def matmul_s(on: Rates, m: int, n: int, k: int, batch: int = 1) -> float:
 
 
 def streaming_s(on: Rates, moved_bytes: float) -> float:
-    """Returns the seconds of a kernel that moves so many bytes once (pointwise, normalisation, reduction, update)."""
+    """Returns the seconds of a kernel bound by memory that moves `moved_bytes` (pointwise, normalisation, reduction,
+    update).
+    """
     return moved_bytes / on.memory_bytes_per_s + on.kernel_s
 
 
 def attention_s(on: Rates, flops: float, sequence: int) -> float:
-    """Returns the seconds of fused attention.
+    """Returns the seconds of a fused attention kernel; its efficiency grows with the sequence length.
 
-    Its efficiency grows with the sequence (Dao, "FlashAttention-2", 2023, figure 4).
+    Source: Dao, "FlashAttention-2", 2023, figure 4.
     """
     return flops / (on.attention_flops_per_s * sequence / (sequence + on.attention_ramp)) + on.kernel_s
 
 
 def update_bytes(optimizer: str, parameter_bytes: int = 4) -> float:
-    """Counts the bytes per parameter that one fused update in one precision reads and writes, state included.
+    """Returns the bytes per parameter that a fused optimizer update reads and writes, if all is in one precision.
 
-    SGD reads gradient and parameter and writes the parameter; momentum and Adam also read and write one and two states.
+    SGD reads gradient and parameter and writes the parameter; momentum also reads and writes one state, Adam two.
     """
     states = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
     return (3 + 2 * states) * parameter_bytes
 
 
 def load_s(sample_bytes: float, samples: int, bytes_per_s: float, work_s: float, workers: int) -> float:
-    """Returns the seconds to load a batch: read from storage, or prepared by so many workers, whichever is slower."""
+    """Returns the seconds to load a batch: reading from storage or preparing by `workers`, whichever takes longer.
+
+    Args:
+        work_s: seconds in which one worker prepares a sample.
+    """
     return max(sample_bytes * samples / bytes_per_s, work_s * samples / max(1, workers))

@@ -1,6 +1,6 @@
-"""Counts the iterations of loops that follow from the program: counters from constant to constant.
+"""Counts the iterations of loops whose trip count follows from constants of the program, without running it.
 
-The operands of a condition are evaluated iteration by iteration: integers and booleans, by the few ops that count.
+The condition's operands are evaluated iteration by iteration: scalar integers and booleans, by a few arithmetic ops.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from whale.ir.ops import IDENTITIES, LOOPS
 from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import Func
 
-MOST_TURNS = 100_000  # that are counted one by one
+MOST_TURNS = 100_000  # loops of more iterations count as unknown
 _COUNTING = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 _OPS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(IDENTITIES | {"Cast"}, operator.pos),
@@ -39,17 +39,24 @@ Values = dict[Ref, int]  # scalars that are known; truth values are 0 and 1
 
 @dataclass(frozen=True, slots=True)
 class LoopTurns:
-    """The trip count of a loop, and the arguments of its body (by number) that are known constants."""
+    """Holds what is known about a loop.
+
+    Attributes:
+        count: its trip count.
+        arguments: number of a body's argument -> its value, for arguments that are the same known constant in every
+            iteration.
+    """
 
     count: int
     arguments: Mapping[int, int]
 
 
 def find_turns(graph: Program, functions: Mapping[str, Program], arguments: Mapping[int, int]) -> dict[str, LoopTurns]:
-    """Returns the trip counts of those loops of a graph for which they are known.
+    """Returns the trip count of each loop node of a graph for which it is known.
 
     Args:
-        arguments: known values of the graph's own inputs, by number.
+        functions: the program's functions, by name.
+        arguments: number of a graph's input -> its value, if known.
     """
     known: Values = {Ref(graph.inputs[i]): value for i, value in arguments.items()}
     found: dict[str, LoopTurns] = {}
@@ -81,7 +88,7 @@ def count_executions(program: Program) -> Counter[str]:
     known: dict[tuple[str, tuple[tuple[int, int], ...]], Counter[str]] = {}
 
     def count_inside(name: str, arguments: Mapping[int, int]) -> Counter[str]:
-        """Counts the functions that one call of a function runs, for the known values of its arguments."""
+        """Counts how often one call of a function runs each function, given the known values of its arguments."""
         key = name, tuple(sorted(arguments.items()))
         if key not in known:  # micro-batches call the same functions
             known[key] = count_within(program.functions[name], arguments)
@@ -94,7 +101,7 @@ def count_executions(program: Program) -> Counter[str]:
             loop = counted.get(node.name, LoopTurns(1, {}))
             for key, function in iterate_function_refs(node):
                 if function.name in program.functions:
-                    # A loop asks once more than it goes on.
+                    # A loop's condition runs once more than its body.
                     times = loop.count + (node.op in LOOPS and key == "cond")
                     found[function.name] += times
                     for name, often in count_inside(function.name, loop.arguments).items():
@@ -105,20 +112,22 @@ def count_executions(program: Program) -> Counter[str]:
 
 
 def find_function(node: Node, key: str, functions: Mapping[str, Program]) -> Program | None:
-    """Returns the function that an attribute of a node names, if the program has it."""
+    """Returns the function that attribute `key` of a node names; None if the program does not contain it."""
     value = node.attrs.get(key)
     return functions.get(value.name) if isinstance(value, Func) else None
 
 
 def _is_counting(node: Node) -> bool:
-    """Tells whether a node computes one integer or boolean from others."""
+    """Returns True if a node is a constant, or computes one scalar integer or boolean by an op of `_OPS`."""
     if len(node.outputs) != 1 or node.outputs[0].dtype not in _COUNTING or node.outputs[0].shape != ():
         return False
     return node.op == "Const" or node.op in _OPS
 
 
 def evaluate(node: Node, known: Values) -> bool:
-    """Evaluates a node whose operands are known, if it counts; tells whether it did."""
+    """Evaluates a scalar integer node if its operands are in `known`, and adds its result there; returns whether it
+    did.
+    """
     if not _is_counting(node) or any(ref not in known for ref in node.inputs):
         return False
     if node.op == "Const":
@@ -129,7 +138,7 @@ def evaluate(node: Node, known: Values) -> bool:
 
 
 def _is_passed_on(body: Program, argument: int) -> bool:
-    """Tells whether a loop passes a variable on unchanged."""
+    """Returns True if a loop's body returns its argument number `argument` unchanged."""
     ref = body.outputs[argument]
     while body.by_name[ref.node].op in IDENTITIES:
         ref = body.by_name[ref.node].inputs[0]
@@ -137,9 +146,15 @@ def _is_passed_on(body: Program, argument: int) -> bool:
 
 
 def _count_turns(condition: Program, body: Program, start: Mapping[int, int]) -> tuple[int, dict[int, int]] | None:
-    """Counts a loop's iterations; returns (count, last values of variables that can be followed); None: not known."""
+    """Counts a loop's iterations; returns (count, last values of the loop variables that are known), or None if
+    unknown.
+
+    Args:
+        start: number of a loop variable -> its first value, if known.
+    """
     test, asked = _find_needed(condition, condition.outputs)
-    # The loop of the gradient runs as often as another counter of this one says.
+    # All variables that can be evaluated are followed, not only those of the condition: another counter of this loop
+    # may say how often the gradient's loop runs.
     followed = {i for i in start if _can_follow(body, {i}, start)}
     if not asked <= followed:
         return None
@@ -160,7 +175,11 @@ def _count_turns(condition: Program, body: Program, start: Mapping[int, int]) ->
 
 
 def _can_follow(body: Program, variables: set[int], start: Mapping[int, int]) -> bool:
-    """Tells whether loop variables change by counting only, from known values."""
+    """Returns True if loop variables depend only on scalar integers with known first values, so that they can be
+    evaluated.
+
+    Adds the variables that they depend on to `variables`.
+    """
     while True:
         nodes, read = _find_needed(body, [body.outputs[i] for i in variables])
         if not read <= start.keys() or not all(map(_is_counting, nodes)):
@@ -171,7 +190,9 @@ def _can_follow(body: Program, variables: set[int], start: Mapping[int, int]) ->
 
 
 def _find_needed(graph: Program, refs: Iterable[Ref]) -> tuple[list[Node], set[int]]:
-    """Returns the nodes that results depend on, in order, and the numbers of the arguments."""
+    """Returns (nodes that the results `refs` depend on, in order; numbers of the graph's inputs that they depend
+    on).
+    """
     number = {name: i for i, name in enumerate(graph.inputs)}
     names: set[str] = set()
     waiting = [ref.node for ref in refs]

@@ -1,4 +1,4 @@
-"""Counts the FLOPs, bytes and kernels of one node. One table per family of op types; a type is in one of them.
+"""Counts the FLOPs, bytes and kernels of one node, by one table per family of op types; each type is in one of them.
 
 FLOPs: an addition, a multiplication, a comparison is one; a transcendental function counts as the polynomial that Eigen
 evaluates for it. Bytes: every operand is read and every result written once, except where a kernel touches less (a
@@ -43,8 +43,13 @@ from whale.ir.values import TensorType, count_item_bytes
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a node: FLOPs, bytes read and written, launches (0: nothing runs, or only on the host), and bytes of
-    memory beside its results, where the node says so.
+    """Holds the work of a node.
+
+    Attributes:
+        flops: its FLOPs.
+        read_bytes, written_bytes: bytes that it reads from and writes to memory.
+        kernels: number of kernel launches; 0: nothing runs, or only on the host.
+        scratch_bytes: memory besides its results, if the node says so.
     """
 
     flops: float = 0.0
@@ -65,7 +70,7 @@ NONE = Work()
 # Operations of exp, log, tanh, erf and the like (Eigen, MathFunctionsImpl.h: degrees 5 to 13, and range reduction).
 FUNCTION = 20
 
-# Nothing moves: constants, views, shapes, handles, control flow (its bodies are counted), matters of the host.
+# Ops without work: constants, views, shapes, handles, control flow (its bodies are counted), ops on the host.
 _FREE = (
     (ALIASES - {"CheckNumerics", "CheckNumericsV2"})  # these look at every element
     | (READS - READS_ROWS)  # rows are copied
@@ -99,7 +104,7 @@ _POINTWISE: Mapping[str, float] = {
 }
 
 POINTWISE = frozenset(_POINTWISE)
-# They take longer to compute again than their result takes to be read (xla/service/hlo_instruction.cc, IsExpensive).
+# Ops that take longer to compute again than to read their result (xla/service/hlo_instruction.cc, IsExpensive).
 EXPENSIVE = frozenset(op for op, flops in _POINTWISE.items() if flops > 1)
 
 # FLOPs per element of the operand.
@@ -108,20 +113,20 @@ _REDUCTIONS: Mapping[str, float] = {
     **dict.fromkeys(("L2Loss", "EuclideanNorm"), 2.0),
 }
 
-# Elements are copied: all operands are read, all results written.
+# Copies: all operands are read, all results written.
 _COPIES = """
 ConcatV2 Pack Unpack Split SplitV Transpose Pad PadV2 ReverseV2 ReverseSequence InvertPermutation TensorListStack
 TensorListFromTensor TensorArrayGatherV3 TensorArrayScatterV3
 """
 COPIES = frozenset(_COPIES.split())
-# Only what is taken is read: as many bytes as the results have.
+# Ops that read only the part of their operand that they return.
 _PARTS = LOOKUPS | {"Slice", "StridedSlice", "TensorArrayReadV3"}
-# Results are filled from next to nothing.
+# Ops that write their result and read next to nothing.
 _FILLS = "Fill Range OneHot Tile BroadcastTo"
 FILLS = frozenset(_FILLS.split())
-# The last operand is written into a list.
+# Ops that write their last operand into a list.
 _PUSHES = "TensorArrayWriteV3"
-# Ops that move or mix what is there, whatever they draw.
+# Random ops that permute or cut out elements; they are not counted as drawing a number for each.
 _SHUFFLES = frozenset(
     """RandomShuffle StatelessShuffle RandomIndexShuffle RandomCrop SampleDistortedBoundingBox
     SampleDistortedBoundingBoxV2 StatelessSampleDistortedBoundingBox""".split()
@@ -285,7 +290,7 @@ def _cudnn_rnn(node: Node, inputs: Inputs) -> Work:
 
 
 def _program_flops(node: Node) -> float:
-    """Counts the FLOPs per element of a fused operation's program."""
+    """Counts the FLOPs per element of the program of a fused op (`WhaleElementwise` or a fused update)."""
     return float(sum(FUNCTION if line.startswith(("Sqrt", "Rsqrt")) else 1 for line in node.attrs["program"]))
 
 
@@ -302,7 +307,7 @@ def _count_fused_update(node: Node, inputs: Inputs) -> Work:
 
 
 def _count_scattered_rows(node: Node, inputs: Inputs) -> Work:
-    """Counts the work of sums of rows into tables: rows of tables are read and written."""
+    """Counts the work of an op that adds rows to tables: only these rows of the tables are read and written."""
     count = int(node.attrs["N"])
     taken, rows = inputs[count:], inputs[2 * count :]
     return Work(float(sum(t.elements for t in rows)), _bytes(taken) + _bytes(rows), _bytes(rows), 1)
@@ -316,7 +321,9 @@ def _count_fused_elementwise(node: Node, inputs: Inputs) -> Work:
 
 
 def _fused_loop(node: Node, inputs: Inputs) -> Work:
-    """Counts the work of all turns of a loop; tensors that stay the same are read again in each turn, from a cache."""
+    """Counts the work of all iterations of a fused loop; operands count once, as later iterations read them from a
+    cache.
+    """
     scratch_bytes = int(node.attrs["scratch_bytes"])
     return Work(float(node.attrs["flops"]), _bytes(inputs), _bytes(node.outputs), 1, scratch_bytes)
 
@@ -354,13 +361,15 @@ _TABLE: dict[str, Formula] = {
 
 
 def is_covered(op: str) -> bool:
-    """Tells whether an op type has a formula of its own."""
+    """Returns True if an op type has a formula of its own; others get the default of `estimate_work`."""
     return op in _TABLE
 
 
 def estimate_work(node: Node, inputs: Inputs) -> Work:
-    """Returns a node's work; an op without a formula reads its operands, writes its results, and does one FLOP per
-    element.
+    """Returns the work of a node.
+
+    An op without a formula is assumed to read its operands, to write its results, and to do one FLOP per element of
+    them.
     """
     formula = _TABLE.get(node.op)
     if formula is not None:
@@ -371,10 +380,10 @@ def estimate_work(node: Node, inputs: Inputs) -> Work:
 
 
 def iterate_work(program: Program, trips: int = 1) -> Iterator[tuple[Node, Work]]:
-    """Yields every node with its work; nodes of called functions as often as they run.
+    """Yields (node, work) for every node; nodes of called functions and loop bodies as often as they run.
 
     Args:
-        trips: assumed trip count of loops for which the program does not determine it.
+        trips: trip count to assume for loops for which the program does not determine it.
     """
     yield from _iterate_program_work(program, program.functions, trips, {})
 
@@ -390,13 +399,13 @@ def _iterate_program_work(
             body = functions.get(function.name)
             if body is None:
                 continue
-            # A loop asks once more than it goes on.
+            # A loop's condition runs once more than its body.
             for _ in range(loop.count + (node.op in LOOPS and key == "cond")):
                 yield from _iterate_program_work(body, functions, trips, loop.arguments)
 
 
 def count_matmul_flops(node: Node, inputs: Sequence[TensorType]) -> int:
-    """Counts the FLOPs of a matrix product or convolution (2 per multiply-add), 0 for any other op."""
+    """Counts the FLOPs of a matrix product, einsum or convolution (2 per multiply-add); 0 for any other op."""
     op = node.op
     if op in MATMULS:
         shape = inputs[0].shape

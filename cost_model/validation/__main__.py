@@ -15,7 +15,7 @@ from whale.errors import WhaleError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints predicted and published seconds per row, then one line per table.
+    """Prints predicted and published seconds per row, then one line of errors per table.
 
     Returns the exit status: 1 if some rows could not be predicted, 2 if a file cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Turns rows of published tables into cases: the run, its machines, and the measured seconds."""
+"""Converts rows of published tables to cases: a training job, the machines it ran on, and the measured seconds."""
 
 from __future__ import annotations
 
@@ -35,13 +35,19 @@ COMMENT = "# source:"  # begins a line that says where a file's rows were publis
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measured run.
+    """Represents one measured training step, with all that is needed to predict it.
 
     Attributes:
-        size: groups the rows among which plans are ranked.
-        error: why the row's plan cannot be; None: it can.
-        profile: measured layers, instead of formulas.
-        peak_gb: the most that a rank held, measured; 0: not published.
+        label: name of the row in reports.
+        size: rows of the same size are compared with each other when plans are ranked.
+        measured_s: published seconds of a step.
+        model: the model.
+        parallel: the parallel degrees, completed if the row leaves some out.
+        stack: name of the software stack.
+        cluster: the cluster, or its name (see `read_published_cluster`).
+        error: why the row cannot be predicted; None: it can.
+        profile: measured layers to use instead of formulas; None: formulas.
+        peak_gb: measured peak memory of a rank in GB; 0: not published.
     """
 
     label: str
@@ -56,7 +62,7 @@ class Case:
     peak_gb: float = 0.0
 
     def predict(self) -> JobPrediction:
-        """Predicts the run by the cost model; raises WhaleError if it is impossible."""
+        """Predicts the step by the cost model; raises WhaleError if that is impossible."""
         if self.error is not None:
             raise self.error
         return predict(self.model, self.parallel, stack(self.stack), read_published_cluster(self.cluster), self.profile)
@@ -64,7 +70,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A publication's table: the columns that identify its files, and the function that turns a row into a case."""
+    """Describes a published table and how its rows are read.
+
+    Attributes:
+        name: name of the publication in reports.
+        columns: columns by which files of this table are recognised.
+        case: converts a row to a case.
+        ranked: whether the table has several plans per model size, so that their order can be compared.
+    """
 
     name: str
     columns: frozenset[str]
@@ -73,7 +86,9 @@ class Published:
 
 
 def read_published_cluster(name: str | Cluster) -> Cluster:
-    """Returns a cluster that rows were measured on, by the name of its file in clusters/, or by the path of another."""
+    """Returns the cluster that rows were measured on: by the name of a file in clusters/, or the path of another
+    file.
+    """
     return name if isinstance(name, Cluster) else _read_cluster(name)
 
 
@@ -83,7 +98,7 @@ def _read_cluster(name: str) -> Cluster:
 
 
 def _megatron_row(row: Mapping[str, str]) -> Division:
-    """Reads the division of work from columns of Megatron-LM's tables; the older ones have no ``seqpar``."""
+    """Reads the parallel degrees from the columns of Megatron-LM's tables; the older ones have no ``seqpar``."""
     return Division(
         sizes=tuple(_number(row[name]) for name in ("tp", "pp", "dp", "vpp", "mbs")),
         devices=_number(row["gpus"]),
@@ -108,9 +123,9 @@ def _megatron(row: Mapping[str, str]) -> Case:
 
 
 def _of_form(row: Mapping[str, str], software: str, division: Division) -> tuple[str, str, Division]:
-    """Returns the stack, the cluster and the division of a row of the Megatron-LM tables' form.
+    """Returns (stack, cluster, division) of a row in the form of Megatron-LM's tables.
 
-    Megatron-Core's table of H100 has that form as well, without fields that were not published.
+    Megatron-Core's table of H100 has the same form; fields that were not published are left open there.
     """
     if re.search("core|h100", row.get("set", ""), re.I) is None:
         return software, "selene", division
@@ -118,7 +133,7 @@ def _of_form(row: Mapping[str, str], software: str, division: Division) -> tuple
 
 
 def _open(division: Division, row: Mapping[str, str]) -> Division:
-    """Returns a division in which blank fields of how a step runs are open, and not off."""
+    """Returns a division in which blank fields (recompute, sequence parallelism, ZeRO) are unknown instead of off."""
     return replace(
         division,
         recompute=division.recompute if row.get("recompute", "").strip() else None,
@@ -139,7 +154,9 @@ def _korthikanti(row: Mapping[str, str]) -> Case:
 
 
 def _megatron_zero(row: Mapping[str, str]) -> Case:
-    """Reads a row of table 2 of SC 2021: models without model parallelism under ZeRO 3 (DeepSpeed's, of that year)."""
+    """Reads a row of table 2 of Narayanan et al., SC 2021: models without model parallelism under DeepSpeed's ZeRO
+    3.
+    """
     model = _model(row)
     software, where, division = _of_form(row, "megatron-2021", _megatron_row(row))
     parallel, assumed = complete(division, model, software, read_published_cluster(where))
@@ -153,24 +170,24 @@ def _model(row: Mapping[str, str]) -> Transformer:
 
 
 def _number(text: str) -> int | None:
-    """Parses a number; None: the field is blank."""
+    """Parses a whole number; None if the field is blank."""
     return _whole(text) if text.strip() else None
 
 
 def _whole(text: str) -> int:
-    """Parses a whole number, which some programs write as 8.0; ValueError: it is none."""
+    """Parses a whole number, which some programs write as 8.0; raises ValueError for other numbers."""
     value = float(text)
     if not value.is_integer():
         raise ValueError(f"{text!r} is no whole number")
     return int(value)
 
 
-# How tables say a kind of recompute otherwise.
+# Other words for kinds of recompute in tables.
 RECOMPUTE_WORDS = {"": "none", "0": "none", "no": "none", "false": "none", "1": "full", "yes": "full", "true": "full"}
 
 
 def _recompute(text: str) -> Recompute:
-    """Parses a kind of recompute, "none" where blank; `Degrees` refuses invalid kinds."""
+    """Parses a kind of recompute, "none" if blank; `Degrees` refuses invalid kinds later."""
     word = text.strip().lower()
     return cast(Recompute, RECOMPUTE_WORDS.get(word, word))
 
@@ -199,10 +216,10 @@ def _vtrain_single(row: Mapping[str, str]) -> Case:
 
 
 def _vtrain_multi(row: Mapping[str, str]) -> Case:
-    """Reads a row of the same, validation on 64 to 512 GPUs; with full recompute (the plans would not fit otherwise).
+    """Reads a row of Bang et al., "vTrain", MICRO 2024, validation on 64 to 512 GPUs.
 
-    They ran Megatron-DeepSpeed (data/README.md of github.com/VIA-Research/vTrain); its kernels are taken as those of
-    Megatron-LM.
+    Full recompute is assumed, as the plans would not fit otherwise. They ran Megatron-DeepSpeed (data/README.md of
+    github.com/VIA-Research/vTrain); its kernels are taken to be those of Megatron-LM.
     """
     return _vtrain(row, "full", "megatron-2021", "vtrain-multi")
 
@@ -250,8 +267,8 @@ def _mosaic(row: Mapping[str, str]) -> Case:
 
 BERT = "TF BERT-large"
 BERT_PREDICTED = {128: 20, 512: 80}  # masked words of a sequence, as that table's source trains
-# The stack that stands for the software of a table, by what its name begins with and the `software` of its rows; else
-# that is the stack. TorchTitan's rows that are not compiled say so by leaving it out.
+# (begin of a table's name, `software` of its rows -> the stack that stands for it); other software is taken as the name
+# of a stack. TorchTitan's rows that were compiled have "compile" in their label.
 SOFTWARE = (
     (BERT, {"tensorflow-fp32": "tensorflow-xla-fp32", "tensorflow-tf32": "tensorflow-xla-tf32"}),
     ("BLOOM", {"megatron-2021": "deepspeed-2022"}),
@@ -282,10 +299,10 @@ FSDP_RANKS, FSDP_FROM = 128, 512  # MaxText's rows from so many ranks on shard o
 
 
 def _read_shared_form(row: Mapping[str, str]) -> Case:
-    """Reads a row of the form that has a column for each field of a model, a plan and where they ran.
+    """Reads a row of the shared form, which has a column for each field of a model, its plan, software and cluster.
 
-    A row may leave out columns and fields of the division of work. Context parallelism is a column, or `cp2` in the
-    row's label, where tables count its ranks among the data-parallel ones.
+    A row may leave out columns and fields of the plan. Context parallelism is a column, or `cp2` in the row's label, if
+    the table counts its ranks among the data-parallel ones.
     """
     model, label, where = _described(row), row.get("row", "").strip(), row["cluster"]
     software = _software(row.get("set", ""), row["software"], label)
@@ -350,7 +367,10 @@ def _is_hybrid(row: Mapping[str, str], data: int | None) -> bool:
 
 
 def _stage_layers(row: Mapping[str, str], layers: int, chunks: int) -> tuple[int, ...]:
-    """Returns the layers of each chunk where a row says so: embedding and head may count as a layer each."""
+    """Returns the number of layers of each chunk if a row's notes tell; () if stages are equal.
+
+    Some tables count embedding and head as a layer each, so that the first and the last chunk have one layer less.
+    """
     if given := row.get("stage_layers", "").strip():
         return tuple(int(number) for number in given.split())
     note = row.get("note", "")
@@ -362,12 +382,14 @@ def _stage_layers(row: Mapping[str, str], layers: int, chunks: int) -> tuple[int
 
 
 class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan of Sailor's.
+    """Represents a plan of Sailor's artifact.
 
     Attributes:
-        layers: of each stage.
-        hosts: the type of the devices of each replica's host, stage by stage; one: of all.
-        recompute: not published; full where the measured peak has no room for what is kept without.
+        tensor, data: tensor- and data-parallel degrees.
+        layers: number of layers of each stage.
+        micro_batch, batch: rows of a micro-batch and of a step.
+        hosts: device type of each replica's host, stage by stage; a single one: of all hosts.
+        recompute: assumed, as it is not published: full if the measured peak memory has no room for the activations.
     """
 
     tensor: int
@@ -392,9 +414,10 @@ def _sailor_plans() -> _Sailor:
 
 
 def _sailor(row: Mapping[str, str]) -> Case:
-    """Reads a row of Strati et al., "Sailor", SOSP 2025, artifact: measured steps and peaks, with measured layers.
+    """Reads a row of Strati et al., "Sailor", SOSP 2025, artifact: measured steps and peak memory, with measured
+    layers.
 
-    The table's name says the model, the devices and, of the mixed ones, the network.
+    The table's name contains the model, the devices and, for mixed devices, the network.
     """
     known, table, name = _sailor_plans(), row["table"].strip(), row["plan"].strip()
     mixed, _, network = table.partition("mixed ")
@@ -437,7 +460,7 @@ def _plan(p: Degrees) -> str:
 
 SHARED_FORM = "shared form"  # whose tables are named after their files
 _SHARED = frozenset({"layers", "hidden", "heads", "global_batch", "measured_s"})
-# What is read of the shared form, and what tables may say besides.
+# Columns of the shared form, and other names under which they are read.
 _READ = _SHARED | {*Transformer.__struct_fields__} | {
     "row", "group", "set", "note", "software", "alt_software", "cluster", "tensor", "pipeline", "data", "chunks",
     "micro_batch", "context", "cp", "devices", "gpus", "zero", "recompute", "sequence_parallel", "shard",
@@ -449,7 +472,7 @@ OTHER_COLUMNS = {
     "vocab": "vocabulary", "ffn": "feed_forward", "ep": "expert_ranks",
 }  # fmt: skip
 _VTRAIN = frozenset({"# GPUs", "micro batch", "tensor parallelism", "iteration time (ms)"})
-# In this order: the first whose columns a file has.
+# A file belongs to the first of these all of whose columns it has.
 SETS = (
     Published("Megatron SC'21", frozenset({"tflops_gpu", "tp", "pp", "vpp"}), _megatron),
     Published("Korthikanti 2022", frozenset({"iter_s", "tp", "pp", "vpp", "seqpar"}), _korthikanti),
@@ -463,7 +486,9 @@ SETS = (
 
 
 def _with(row: Mapping[str, str], folder: Path, software: str, cluster: str) -> Mapping[str, str]:
-    """Returns a row with the software and the cluster that it lacks, and with files' paths from its folder."""
+    """Returns a row with default software and cluster if it names none; paths of files are relative to the rows'
+    folder.
+    """
     given = {"software": row.get("software") or software, "cluster": row.get("cluster") or cluster}
     for name, value in given.items():
         if value.endswith((".yaml", ".yml")) and row.get(name) and (folder / value).is_file():
@@ -474,13 +499,16 @@ def _with(row: Mapping[str, str], folder: Path, software: str, cluster: str) -> 
 def read(
     path: Path, software: str = "", cluster: str | None = None, strict: bool = False
 ) -> tuple[Published, list[Case]]:
-    """Reads a file's rows, and the table that its columns belong to; ProgramError names the line of a bad row.
+    """Reads a CSV file of measured steps; returns (the published table that its columns belong to, its rows as cases).
 
-    A row that can be read, and whose plan cannot be, is a case whose prediction says why.
+    A row with an impossible plan becomes a case with `error` set.
 
     Args:
-        software, cluster: of rows of the shared form that name none; a file is found from the folder of the rows'.
-        strict: a column of the shared form that is not read is an error.
+        software, cluster: for rows of the shared form that name none.
+        strict: whether unknown columns of the shared form are an error.
+
+    Raises:
+        ProgramError: the columns belong to no known table, or a row cannot be read (the error names its line).
     """
     with path.open(newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith(COMMENT))
@@ -492,13 +520,13 @@ def read(
             table = next((one for one in SETS if one.columns <= columns), None)
         if table is not None and table.name == SHARED_FORM and strict and (unknown := sorted(columns - _READ)):
             raise ProgramError(
-                "a column of measured steps is none that is read",
+                "the table of measured steps has an unknown column",
                 given=f"{path}: {', '.join(unknown)}",
                 **catalogue.suggest_nearest(unknown[0], dict.fromkeys(_READ)),
             )
         if table is None:
             raise ProgramError(
-                "the file's columns are those of no published table that is known",
+                "the file's columns belong to no published table that is known",
                 given=f"{path}: {', '.join(sorted(columns)) or 'no columns'}",
                 expected="; ".join(f"{one.name}: {', '.join(sorted(one.columns))}" for one in SETS),
                 action=f"name columns as the {SHARED_FORM} does, of which this file lacks "
@@ -515,5 +543,6 @@ def read(
                 raise ProgramError(
                     f"line {rows.line_num} of {path} is no row of {table.name}",
                     given=f"{type(error).__name__}: {error}",
+                    expected=f"values in {', '.join(sorted(table.columns))}",
                 ) from error
         return (replace(table, name=path.stem) if table.name == SHARED_FORM else table), cases

@@ -1,4 +1,6 @@
-"""Completes a published row's division of work: unpublished sizes get the best legal choice, which is reported."""
+"""Completes the parallel degrees of a published row: unpublished ones get the fastest legal value, which is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,26 @@ from cost_model.cluster.cluster_file import Cluster
 from whale.errors import PlanError, WhaleError
 from whale.ir.strategy import Degrees, Recompute
 
-NAMES = ("t", "p", "d", "v", "b")  # as labels have them
-TENSORS = (1, 2, 4, 8)  # that are assumed where a row names none: no more than a host has devices
+NAMES = ("t", "p", "d", "v", "b")  # of `Division.sizes` in labels
+TENSORS = (1, 2, 4, 8)  # tensor degrees that are tried if a row names none: no more than a host has devices
 MOST_CHUNKS, MOST_ROWS = 24, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The division of work that a row gives; None: its field is blank.
+    """Holds the parallel degrees that a published row gives; None for fields that it leaves blank.
 
     Attributes:
-        sizes: tensor, pipeline, data, chunks of a stage, rows of a micro-batch.
-        devices: of the job.
-        context: ranks that divide a row's tokens; shard: over which ZeRO divides states (0: all).
-        stage_layers: of each chunk (empty: as equal as they can be).
-        experts: ranks that divide a layer's experts.
+        sizes: tensor, pipeline and data degree, chunks per stage, rows of a micro-batch.
+        devices: number of the job's devices.
+        batch: rows of a step.
+        recompute: kind of recompute.
+        sequence_parallel: whether Megatron's sequence parallelism is used.
+        zero: ZeRO level.
+        context: number of ranks that divide a row's tokens.
+        shard: number of ranks over which ZeRO shards states; 0: all.
+        stage_layers: number of layers of each chunk; (): as equal as possible.
+        experts: number of ranks that divide a layer's experts.
     """
 
     sizes: tuple[int | None, ...]
@@ -44,18 +51,22 @@ class Division:
 
     @property
     def ways(self) -> tuple[Recompute | None, bool | None, int | None]:
-        """Returns how the step runs besides: recompute, sequence parallelism, ZeRO."""
+        """Returns (recompute, sequence parallelism, ZeRO), the fields besides the sizes that may be blank."""
         return self.recompute, self.sequence_parallel, self.zero
 
 
 def complete(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, str]:
-    """Returns the completed division, and a text with the assumptions made (empty: none).
+    """Completes a row's parallel degrees; returns them, and a text with the values that were assumed ("" if none).
 
-    Sequence parallelism that is blank is used where tensors are divided, ZeRO 1 where there are replicas: both take
-    less memory and no more time.
+    Blank sequence parallelism is taken as on with tensor parallelism, blank ZeRO as 1 with replicas: both take less
+    memory and no more time.
+
+    Args:
+        software: name of the stack.
+        where: the cluster.
 
     Raises:
-        PlanError: no division completes the row.
+        PlanError: no legal values complete the row.
     """
     tensor, pipeline, data, chunks, rows = row.sizes
     if None not in (tensor, pipeline, rows) and row.devices is not None and data is None:
@@ -73,13 +84,13 @@ def complete(row: Division, model: Transformer, software: str, where: Cluster) -
 
 
 def _fastest(row: Division, model: Transformer, software: str, where: Cluster) -> tuple[Degrees, bool]:
-    """Returns the fastest division of work that completes a row and fits into memory, and True.
+    """Returns (the fastest degrees that complete a row and fit into memory, True).
 
-    Where none fits, returns the one with the smallest peak memory, and False. Where the row leaves recompute blank, the
-    least recompute with which any division fits is taken.
+    If none fits, returns (those with the smallest peak memory, False). If the row leaves recompute blank, the least
+    recompute with which anything fits is taken.
     """
     smallest: tuple[float, Degrees] | None = None
-    refused = "no size of a micro-batch, and no number of stages and chunks, divides them"
+    refused = "no micro-batch size, number of stages and number of chunks divides the batch, the devices and the layers"
     recomputes: tuple[Recompute, ...] = ("none", "selective", "full")
     for how in recomputes if row.recompute is None else (row.recompute,):
         best: tuple[float, Degrees] | None = None
@@ -126,7 +137,7 @@ def _parallel(row: Division, sizes: tuple[int | None, ...]) -> Degrees:
 
 
 def _legal(row: Division, model: Transformer) -> Iterator[tuple[int, ...]]:
-    """Yields all choices of the sizes that a row leaves open and that divide its devices, layers, heads and batch."""
+    """Yields all values of the sizes that a row leaves open which divide its devices, layers, heads and batch."""
     tensors, pipelines, datas, chunks, rows = row.sizes
 
     def choices(known: int | None, of: range | tuple[int, ...]) -> tuple[int, ...]:
@@ -142,7 +153,9 @@ def _legal(row: Division, model: Transformer) -> Iterator[tuple[int, ...]]:
             if left or datas not in (None, data):
                 continue
         elif datas is None:
-            raise PlanError("a row names neither its devices nor its replicas", expected="one of them")
+            raise PlanError(
+                "a row names neither its devices nor its data-parallel ranks", expected="a value for devices or data"
+            )
         else:
             data = datas
         for each in choices(rows, tuple(2**i for i in range(MOST_ROWS.bit_length()))):

@@ -1,4 +1,4 @@
-"""Draws the figure of the docs: predicted against measured seconds, one dot per row."""
+"""Draws the documentation's figure of predicted against measured seconds, one dot per row."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from cost_model.validation.report import Result
 
 
 def draw(tables: Sequence[tuple[str, Sequence[Result]]], path: Path) -> None:
-    """Writes an SVG; the band is ten per cent.
+    """Writes an SVG of predicted over measured seconds, and of the error; a band marks errors up to ten per cent.
+
+    Args:
+        tables: (name of the table, results of its rows).
 
     Raises:
-      InstallError: matplotlib is not installed.
+        InstallError: matplotlib is not installed.
     """
     figure, ((left, right),) = open_figure(1, 2, (12.5, 5.2))
     everything = [one for _, found in tables for one in found]

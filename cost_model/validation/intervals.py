@@ -1,14 +1,14 @@
 """Calibrates the intervals of predictions on published rows: split conformal prediction with scores scaled by group.
 
 A group is the rows of one stack on devices of one efficiency curve. Its centre is the mean of log(measured /
-predicted), drawn towards 0; its scale their spread, drawn towards that of all groups (`PRIOR_ROWS` rows of prior weight
-each). A row's score is its distance from the centre by the scale, both found without that row, and the interval reaches
-so far that nine of ten scores of all groups of its size lie inside (Vovk, "Cross-conformal predictors", 2015;
-Papadopoulos et al., "Normalized nonconformity measures", 2008): of fewer than `FEW_ROWS` rows, of fewer than
-`OWN_ROWS`, or, from these on, of its own alone.
+predicted), drawn towards 0; its scale is their spread, drawn towards that of all groups (`PRIOR_ROWS` rows of prior
+weight each). A row's score is its distance from the centre divided by the scale, both computed without that row. The
+interval reaches as many scales as cover nine of ten scores (Vovk, "Cross-conformal predictors", 2015; Papadopoulos et
+al., "Normalized nonconformity measures", 2008): scores of all groups of fewer than `FEW_ROWS` rows, of all groups of
+fewer than `OWN_ROWS`, or, for larger groups, of the group alone.
 
-Rows on which a constant was fitted count as they would be predicted without them (`FITTED`): by how much the constant
-would then be another, to first order.
+A row on which a constant was fitted counts as it would be predicted without it (`FITTED`): the constant is refitted on
+the other rows, to first order.
 
 Decision: 0155.
 """
@@ -34,22 +34,23 @@ from cost_model.validation import cases
 from cost_model.validation.cases import Case, read_published_cluster
 from cost_model.validation.report import Result
 
-PRIOR_ROWS = 3.0  # the data choose no other: with 2 to 5 as many rows lie inside
-OWN_ROWS = 19  # of which the nine tenths are not the outermost row
-FEW_ROWS = 10  # of which a scale is so little known that rows are off by more scales, as in Student's distribution
-STEP = 0.02  # by which a fitted constant is changed to see what that changes
+PRIOR_ROWS = 3.0  # with 2 to 5, as many rows are inside the intervals
+OWN_ROWS = 19  # groups from this size on have a quantile of their own: it is then not just the outermost row
+FEW_ROWS = 10  # smaller groups know their scale less well, so rows are off by more scales, as in Student's distribution
+STEP = 0.02  # relative change of a fitted constant, to find the slope of predictions by it
 
-Group = tuple[str, str]  # a stack, and an efficiency curve
+Group = tuple[str, str]  # (stack, efficiency curve)
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A constant that was fitted on rows.
+    """Represents a constant that was fitted on some of the published rows.
 
     Attributes:
-        field: of a stack, or of a device's efficiency curve; dtype: of a field by dtype.
-        owner: the stack or the curve.
-        uses: tells whether a row was among those.
+        field: name of a field of a stack, or of a device's efficiency curve.
+        owner: name of that stack or curve.
+        uses: returns True for rows that the constant was fitted on.
+        dtype: key of the value, if the field is a mapping by dtype; "": it is a number.
     """
 
     field: str
@@ -70,13 +71,13 @@ FITTED = (
 
 
 def group_of(case: Case) -> Group:
-    """Returns the group of a row; unlike devices of one job are a curve of their own (`stacks.curve_of`)."""
+    """Returns the (stack, efficiency curve) of a row; different devices of one job form a curve of their own."""
     hosts = read_published_cluster(case.cluster).hosts
     return case.stack, curve_of(entry.device for host in hosts for entry in host.devices)
 
 
 def unseen_residuals(found: Sequence[Result]) -> list[float]:
-    """Returns log(measured / predicted) of every row, as if no constant had been fitted on that row."""
+    """Returns log(measured / predicted) of every row, corrected as if no constant had been fitted on that row."""
     rows = [one.case for one in found]
     seen = [_residual(one.case, one.predicted_s) for one in found]
     moved = list(seen)
@@ -101,7 +102,7 @@ def _residual(case: Case, predicted_s: float) -> float:
 
 
 def _changed(constant: Fitted, times: float) -> mock._patch[object]:
-    """Returns a context in which a constant is so many times what it is."""
+    """Returns a context manager in which a fitted constant has `times` its value."""
     if not constant.dtype:
         one = stacks.stack(constant.owner)
         changed: Stack = msgspec.structs.replace(one, **{constant.field: times * getattr(one, constant.field)})
@@ -116,7 +117,7 @@ def _changed(constant: Fitted, times: float) -> mock._patch[object]:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """The centre, the scale and the number of a group's residuals."""
+    """Holds the centre and the scale of a group's residuals, and the number of its rows."""
 
     centre: float
     scale: float
@@ -132,26 +133,34 @@ def _spread(residuals: Sequence[float], prior: float) -> _Spread:
 
 
 def _prior(groups: Mapping[Group, Sequence[float]]) -> float:
-    """Returns the scale of a group of which nothing is known: the median of all, as outliers make some wide."""
+    """Returns the scale of a group without rows: the median of all groups' scales, as outliers make some wide."""
     each = sorted(math.sqrt(sum(e * e for e in own) / len(own)) for own in groups.values())
     return each[len(each) // 2]
 
 
 def _quantile(scores: Sequence[float]) -> float:
-    """Returns what the next score does not exceed with a probability of `PART`; the largest one if they are too few."""
+    """Returns the value that the next score does not exceed with a probability of `PART`; the largest if scores are
+    too few.
+    """
     ordered = sorted(scores)
     return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * PART)) - 1]
 
 
-# What `calibrate` finds for the package's rows, for groups of others: the scale of one of which nothing is known, and
-# how many scales nine of ten rows are off at most, in groups of fewer than `FEW_ROWS` rows and in others.
+# What `find_common` returns for the package's rows, used for users' own stacks: the scale of a group without rows, and
+# how many scales nine of ten rows are off at most, in groups of fewer than `FEW_ROWS` rows and in larger ones.
 COMMON_SCALE, COMMON_REACH = 0.06, (2.393, 1.741)
 
 Reach = tuple[float, float]
 
 
 def compare(residuals: Sequence[float], prior: float = COMMON_SCALE, common: Reach = COMMON_REACH) -> Compared:
-    """Returns the interval of one group, given log(measured / predicted) of rows it was not fitted on."""
+    """Returns the interval of one group.
+
+    Args:
+        residuals: log(measured / predicted) of rows that the stack was not fitted on.
+        prior: scale of a group without rows.
+        common: how many scales the interval of a small group reaches (see `find_common`).
+    """
     spread = _spread(residuals, prior)
     own = len(residuals) >= OWN_ROWS
     shared = common[len(residuals) >= FEW_ROWS]
@@ -161,10 +170,12 @@ def compare(residuals: Sequence[float], prior: float = COMMON_SCALE, common: Rea
 
 
 def find_common(residuals: Mapping[Group, Sequence[float]]) -> tuple[float, Reach]:
-    """Returns the scale of a group of which nothing is known, and how many scales nine of ten rows are off at most.
+    """Returns what small groups share: (scale of a group without rows, how many scales nine of ten rows are off at
+    most).
 
-    The latter of groups of fewer than `FEW_ROWS` rows, and of others that have no quantile of their own. Where such
-    have fewer than `OWN_ROWS` rows in all, it is that of all groups, or what is found if that is more.
+    The second is a pair: for groups of fewer than `FEW_ROWS` rows, and for larger ones without a quantile of their own.
+    If such groups have fewer than `OWN_ROWS` rows together, it is the quantile of all groups, or their largest score if
+    that is more.
     """
     prior = _prior(residuals)
     scores = [(len(own), score) for own in residuals.values() for score in _scores(own, prior)]
@@ -177,13 +188,17 @@ def find_common(residuals: Mapping[Group, Sequence[float]]) -> tuple[float, Reac
 
 
 def calibrate(residuals: Mapping[Group, Sequence[float]]) -> dict[Group, Compared]:
-    """Returns the interval of each group: rows, and the lowest and highest likely measured / predicted."""
+    """Returns the interval of each group.
+
+    Args:
+        residuals: log(measured / predicted) of the rows of each group.
+    """
     prior, common = find_common(residuals)
     return {group: compare(own, prior, common) for group, own in residuals.items()}
 
 
 def _scores(residuals: Sequence[float], prior: float) -> list[float]:
-    """Returns the score of each row, by the spread of the group's other rows."""
+    """Returns the score of each row of a group, by centre and scale of the group's other rows."""
     found = []
     for i, residual in enumerate(residuals):
         spread = _spread([*residuals[:i], *residuals[i + 1 :]], prior)
@@ -192,7 +207,7 @@ def _scores(residuals: Sequence[float], prior: float) -> list[float]:
 
 
 def left_out(residuals: Mapping[Group, Sequence[float]]) -> dict[Group, list[bool]]:
-    """Tells of each row whether it lies in the interval that the other rows give."""
+    """Returns, for each row of each group, whether it is inside the interval that is calibrated on all other rows."""
     found = {}
     for group, own in residuals.items():
         inside = []
@@ -222,13 +237,18 @@ def grouped(found: Sequence[Result]) -> dict[Group, list[float]]:
 
 
 def each_left_out(tables: Sequence[Sequence[Result]]) -> list[list[bool]]:
-    """Tells of each row of tables whether it lies in the interval that all other rows give."""
+    """Returns, for each row of each table, whether it is inside the interval that is calibrated on all other rows."""
     inside = {group: iter(own) for group, own in left_out(grouped([one for own in tables for one in own])).items()}
     return [[next(inside[group_of(one.case)]) for one in own] for own in tables]
 
 
 def written(text: str, compared: Mapping[str, Compared]) -> str:
-    """Returns a stack's file with other rows that it was compared with."""
+    """Returns the text of a stack file with its `compared` entries replaced.
+
+    Args:
+        text: the file's present text.
+        compared: intervals by efficiency curve.
+    """
     each = "".join(
         f"  {curve}: {{rows: {one.rows}, low: {one.low}, high: {one.high}}}\n"
         for curve, one in sorted(compared.items())
@@ -241,7 +261,7 @@ def written(text: str, compared: Mapping[str, Compared]) -> str:
 
 
 def write(folder: Path, found: Mapping[Group, Compared]) -> None:
-    """Writes the intervals into the stacks' files of a folder."""
+    """Writes intervals into the stack files of a folder; a stack without one loses those that it had."""
     for path in sorted(folder.glob("*.yaml")):
         own = {curve: one for (name, curve), one in found.items() if name == path.stem}
         path.write_text(written(path.read_text(), own))

@@ -15,12 +15,15 @@ from whale.errors import WhaleError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case with its prediction.
+    """Holds a measured step with its prediction.
 
     Attributes:
-        likely_s: between which nine of ten steps lie that are predicted so.
-        problem: why there is no prediction; empty: there is one.
-        fits: whether all ranks have room, by the prediction; peak_gb: what the fullest one holds.
+        case: the measured step.
+        predicted_s: predicted seconds of the step.
+        likely_s: interval in which nine of ten measured steps with this prediction are expected.
+        problem: why the step could not be predicted; "": it could.
+        fits: whether all ranks have enough memory, by the prediction.
+        peak_gb: predicted peak memory in GB of the rank that needs most.
     """
 
     case: Case
@@ -32,7 +35,7 @@ class Result:
 
     @property
     def inside(self) -> bool:
-        """Tells whether the measured step lies in the printed interval."""
+        """Returns True if the measured step is in the interval `likely_s`."""
         return self.likely_s[0] <= self.case.measured_s <= self.likely_s[1]
 
     @property
@@ -42,7 +45,7 @@ class Result:
 
 
 def results(cases: Sequence[Case]) -> list[Result]:
-    """Predicts all cases; of one that cannot be predicted the result says why."""
+    """Predicts all cases; a case that cannot be predicted gets a result whose `problem` says why."""
     found = []
     for case in cases:
         try:
@@ -60,17 +63,19 @@ def results(cases: Sequence[Case]) -> list[Result]:
 
 
 def mape(found: Sequence[Result]) -> float:
-    """Returns the mean of the errors' absolute values."""
+    """Returns the mean absolute error of the predictions, relative (0.05: 5 %)."""
     return sum(abs(one.error) for one in found) / len(found)
 
 
 def maximum(found: Sequence[Result]) -> float:
-    """Returns the largest of the errors' absolute values."""
+    """Returns the largest absolute error of the predictions, relative."""
     return max(abs(one.error) for one in found)
 
 
 def kendall_tau(found: Sequence[Result]) -> float:
-    """Returns Kendall's tau-b between predicted and measured order."""
+    """Returns Kendall's tau-b between predicted and measured order of rows: 1 if they agree, -1 if they are
+    opposite.
+    """
     agree = differ = tied_x = tied_y = 0
     for i, one in enumerate(found):
         for other in found[:i]:
@@ -91,7 +96,7 @@ def kendall_tau(found: Sequence[Result]) -> float:
 
 
 def group_by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
-    """Groups rows by size of the model; plans are ranked within a group."""
+    """Groups rows by `Case.size`; plans are ranked within a group."""
     groups: dict[str, list[Result]] = {}
     for one in found:
         groups.setdefault(one.case.size, []).append(one)
@@ -99,13 +104,15 @@ def group_by_size(found: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def choice_loss(found: Sequence[Result]) -> float:
-    """Returns by how much the plan that is predicted best is slower than the one measured best."""
+    """Returns by how much the plan that is predicted fastest is slower than the one measured fastest, relative."""
     chosen = min(found, key=lambda one: one.predicted_s)
     return chosen.case.measured_s / min(one.case.measured_s for one in found) - 1
 
 
 def table(title: str, found: Sequence[Result]) -> str:
-    """Formats one line per row: the run, seconds measured and predicted, error in percent."""
+    """Formats one line per row: label, seconds measured and predicted, error in percent, interval; `*`: outside of
+    it.
+    """
     width = max(len(one.case.label) for one in found)
     lines = [title, f"  {'row':{width}}  measured s  predicted s  error %  nine of ten s"]
     for one in found:
@@ -125,10 +132,13 @@ def table(title: str, found: Sequence[Result]) -> str:
 
 
 def summary(table: Published, found: Sequence[Result], left_out: Sequence[bool] | None = None) -> str:
-    """Formats one line: MAPE and maximum error in percent; for plans also Kendall's tau and the choice's loss, by
-    size.
+    """Formats the errors of one table as a line: MAPE, maximum, rows inside their intervals.
 
-    `left_out`: whether each row lies in the interval that all other rows give; None: the stacks' intervals count.
+    Tables in which plans are ranked also get Kendall's tau and the choice's loss for each size of model.
+
+    Args:
+        left_out: whether each row is inside the interval that is calibrated on all other rows; None: the stacks' own
+            intervals count.
     """
     lacking, found = [one for one in found if one.problem], [one for one in found if not one.problem]
     if not found:
@@ -150,7 +160,7 @@ def summary(table: Published, found: Sequence[Result], left_out: Sequence[bool] 
 
 
 def page(rows: str, lines: str) -> str:
-    """Returns the docs' page with all rows."""
+    """Returns the documentation's page (Markdown) with the summaries `lines` and all `rows`."""
     return (
         "# Predicted and published step times\n\n"
         "Written by `python -m cost_model.validation --out docs`; [the cost model](guides/cost_model.md) explains. A\n"

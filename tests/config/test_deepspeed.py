@@ -62,7 +62,7 @@ def test_batch_sizes_are_rows_of_the_step() -> None:
     def said(**fields: object) -> str:
         return " ".join(translate(fields).notes.values())
 
-    assert "64 rows: those of all ranks" in said(train_batch_size=64, train_micro_batch_size_per_gpu=4)
+    assert "64 rows: the batch of all ranks" in said(train_batch_size=64, train_micro_batch_size_per_gpu=4)
     assert "64 / 4 / the number of ranks" in said(train_batch_size=64, train_micro_batch_size_per_gpu=4)
     assert "12 rows times the number of ranks" in said(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=3)
     assert said(train_batch_size=64, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=8).count("rows") == 1

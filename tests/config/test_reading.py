@@ -204,7 +204,7 @@ def test_a_file_of_deepspeed_s_is_said_by_keys(tmp_path: Path) -> None:
     for text, here in (
         ('{"zero_optimization": {"stage": 2}, "steps_per_print": 10}', "memory.zero: 2\n"),
         ('{"train_batch_size": 8, "bf16": {"enabled": true}}', 'precision.compute_dtype: "bfloat16"\n'),
-        ('{"train_batch_size": "auto", "optimizer": {"type": "Adam"}}', "none has to be set here"),
+        ('{"train_batch_size": "auto", "optimizer": {"type": "Adam"}}', "none of this file's fields has to be set"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=rf"is one of DeepSpeed's(.|\n)*{here}(.|\n)*whale config --from"):

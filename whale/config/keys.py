@@ -1,4 +1,4 @@
-"""Lists the configuration keys in nine sections, each key with its type, default, allowed values and meaning.
+"""Defines the configuration keys in nine sections, each key with its type, default, allowed values and meaning.
 
 Decision: 0141.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from whale.config.values import Mesh
 
-# Section -> what its keys are about, in the order of the page of keys. The first word of a key is its section.
+# Section -> what its keys are about, in the order of the documentation's page. A key's first word is its section.
 SECTIONS = {
     "mesh": "How a step is laid out over the ranks: by hand, by a plan file, or by a search.",
     "batch": "How the rows of a batch, and what depends on them, are divided and read.",
@@ -26,14 +26,15 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One known key: its type (as text), default, allowed values and meaning.
+    """Describes one configuration key.
 
     Attributes:
-        name: the section and a name in it; or the section alone.
+        name: section and name within it, e.g. `memory.zero`; or a section alone.
         type: "bool", "int", "float", "str", "list[int]", "list[str]" or "mesh".
-        choices: the values that it, or each element of a list, may have; (): any.
-        minimum: of it, or of each element of a list.
-        maximum: likewise.
+        default: value if no source sets the key.
+        help: meaning of the key, in messages and on the documentation's page.
+        choices: values that the key, or each element of a list, may have; (): any.
+        minimum, maximum: bounds of the value, or of each element of a list; None: no bound.
     """
 
     name: str
@@ -46,12 +47,12 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """Returns the environment variable that sets this key."""
+        """Returns the environment variable that sets this key, e.g. `WHALE_MEMORY_ZERO`."""
         return "WHALE_" + self.name.upper().replace(".", "_")
 
     @property
     def section(self) -> str:
-        """Returns the name of its section."""
+        """Returns the section of this key, e.g. `memory`."""
         return self.name.partition(".")[0]
 
 
@@ -63,7 +64,7 @@ KEYS: tuple[Key, ...] = (
         "mesh",
         Mesh(),
         "named axes of the ranks and their sizes, outermost first: wh.Mesh(stage=2, data=2, tensor=2), as text "
-        "stage=2,data=2,tensor=2; ranks that are left over are on an axis that the program names, else on data; "
+        "stage=2,data=2,tensor=2; remaining ranks form an axis that the program names, else data; "
         "empty = one axis",
     ),
     Key(
@@ -125,9 +126,9 @@ KEYS: tuple[Key, ...] = (
         "batch.norm_statistics",
         "str",
         "rank",
-        "the rows whose statistics normalise a batch: each rank's own; those of the whole batch, as on one "
-        "device; each rank's rows of a micro-batch. With micro-batches, programs that normalise by others are "
-        "refused",
+        "rows whose mean and variance batch normalisation uses: rank: each rank's own; batch: those of the whole "
+        "batch, as on one device; micro-batch: each rank's rows of a micro-batch. With micro-batches, programs with "
+        "batch normalisation are refused unless it is micro-batch",
         choices=("rank", "batch", "micro-batch"),
     ),
     Key(
@@ -225,15 +226,15 @@ KEYS: tuple[Key, ...] = (
         "communication.in_process_ranks",
         "int",
         0,
-        "so many ranks as threads of this one process; 0 = each rank is a process that a launcher started",
+        "number of ranks that are threads of this one process; 0 = each rank is a process that a launcher started",
         minimum=0,
     ),
     Key(
         "communication.shared_memory",
         "str",
         "tensors",
-        "what ranks of one machine share: tensors: memory for messages, and large tensors lie where all of them "
-        "reach them, if wh.init comes before the first one; messages: only the former; none: they exchange "
+        "what ranks of one machine share: tensors: memory for messages, and large tensors in memory that all of them "
+        "can read, if wh.init comes before the first tensor; messages: only memory for messages; none: they exchange "
         "through MPI, as machines do",
         choices=("tensors", "messages", "none"),
     ),
@@ -264,7 +265,7 @@ KEYS: tuple[Key, ...] = (
         "communication.algorithm",
         "str",
         "auto",
-        "how all-reduces are carried out where it can be; auto: what takes least time by size, ranks and link",
+        "algorithm of all-reduces, where it can be used; auto: what takes least time by size, ranks and link",
         choices=("auto", "direct", "pairwise", "ring", "halving-doubling", "tree", "hierarchical", "leader"),
     ),
     Key(
@@ -278,13 +279,13 @@ KEYS: tuple[Key, ...] = (
         "kernels",
         "list[str]",
         KERNELS,
-        "what CPUs compute by kernels of Whale, or as fewer and larger, fused operations, but what measured slower on "
-        "the machine: updates: optimizers' arithmetic, and rows added to tables, with the same results; with the same "
-        "results but for rounding: elementwise: other arithmetic on elements; convolutions: small ones, as products of "
-        "matrices; products: batches with one matrix in common, as one; einsums: batches of small products; padding: "
-        "products that oneDNN's AVX2 code is slow at; nn: losses of numbered classes and gradients of depthwise "
-        "filters; loops: recurrent layers and other loops of known length, by few operations; xla: functions with "
-        "jit_compile=True, in clusters between exchanges, by XLA, on GPUs too; empty = nothing",
+        "what CPUs compute by kernels of Whale, or as fewer and larger, fused operations, except what measured slower "
+        "on the machine. With the same results: updates: optimizers' arithmetic, and rows added to tables. With the "
+        "same results up to rounding: elementwise: other arithmetic on elements; convolutions: small ones, as products "
+        "of matrices; products: batches with one matrix in common, as one; einsums: batches of small products; "
+        "padding: products that oneDNN's AVX2 code is slow at; nn: losses of numbered classes and gradients of "
+        "depthwise filters; loops: recurrent layers and other loops of known length, by few operations; xla: functions "
+        "with jit_compile=True, in clusters between exchanges, by XLA, on GPUs too; empty = nothing",
         choices=KERNELS,
     ),
     Key(
@@ -292,15 +293,15 @@ KEYS: tuple[Key, ...] = (
         "str",
         "",
         "ranks go on in their processes when others are killed, frozen or lost: memory: what one rank alone holds"
-        " of variables is also on another one, sent after each step; replicas: only what several ranks hold "
-        "outlives one of them; empty = the run ends",
+        " of variables is copied to another one after each step; replicas: nothing is copied, so only what several "
+        "ranks hold survives the loss of one; empty = the run ends",
         choices=("", "memory", "replicas"),
     ),
     Key(
         "fault.rebalance",
         "bool",
         True,
-        "with fault.elastic: rows are divided anew when ranks turn out to be faster or slower than their shares",
+        "with fault.elastic: rows are divided anew when ranks are measured to be faster or slower than their shares",
     ),
     Key(
         "fault.join",
@@ -328,7 +329,7 @@ KEYS: tuple[Key, ...] = (
         "fault.stall_s",
         "float",
         60.0,
-        "seconds that an operation waits for other ranks before a line says for whom; again after twice that time",
+        "seconds that an operation waits for other ranks before a log line names them; again after twice that time",
         minimum=0.1,
     ),
     Key(
@@ -361,15 +362,15 @@ KEYS: tuple[Key, ...] = (
         "debug.check_inputs",
         "int",
         100,
-        "what the ranks give to a step, feed a session or read of a dataset is compared on the first three calls,"
-        " and then once in so many calls, and what a step captures and a dataset is built of once; 0 = never",
+        "what the ranks give to a step, feed a session or read of a dataset is compared between ranks on the first "
+        "three calls, and then once in this many calls; what a step captures or a dataset is made of, once; 0 = never",
         minimum=0,
     ),
     Key(
         "debug.check_replicas",
         "int",
         0,
-        "the ranks' copies of the variables that a step of wh.function uses are compared before every so many of "
+        "the ranks' copies of the variables that a step of wh.function uses are compared once in this many of "
         "its calls; 0 = never",
         minimum=0,
     ),

@@ -1,6 +1,6 @@
-"""Writes the tables of the page of keys from the table of keys.
+"""Writes the tables of the documentation's page of keys, from the definitions in `keys`.
 
-python -m whale.config.page docs/guides/configuration.md     # puts them behind the page's own text
+python -m whale.config.page docs/guides/configuration.md     # replaces the tables after the page's own text
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ BEGIN = "<!-- What follows is written by `python -m whale.config.page`. -->"
 
 
 def with_tables(page: str) -> str:
-    """Returns a page with the tables of today's keys behind its own text, in the place of those that it has.
+    """Returns a page's text with the tables after its own text replaced by those of the present keys.
 
     Raises:
-        ValueError: the page says nowhere where they are to be.
+        ValueError: the page lacks the line `BEGIN`, after which tables are written.
     """
     text, mark, _ = page.partition(BEGIN)
     if not mark:
@@ -27,7 +27,7 @@ def with_tables(page: str) -> str:
 
 
 def tables() -> str:
-    """Returns a table for each section: its keys, with type, default and meaning."""
+    """Returns a Markdown table for each section: its keys, with type, default and meaning."""
     lines = []
     for section, about in SECTIONS.items():
         lines += ["", f"## {section}", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
@@ -36,7 +36,7 @@ def tables() -> str:
 
 
 def _type(key: Key) -> str:
-    """Describes what a key's values are: one of some words, or its type."""
+    """Returns what the table says about a key's values: the choices, if there are any, else the type."""
     words = ", ".join(choice or "empty" for choice in key.choices)
     return f"list of: {words}" if words and key.type.startswith("list") else words or key.type
 
@@ -50,7 +50,7 @@ def _default(key: Key) -> str:
 
 
 def main() -> None:
-    """Brings the pages that are named up to date."""
+    """Updates the pages that the command line names."""
     for path in map(Path, sys.argv[1:]):
         path.write_text(with_tables(path.read_text()))
 

@@ -1,9 +1,9 @@
-"""Reads the configuration: dotted keys, one table of what is known, one order of sources.
+"""Reads the configuration: dotted keys, each with one definition, from several sources in a fixed order.
 
 A value is taken from the first source that has it: the command line (``whale run --set``), code (the dict given to
 `Config`), the environment (``WHALE_COMMUNICATION_BUCKET_BYTES`` for ``communication.bucket_bytes``), the file named by
-``WHALE_CONFIG`` (dotted keys with their values, in JSON or YAML), the default. A key that is not in the table is an
-error, never ignored.
+``WHALE_CONFIG`` (dotted keys with their values, in JSON or YAML), the default. An unknown key is an error, never
+ignored.
 
 Decisions: 0011, 0149.
 """
@@ -25,20 +25,20 @@ from whale.config.values import EmulatedNetwork, Mesh, parse_network
 from whale.errors import ConfigError, find_similar
 
 FILE_VARIABLE = "WHALE_CONFIG"
-# What `whale run --set` hands to the ranks: a JSON object of keys and their values as text.
+# Set by `whale run --set` for the ranks: a JSON object of keys and their values as text.
 SETTINGS_VARIABLE = "WHALE_LAUNCHER_SETTINGS"
 COMMAND_LINE = "command line"
-NCCL_BUCKET_BYTES = 32 << 20  # what takes NCCL near its bandwidth: DDP's are 25 MiB, Horovod's 128
-# The first Whale had variables of this section that are no keys here, and job scripts still set them.
+NCCL_BUCKET_BYTES = 32 << 20  # large enough for NCCL to reach its bandwidth: DDP uses 25 MiB, Horovod 128
+# The first Whale had environment variables of this section that are no keys here, and job scripts still set them.
 _OF_FIRST_WHALE = "WHALE_COMMUNICATION_"
 
 
 class Config(Mapping[str, Any]):
-    """The configuration of one run: every known key with its value. Immutable; lists are returned as tuples.
+    """Holds the configuration of one run: every known key with its value. Immutable; lists are returned as tuples.
 
     Args:
-        values: dotted keys set in code.
-        environment: the environment to read; that of this process unless given.
+        values: dotted keys set in code, e.g. `{"memory.zero": 2}`.
+        environment: environment variables to read; None: those of this process.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or range, or the file cannot be read.
@@ -79,7 +79,7 @@ class Config(Mapping[str, Any]):
         return f"Config({given!r})"
 
     def but(self, values: Mapping[str, Any]) -> Config:
-        """Returns a copy with other values, as if they were set in code.
+        """Returns a copy in which some keys have other values, as if these were set in code.
 
         Raises:
             ConfigError: a key is unknown, or a value has the wrong type or range.
@@ -90,21 +90,24 @@ class Config(Mapping[str, Any]):
         return found
 
     def origin(self, name: str) -> str:
-        """Returns the source of a key's value: ``command line``, ``code``, ``environment <variable>``, ``file <path>``
-        or ``default``.
+        """Returns where a key's value comes from.
+
+        That is ``command line``, ``code``, ``environment <variable>``, ``file <path>`` or ``default``.
         """
         return self._origins[_find_key(name, "code").name]
 
     @property
     def bucket_bytes(self) -> int:
-        """Returns ``communication.bucket_bytes``, of NCCL `NCCL_BUCKET_BYTES` unless it is set."""
+        """Returns ``communication.bucket_bytes``, or `NCCL_BUCKET_BYTES` if NCCL is the backend and the key is not
+        set.
+        """
         name = "communication.bucket_bytes"
         with_nccl = self["communication.backend"] == "nccl" and self.origin(name) == "default"
         return NCCL_BUCKET_BYTES if with_nccl else self[name]
 
     @property
     def network(self) -> EmulatedNetwork:
-        """Returns what is emulated of a network."""
+        """Returns the parsed value of ``debug.emulate_network``."""
         return parse_network(self["debug.emulate_network"])
 
     def _take(self, values: Mapping[str, Any], origin: str) -> None:
@@ -130,10 +133,10 @@ def _find_key(name: object, origin: str) -> Key:
         return _BY_NAME[name]
     if theirs := deepspeed.describe_field(str(name)):
         raise ConfigError(
-            f"{name!r} is a field of DeepSpeed's configuration, and no key of Whale's",
+            f"{name!r} is a field of DeepSpeed's configuration, not a key of Whale's",
             source=origin,
             expected=theirs,
-            action="`whale config --from ds_config.json` writes a whole file of DeepSpeed's by Whale's keys",
+            action="`whale config --from ds_config.json` translates a whole file of DeepSpeed's to Whale's keys",
         )
     near = nearest(str(name))
     raise ConfigError(
@@ -145,19 +148,19 @@ def _find_key(name: object, origin: str) -> Key:
 
 
 def _refuse_nested(section: str, values: Mapping[str, Any], origin: str) -> NoReturn:
-    """Refuses keys below their section's name, and axes of a mesh without its name.
+    """Raises an error about a section with nested keys (`memory: {zero: 2}`), or a mesh given as a mapping.
 
     Raises:
         ConfigError: always.
     """
     expected = ", ".join(f"{section}.{name}: {value}" for name, value in values.items()) or f"{section}.KEY: VALUE"
-    action = "write each key with its section's name and a dot in front"
+    action = "write each key in full, with its section's name and a dot in front"
     if section in _BY_NAME and not any(f"{section}.{name}" in _BY_NAME for name in values):
         axes = [f"{name}={size}" for name, size in values.items()]
         expected = f"wh.Mesh({', '.join(axes)})" if origin == "code" else f"{section}: {','.join(axes)}"
-        action = "write that in its place"
+        action = "write the mesh as expected above"
     raise ConfigError(
-        f"the section {section!r} is given with keys inside",
+        f"the section {section!r} of the configuration is given as a mapping of nested keys",
         source=origin,
         given=f"{section}: {', '.join(map(str, values))}",
         expected=expected,
@@ -166,13 +169,13 @@ def _refuse_nested(section: str, values: Mapping[str, Any], origin: str) -> NoRe
 
 
 def read_settings(given: Sequence[str]) -> dict[str, str]:
-    """Reads what ``--set`` gives, ``memory.zero=2`` or, where no other key ends with that word, ``zero=2``.
+    """Parses the arguments of ``--set``: ``memory.zero=2``, or ``zero=2`` if no other key ends with that word.
 
     Returns:
-        Keys with their values as text; of a key that is given twice the last one.
+        Key -> its value as text; the last value, if a key is given twice.
 
     Raises:
-        ConfigError: a part is no key with a value; the value has the wrong type or range.
+        ConfigError: an argument names no known key, or gives no value, or one of the wrong type or range.
     """
     found: dict[str, str] = {}
     for one in given:
@@ -209,24 +212,24 @@ def read_settings(given: Sequence[str]) -> dict[str, str]:
 
 
 def read_value(name: str, text: str) -> Any:
-    """Reads a key's value from text, as the environment and the command line have it.
+    """Parses a key's value from text, in the form that the environment and the command line use.
 
     Raises:
-        ConfigError: there is no such key; the value has the wrong type or range.
+        ConfigError: there is no such key, or the value has the wrong type or range.
     """
     key = _find_key(name, COMMAND_LINE)
     return _check_value(key, _parse(key, text), COMMAND_LINE)
 
 
 def nearest(name: str, alike: float = 0.6) -> str:
-    """Returns the known key that an unknown name most likely means; "" where none is like it.
+    """Returns the known key that an unknown name most likely means; "" if none is similar.
 
-    Keys are alike by their letters, and where words of the name stand in the other's name, values or explanation: what
-    is called otherwise elsewhere is found by what it does. A word that few keys have says most. A part of what is a key
-    as a whole is that key: "mesh" for "mesh.shape".
+    Similarity counts equal letters, and words of the name that occur in a key's name, values or help text, so that a
+    key is also found by what other software calls it or by what it does. Words that few keys contain count most. If the
+    first part of a dotted name is a key itself, that key is meant: "mesh" for "mesh.shape".
 
     Args:
-        alike: from where on two are, between 0 and 2, the same name.
+        alike: least similarity, between 0 and 2, of names that may mean the same.
     """
     name = name.lower()
     stem, dot, _ = name.partition(".")
@@ -247,7 +250,9 @@ def nearest(name: str, alike: float = 0.6) -> str:
 
 
 def _says(key: Key, word: str) -> float:
-    """Tells how much a key says of a word, or of one that it begins: in its name most, in its explanation least."""
+    """Returns how prominently a key mentions a word, or words that begin with it: 1 in its name, 0.8 in values, 0.5
+    in help.
+    """
     for much, text in ((1.0, key.name), (0.8, " ".join(key.choices)), (0.5, key.help)):
         if re.search(rf"(?<![a-z0-9]){word}", text.lower()):
             return much
@@ -255,7 +260,7 @@ def _says(key: Key, word: str) -> float:
 
 
 def _check_value(key: Key, value: Any, origin: str) -> Any:
-    """Checks a value and returns it in the key's own type (list -> tuple, int -> float where a float is expected)."""
+    """Checks a value and converts it to the key's type (list -> tuple, int -> float for a float key, text -> mesh)."""
 
     def wrong() -> ConfigError:
         return ConfigError(
@@ -302,7 +307,7 @@ _TYPES: dict[str, type] = {
 
 
 def _describe_expected(key: Key) -> str:
-    """Describes the values that a key may have."""
+    """Returns a text that describes the values that a key may have, for errors."""
     if key.type == "mesh":
         return "wh.Mesh(stage=2, data=2, tensor=2) in code, stage=2,data=2,tensor=2 in files and the environment"
     a_list = key.type.startswith("list")
@@ -316,7 +321,9 @@ def _describe_expected(key: Key) -> str:
 
 
 def _parse(key: Key, text: str) -> Any:
-    """Parses the text of an environment variable; text that does not fit is returned as it is."""
+    """Converts text to a key's type; text that cannot be converted is returned as it is, for `_check_value` to
+    refuse.
+    """
     try:
         if key.type == "int":
             return int(text)
@@ -332,7 +339,7 @@ def _parse(key: Key, text: str) -> Any:
     return text
 
 
-# Variables that launchers and tools set for processes, and those that Kubernetes makes for a service of that name.
+# Variables that launchers and tools set for processes, and those that Kubernetes sets for a service named whale.
 _NO_KEYS = re.compile(
     "WHALE_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|RESTART|JOINS|SLOTS|PEERS|GROWS|APART|CONTROL|TRACE_PIPE|RUN_FILES|COUNTERS"
     "|PLANS|TTY|LOOPBACK|EMULATE_LINK|VERIFY_PASSES|LIBRARIES|(LAUNCHER|TEST|SERVICE|PORT)_.*)"
@@ -356,14 +363,18 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[Key, str]]:
         else:
             is_misspelt = variable.startswith(sections) or bool(nearest(name, 0.9))
         if not is_misspelt:
-            warnings.warn(f"{variable}={text} sets nothing: no key of Whale's configuration is called so", stacklevel=4)
+            warnings.warn(
+                f"{variable}={text} sets nothing: Whale's configuration has no such key; unset the variable, or see "
+                "`whale config show` for the keys",
+                stacklevel=4,
+            )
             continue
         near = nearest(name)
         raise ConfigError(
             f"the environment variable {variable} sets no known configuration key",
             given=f"{variable}={text}",
             expected=_BY_NAME[near].variable if near else ", ".join(by_variable),
-            action="correct or unset it",
+            action="correct the variable's name, or unset it",
         )
     return found
 
@@ -382,19 +393,19 @@ def _read_keys(path: str) -> Mapping[str, Any]:
             given=path,
             expected="\n    ".join(["", *(f"{name}: {json.dumps(value)}" for name, value in keys.items())])
             if keys
-            else "a file of Whale's keys; of this one's fields none has to be set here",
-            action=f"`whale config --from {path}` writes that, and says what becomes of the other fields",
+            else "a file of Whale's keys; none of this file's fields has to be set in Whale",
+            action=f"`whale config --from {path}` writes such a file, and says what becomes of the other fields",
         )
     return fields
 
 
 def read_file(path: str) -> Mapping[str, Any]:
-    """Reads a file of names and values, JSON or, where its name ends so, YAML.
+    """Reads a mapping from a JSON file, or from a YAML file if its name ends with .yaml or .yml.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    import msgspec  # only read when a file is named: `import whale` and the verbs stay fast
+    import msgspec  # only imported when a file is named: `import whale` and the commands stay fast
 
     try:
         with open(path, "rb") as file:

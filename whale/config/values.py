@@ -1,4 +1,4 @@
-"""Defines the values of configuration keys that are more than a number or a word: a mesh, an emulated network."""
+"""Defines configuration values that are more than a number or a word: a mesh, an emulated network."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from whale.errors import ConfigError
 
 
 class Mesh(Mapping[str, int]):
-    """A mesh: the ranks in a grid of named axes, outermost first. ``Mesh(stage=2, data=2, tensor=2)``.
+    """Arranges the ranks in a grid of named axes, outermost first: ``Mesh(stage=2, data=2, tensor=2)``.
 
-    A mapping of each axis' name to its size, and a value: equal meshes have equal axes in the same order. As text, on
-    the command line and in files, it is ``stage=2,data=2,tensor=2``.
+    A mesh is a mapping of axis names to sizes; equal meshes have equal axes in the same order. On the command line and
+    in files it is written ``stage=2,data=2,tensor=2``.
 
     Args:
         axes: sizes by name.
 
     Raises:
-        ConfigError: a size is no positive integer.
+        ConfigError: a size is not a positive integer.
     """
 
     __slots__ = ("_sizes",)
@@ -28,7 +28,7 @@ class Mesh(Mapping[str, int]):
         for name, size in axes.items():
             if type(size) is not int or size < 1:
                 raise ConfigError(
-                    "an axis of a mesh has a size that it cannot have",
+                    "an axis of a mesh has an invalid size",
                     given=f"{name}={size!r}",
                     expected="a positive integer",
                     action="correct the size",
@@ -37,17 +37,17 @@ class Mesh(Mapping[str, int]):
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Reads a mesh from text: ``stage=2,data=2,tensor=2``; an empty one has no axes.
+        """Parses a mesh from text such as ``stage=2,data=2,tensor=2``; "" is a mesh without axes.
 
         Raises:
-            ConfigError: a part is no name with a positive number, or a name is there twice.
+            ConfigError: a part is not a name with a positive number, or a name occurs twice.
         """
         found: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, _, number = (p.strip() for p in part.partition("="))
             if not name.isidentifier() or not number.isdigit() or int(number) < 1 or name in found:
                 raise ConfigError(
-                    "a mesh cannot be read",
+                    "a mesh cannot be parsed",
                     given=repr(text),
                     expected="names with sizes, each name once: stage=2,data=2,tensor=2",
                     action=f"correct the part {part!r}",
@@ -57,7 +57,7 @@ class Mesh(Mapping[str, int]):
 
     @property
     def size(self) -> int:
-        """Returns how many ranks fill it."""
+        """Returns the number of ranks in the mesh: the product of its axes' sizes."""
         return math.prod(self._sizes.values())
 
     def __getitem__(self, name: str) -> int:
@@ -84,7 +84,7 @@ class Mesh(Mapping[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """An emulated link between ranks."""
+    """Describes an emulated link between ranks."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -92,11 +92,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedNetwork:
-    """A network that is emulated between the ranks of one host.
+    """Describes a network that is emulated between ranks on one host.
 
     Attributes:
-        link: which delays messages; None: they travel as fast as they can.
-        hosts: the ranks of each of several hosts, which share no memory; (): the hosts are as they are.
+        link: link that delays messages; None: no delay.
+        hosts: number of ranks on each of several emulated hosts, which share no memory; (): the real hosts.
     """
 
     link: Link | None = None
@@ -104,11 +104,11 @@ class EmulatedNetwork:
 
 
 def parse_network(text: str) -> EmulatedNetwork:
-    """Reads the value of ``debug.emulate_network``: latency in microseconds, bandwidth in 10^6 bytes per second, hosts.
+    """Parses ``debug.emulate_network``: latency in microseconds, bandwidth in 10^6 bytes per second, ranks of hosts.
 
     Args:
-        text: for example ``"latency_us=50,bandwidth_MBps=200,hosts=2+2"``. Of a link of which one of two is left out,
-            that causes no delay (latency 0 s, infinite bandwidth).
+        text: for example ``"latency_us=50,bandwidth_MBps=200,hosts=2+2"``, or a part of it. If only one of latency and
+            bandwidth is given, the other causes no delay (latency 0 s, infinite bandwidth).
 
     Raises:
         ConfigError: a part is unknown, given twice, or not a number in its range.
@@ -128,9 +128,9 @@ def parse_network(text: str) -> EmulatedNetwork:
         is_hosts = name == "hosts" and hosts and min(hosts) > 0
         if not (is_link or is_hosts) or name in found:
             raise ConfigError(
-                "an emulated network cannot be read",
+                "debug.emulate_network cannot be parsed",
                 given=repr(text),
-                expected="latency_us=<number>,bandwidth_MBps=<number>,hosts=<ranks>+<ranks>, or some of it",
+                expected="latency_us=<number>,bandwidth_MBps=<number>,hosts=<ranks>+<ranks>, or some of these parts",
                 action=f"correct the part {part.strip()!r}",
             )
         found[name] = value

@@ -13,13 +13,14 @@ Status = Literal["ok", "none", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """Represents the result of one check.
 
     Attributes:
-        name: what was looked at.
-        status: ``problem`` stops a run, ``warning`` slows it or stops part of it, ``none`` is absent and not needed.
-        text: what is there.
-        action: what to do about a problem or warning.
+        name: what was checked.
+        status: ``ok``; ``problem`` stops runs; ``warning`` slows them, or stops some kinds of them; ``none``: absent,
+            and not needed.
+        text: what was found.
+        action: what to do about a problem or warning; None if there is none.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Finding:
 
 
 def read_output(command: Sequence[str]) -> str | None:
-    """Returns what a command prints, or None if it does not run, fails, or does not end within `COMMAND_TIMEOUT_S`."""
+    """Runs a command and returns its stdout; None if it cannot run, fails, or takes more than `COMMAND_TIMEOUT_S`."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False

@@ -1,4 +1,4 @@
-"""Checks GPUs: what the driver says, which exchanges they can have, and what is missing for them."""
+"""Checks GPUs: what the driver reports, how ranks can exchange tensors between them, and what is missing for that."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from whale.ir.plan_text import format_bytes
 from whale.launcher.mpirun import find_mpirun
 from whale_ops import build, device_code, device_library, gpu_driver
 
-_LEAST_USED_BYTES = 1 << 30  # a screen takes less
+_LEAST_USED_BYTES = 1 << 30  # a desktop on a screen uses less
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
-    """Yields the findings about GPUs; one where there are none."""
+    """Yields the findings about GPUs; a single one if there are none."""
     yield check_gpus(driver)
     if driver is None or not driver.gpus:
         return
@@ -33,7 +33,7 @@ def look(driver: gpu_driver.Driver | None) -> Iterator[Finding]:
 
 
 def check_gpus(driver: gpu_driver.Driver | None) -> Finding:
-    """Reports NVIDIA GPUs and their driver. What TensorFlow makes of them shows in a run."""
+    """Reports NVIDIA GPUs and their driver. Whether TensorFlow can use them shows only in a run."""
     listed = shutil.which("nvidia-smi") is not None
     if driver is None and not listed:
         return Finding("GPUs", "none", "no driver of NVIDIA")
@@ -52,21 +52,23 @@ def check_gpus(driver: gpu_driver.Driver | None) -> Finding:
 
 
 def check_instances(driver: gpu_driver.Driver) -> Iterator[Finding]:
-    """Reports parts of GPUs (MIG), of which a process sees one, and which no backend but one connects."""
+    """Reports parts of GPUs (MIG): a process sees only one of them, and only the "pinned" backend works between
+    them.
+    """
     parts = [gpu.name for gpu in driver.gpus if " MIG " in f"{gpu.name} "]
     if parts:
         action = 'set communication.backend to "pinned" (or "whale") where ranks compute on parts of one GPU'
-        text = f"{parts[0]}: parts of one GPU have neither NCCL nor cuda-ipc between them"
+        text = f"{parts[0]}: parts of one GPU can use neither NCCL nor cuda-ipc between them"
         yield Finding("GPUs' instances (MIG)", "warning", text, action)
 
 
 def check_memory(driver: gpu_driver.Driver) -> Iterator[Finding]:
-    """Reports GPUs of whose memory other programs have some: steps are planned without it."""
+    """Reports GPUs on which other programs use memory; steps are planned for the rest."""
     used = [(place, gpu_driver.count_used_bytes(gpu)) for place, gpu in enumerate(driver.gpus)]
     said = [f"{format_bytes(size)} of GPU {place}" for place, size in used if size >= _LEAST_USED_BYTES]
     if said:
-        action = "end what `nvidia-smi` lists there, or leave these GPUs out (CUDA_VISIBLE_DEVICES)"
-        yield Finding("GPUs' memory", "warning", f"other programs have {', '.join(said)}", action)
+        action = "end the programs that `nvidia-smi` lists, or leave these GPUs out (CUDA_VISIBLE_DEVICES)"
+        yield Finding("GPUs' memory", "warning", f"other programs use {', '.join(said)}", action)
 
 
 def check_peers(driver: gpu_driver.Driver) -> Finding:
@@ -78,29 +80,32 @@ def check_peers(driver: gpu_driver.Driver) -> Finding:
     without = [f"{a}-{b}" for a, b in pairs if not (driver.gpus[a].peers[b] and driver.gpus[b].peers[a])]
     if not without:
         return Finding("GPUs' peer access", "ok", "all read each other's memory")
-    action = 'use communication.backend "nccl", or "pinned"; in a virtual machine see to its PCIe settings (ACS, IOMMU)'
-    text = f"none between {', '.join(without)}: through the host's memory, which is slow, and not with cuda-ipc"
+    action = 'use communication.backend "nccl", or "pinned"; in a virtual machine check its PCIe settings (ACS, IOMMU)'
+    text = f"none between {', '.join(without)}: they exchange through the host's memory (slow), and cannot use cuda-ipc"
     return Finding("GPUs' peer access", "warning", text, action)
 
 
 def check_library(driver: gpu_driver.Driver) -> Finding:
-    """Checks that the library for exchanges between GPUs is built, of these sources, and runs with this driver."""
+    """Checks that the library for exchanges between GPUs is built from the installed sources, and works with this
+    driver.
+    """
     path = device_library.PATH
     builds = "python -m whale_ops.build"
     if not path.exists():
-        return Finding("GPUs' exchanges", "warning", f"{path.name} is not built: through the host's memory", builds)
+        text = f"{path.name} is not built, so GPUs exchange through the host's memory"
+        return Finding("GPUs' exchanges", "warning", text, f"run {builds}")
     if build.compute_core_digest().encode() not in path.read_bytes():
-        return Finding("GPUs' exchanges", "problem", f"{path.name} is of other sources", builds)
+        return Finding("GPUs' exchanges", "problem", f"{path.name} was built from other sources", f"run {builds}")
     try:
         count = whale_ops.count_devices(path)
     except CommError as error:
-        action = "see what `nvidia-smi` says; driver 525 or newer is wanted"
+        action = "see what `nvidia-smi` says; driver 525 or newer is needed"
         return Finding("GPUs' exchanges", "problem", f"{path.name}: {error.message}", action)
     return Finding("GPUs' exchanges", "ok", f"{path.name}, GPUs: {count}")
 
 
 def check_kernels(driver: gpu_driver.Driver) -> Finding:
-    """Checks that there is a compiler for the kernels of every GPU."""
+    """Checks that there is an NVRTC that can compile Whale's kernels for each GPU."""
     found, used = [*device_code.find_nvrtcs()], []
     for gpu in driver.gpus:
         try:
@@ -111,7 +116,7 @@ def check_kernels(driver: gpu_driver.Driver) -> Finding:
 
 
 def check_nccl() -> Finding:
-    """Reports the installed NCCL."""
+    """Reports the installed NCCL, or that there is none."""
     for name in _NCCL_PACKAGES:
         try:
             return Finding("NCCL", "ok", f"{name} {importlib.metadata.version(name)}")
@@ -123,15 +128,15 @@ def check_nccl() -> Finding:
 
 
 def check_mpi() -> Iterator[Finding]:
-    """Reports whether MPI was built for GPUs' memory, which nothing here needs."""
+    """Reports whether MPI was built with CUDA support, which Whale does not need."""
     try:
         program = Path(find_mpirun())
     except WhaleError:
-        return  # said of MPI itself
+        return  # `software.check_mpi` reports this
     info = read_output([str(program.with_name("ompi_info")), "--parsable", "--all"])
     if info is None:
         return
     aware = "mpi_built_with_cuda_support:value:true" in info
     yield Finding(
-        "MPI and GPUs", "ok", f"built with{'' if aware else 'out'} CUDA; not needed: MPI gets the host's memory only"
+        "MPI and GPUs", "ok", f"built with{'' if aware else 'out'} CUDA; not needed: MPI is used for host memory only"
     )

@@ -1,4 +1,4 @@
-"""Checks the machine: CPUs, memory, limits."""
+"""Checks the machine: CPUs, memory, limits, folders."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FREE_BYTES = 100 << 20
 _RANK_BYTES = 1 * GIB  # what TensorFlow takes before a model is built, and a small model
 _OPEN_FILES = 1024
 _PROCESSES = 1024  # TensorFlow starts tens of threads in every rank
-_LOAD_S = 0.5  # for which it is looked what others compute
+_LOAD_S = 0.5  # seconds for which the load by other programs is measured
 _SOCKET_PATH = 60  # PMIx adds up to some 45 characters to a folder; a socket's path holds 107
 
 
 def look() -> Iterator[Finding]:
-    """Yields the findings about the machine, in the order in which they are read."""
+    """Yields the findings about the machine, in the order of the printed table."""
     yield check_system()
     yield check_cpus()
     yield check_quota(cgroup.cpu_quota(), count_usable_cpus())
@@ -87,18 +87,18 @@ def check_quota(granted: float | None, usable: int) -> Finding:
 
 
 def check_load(seconds: float, root: Path = Path("/")) -> Finding:
-    """Reports what other programs take of the CPUs in the next ``seconds``."""
+    """Measures for some seconds, and reports, how much of the CPUs other programs use."""
     meter = LoadMeter(root)
     time.sleep(seconds)
     others = meter.measure_others()
     if others < BUSY:
         return Finding("load", "ok", format_load(others))
-    action = "wait, or end what else computes here: runs take longer, and `whale profile` would measure that as well"
+    action = "wait, or end other programs: runs take longer meanwhile, and `whale profile` would measure too much time"
     return Finding("load", "warning", f"the machine is busy: {format_load(others)}", action)
 
 
 def check_memory(root: Path = Path("/")) -> Finding:
-    """Reports the machine's memory and what the control groups leave of it."""
+    """Reports the machine's memory and the limit that control groups set."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     known_bytes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines}
     limit_bytes = cgroup.memory_limit_bytes(root)
@@ -114,20 +114,22 @@ def check_memory(root: Path = Path("/")) -> Finding:
 
 
 def check_shared_memory(folder: str = "/dev/shm") -> Finding:
-    """Checks the folder through which MPI's processes exchange data inside a host."""
+    """Checks /dev/shm, through which ranks on one host exchange data."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        action = f"mount a tmpfs at {folder}, writable for you; without it ranks talk through slower ways or not at all"
+        action = (
+            f"mount a tmpfs at {folder} that you can write to; without it ranks exchange more slowly, or not at all"
+        )
         return Finding(folder, "problem", "missing or not writable", action)
     space = shutil.disk_usage(folder)
     text = f"{format_bytes(space.total)}, free {format_bytes(space.free)}"
     if space.free < _SHARED_BYTES:
-        action = f"remove what others left in {folder}, or enlarge it (docker run --shm-size=1g)"
+        action = f"remove files that ended programs left in {folder}, or enlarge it (docker run --shm-size=1g)"
         return Finding(folder, "warning", text, action)
     return Finding(folder, "ok", text)
 
 
 def check_limits() -> Iterator[Finding]:
-    """Yields findings about the limits of this shell that a run meets."""
+    """Yields findings about this shell's limits (ulimit) that a run may reach."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield _check_limit("open files", files, _OPEN_FILES, "ulimit -n 4096")
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -153,7 +155,7 @@ def _check_limit(name: str, value: int, least: int, action: str) -> Finding:
 
 
 def check_temporary_folder() -> Finding:
-    """Checks the folder where mpirun keeps its sockets and files."""
+    """Checks the temporary folder, in which mpirun creates sockets and files."""
     folder = tempfile.gettempdir()
     space = shutil.disk_usage(folder)
     text = f"{folder}, free {format_bytes(space.free)}"

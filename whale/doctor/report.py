@@ -1,4 +1,4 @@
-"""Prints the findings of `whale doctor`."""
+"""Runs the checks of `whale doctor` and prints their findings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def main(*, as_json: bool, with_trial: bool, timeout_s: float) -> int:
     """Runs all checks and prints their findings.
 
     Args:
-        as_json: print one JSON object instead of tables.
-        with_trial: also run two processes.
-        timeout_s: time limit of that run.
+        as_json: whether to print one JSON object instead of tables.
+        with_trial: whether to also try a run of two processes.
+        timeout_s: time limit of that run in seconds.
 
     Returns:
-        1 if there is a problem, 0 otherwise; warnings are no problems.
+        The exit code: 1 if there is a problem, 0 otherwise (also with warnings).
     """
     console = Console(highlight=False, stderr=as_json)
     findings = [*software.look(), *machine.look(), *gpus.look(gpu_driver.look())]
@@ -50,7 +50,7 @@ def main(*, as_json: bool, with_trial: bool, timeout_s: float) -> int:
 def _run_trial(console: Console, findings: Sequence[Finding], timeout_s: float) -> Finding:
     problems = [finding.name for finding in findings if finding.status == "problem"]
     if problems:
-        return Finding(trial.NAME, "none", f"not tried before these are solved: {', '.join(problems)}")
+        return Finding(trial.NAME, "none", f"not tried before these problems are solved: {', '.join(problems)}")
     with console.status(f"{trial.NAME}, {timeout_s:g} s at most"):
         return trial.look(timeout_s)
 
@@ -79,7 +79,7 @@ def _make_verdict(findings: Sequence[Finding], with_trial: bool) -> Text:
     if counts["problem"]:
         text = f"\n{_format_count(counts['problem'], 'problem')}, {_format_count(counts['warning'], 'warning')}"
         return Text(text, style=_STYLES["problem"])
-    ready = "runs work here" if with_trial else "nothing stands against a run; --quick left it untried"
+    ready = "runs work here" if with_trial else "no problem was found; with --quick no run was tried"
     return Text(
         f"\n{ready}{'; ' + _format_count(counts['warning'], 'warning') if counts['warning'] else ''}", style="green"
     )

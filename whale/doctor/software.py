@@ -1,4 +1,4 @@
-"""Checks the software by the packages' metadata: nothing is imported that takes time or can crash."""
+"""Checks the software by packages' metadata; imports nothing that takes time or may crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEPENDENCIES = ("msgspec", "numpy")
 
 
 def look() -> Iterator[Finding]:
-    """Yields the findings about the software, in the order in which it builds on each other."""
+    """Yields the findings about the software, each after those that it depends on."""
     yield Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield Finding("Whale", "ok", f"{whale.__version__} at {Path(whale.__file__).parent}")
     yield from check_dependencies()
@@ -57,7 +57,9 @@ def check_dependencies() -> Iterator[Finding]:
 
 
 def check_tensorflow() -> tuple[str | None, Finding]:
-    """Returns the version of TensorFlow (None without a supported one) and the finding about it."""
+    """Returns (version of TensorFlow, finding about it); version None if none is installed, or none that is
+    supported.
+    """
     found = {name: version for name in build.TENSORFLOW_NAMES if (version := find_version(name)) is not None}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     supported = f"TensorFlow {build.OLDEST_TENSORFLOW} to {build.NEWEST_TENSORFLOW}"
@@ -114,7 +116,7 @@ def _find_keras_backend() -> str:
 
 
 def check_op_library(tensorflow_version: str | None) -> Finding:
-    """Checks that the op library fits its TensorFlow and its own parts."""
+    """Checks that the op library was built for the installed TensorFlow, and that its parts fit each other."""
     rebuild = f"run {sys.executable} -m whale_ops.build, or install Whale again"
     try:
         info = _native.build_info()
@@ -136,7 +138,7 @@ def check_op_library(tensorflow_version: str | None) -> Finding:
 
 
 def check_compiler(*, needed: bool) -> Finding:
-    """Checks the C++ compiler, which only building needs."""
+    """Checks the C++ compiler, which is needed only to build the op library."""
     command = build.find_compiler_command()
     status: Status = "problem" if needed else "warning"
     advice = f"install g++ {_OLDEST_GCC} or newer (Debian, Ubuntu: apt install g++), or name a compiler by CXX"

@@ -1,4 +1,4 @@
-"""Tries a run of two processes, which starts, reduces, trains one step, and must agree with one process."""
+"""Tries a run of two processes: it starts, all-reduces, trains one step, and must agree with one process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def look(timeout_s: float) -> Finding:
-    """Runs the trial and says how it went.
+    """Runs the trial; returns a finding about how it went.
 
     Args:
-        timeout_s: the run is ended, with all its processes, when it takes longer.
+        timeout_s: time limit in seconds; then the run is ended with all its processes.
     """
     with tempfile.TemporaryDirectory(prefix="whale_doctor_") as folder:
         results = Path(folder, "results.json")
@@ -44,7 +44,7 @@ def look(timeout_s: float) -> Finding:
             why = f"the machine is busy ({format_load(others)}): wait, or" if others >= BUSY else "a slow machine:"
             action = f"{why} --timeout {4 * timeout_s:g}; else see where this stops: {_format_retry()}"
             return Finding(
-                NAME, "problem", f"not through after {timeout_s:g} s\n{python.last_lines(output)}".rstrip(), action
+                NAME, "problem", f"not finished after {timeout_s:g} s\n{python.last_lines(output)}".rstrip(), action
             )
         if code != 0 or not results.exists():
             action = f"see the first error above, and all of them with: {_format_retry()}"
@@ -65,7 +65,10 @@ def _judge(results: dict[str, Any], seconds: float, others: float) -> Finding:
     if others >= BUSY:
         text += f"; the machine is busy: {format_load(others)}"
         return Finding(
-            NAME, "warning", text, f"on an idle machine this takes some {_USUAL_S:g} s: wait, or expect less"
+            NAME,
+            "warning",
+            text,
+            f"an idle machine takes some {_USUAL_S:g} s: wait until it is idle, or accept slow runs",
         )
     return Finding(NAME, "ok", text)
 
@@ -75,7 +78,10 @@ def _format_retry() -> str:
 
 
 def _run(line: list[str], environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """Returns the exit code, or None if the time ran out, and the output. No process is left, however this one ends."""
+    """Runs a command; returns (exit code, output), or (None, output so far) if it did not end in time.
+
+    No process remains, whatever ends this one.
+    """
     with _stop_as_exception():
         process = subprocess.Popen(
             line,
@@ -99,7 +105,7 @@ def _run(line: list[str], environment: dict[str, str], timeout_s: float) -> tupl
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Ends `whale run`, which ends its ranks, and returns what they had printed."""
+    """Ends `whale run`, which ends its ranks; returns the output that had not been read."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         process.send_signal(number)
         try:
@@ -110,14 +116,16 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def _end_with_parent() -> None:
-    """Asks the kernel, in `whale run` before it starts, for a SIGTERM when this process dies, even by SIGKILL."""
+    """Asks the kernel to send SIGTERM to `whale run` when this process dies, even by SIGKILL; runs in the child
+    before exec.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
 def _stop_as_exception() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP unwind like Ctrl-C, so that what was started is ended."""
+    """Makes SIGTERM and SIGHUP raise SystemExit while inside, so that child processes are ended by `finally` blocks."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
