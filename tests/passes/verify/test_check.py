@@ -50,7 +50,8 @@ Planted = tuple[Callable[[Plan], Plan], str, dict[str, str]]
 FAULTS: dict[str, Planted] = {
     "no strategy": (lambda p: _with(p, "relu", None), "relu (Relu)", {"given": "no strategy"}),
     "operands miscounted": (
-        _strategy("layer1", (ROWS,), (ROWS,)), "layer1 (MatMul)", {"expected": "2 operands and 1 outputs"},
+        _strategy("layer1", (ROWS,), (ROWS,)), "layer1 (MatMul)",
+        {"expected": "placements of 2 operands and 1 outputs"},
     ),
     "outputs miscounted": (
         _strategy("relu", (ROWS,), ()), "relu (Relu)", {"expected": "1 operands and 1 outputs"},
@@ -78,7 +79,7 @@ FAULTS: dict[str, Planted] = {
         _strategy("sgd_w1", (B, B, shard(0, (2, 2))), ()), "sgd_w1 (ResourceApplyGradientDescent)", {},
     ),
     "an input that is fed in parts": (
-        _strategy("x", (), (ROWS,)), "x (Placeholder)", {"expected": "B, as it is passed in"},
+        _strategy("x", (), (ROWS,)), "x (Placeholder)", {"expected": "B, the placement in which it is passed in"},
     ),
     "run once, and called whole": (
         _strategy("rate", (), (B,), once=True), "rate (Const)",
@@ -98,22 +99,28 @@ FAULTS: dict[str, Planted] = {
     ),
     "two reshards with one key": (_of("d_w1", key="/d_w2:0>B"), "d_w1 (MatMul)", {"expected": "keys that are unique"}),
     "reshard to the first rank of what others hold": (
-        _of("d_w1", target=FIRST), "d_w1 (MatMul)", {"expected": "a change by way of B"},
+        _of("d_w1", target=FIRST), "d_w1 (MatMul)",
+        {"expected": "two reshards: to B (replicated), and from B to O"},
     ),
-    "reshard between reductions": (_of("d_w1", target=P_MAX), "d_w1 (MatMul)", {"expected": "a change by way of B"}),
+    "reshard between reductions": (
+        _of("d_w1", target=P_MAX), "d_w1 (MatMul)",
+        {"expected": "two reshards: to B (replicated), and from B to P(max)"},
+    ),
     "sizes that do not add up": (
-        _strategy("relu", (shard(0, (5, 4)),), (shard(0, (5, 4)),)), "relu (Relu)", {"expected": "sizes that add up"},
+        _strategy("relu", (shard(0, (5, 4)),), (shard(0, (5, 4)),)), "relu (Relu)",
+        {"expected": "sizes that add up to a dimension of the tensor"},
     ),
     "a size for each of three ranks": (
         _strategy("relu", (shard(0, (5, 2, 1)),), (shard(0, (5, 2, 1)),)), "relu (Relu)",
-        {"expected": "2 sizes, none below 0"},
+        {"expected": "2 sizes (one for each rank), none below 0"},
     ),
     "a size below zero": (
         _strategy("relu", (shard(0, (9, -1)),), (shard(0, (9, -1)),)), "relu (Relu)",
-        {"expected": "2 sizes, none below 0"},
+        {"expected": "2 sizes (one for each rank), none below 0"},
     ),
     "a dimension that is not there": (
-        _strategy("relu", (shard(2, (5, 3)),), (shard(2, (5, 3)),)), "relu (Relu)", {"expected": "sizes that add up"},
+        _strategy("relu", (shard(2, (5, 3)),), (shard(2, (5, 3)),)), "relu (Relu)",
+        {"expected": "sizes that add up to a dimension of the tensor"},
     ),
 }  # fmt: skip
 
@@ -328,7 +335,7 @@ def test_an_op_without_a_rule_on_parts() -> None:
     x = b.matmul(b.input("x", (8, 4)), b.const(np.eye(4)))
     program = b.build([b.op("UnruledMix", x, name="mixed")])
     plan = planned(program, 5, 3)
-    with pytest.raises(PlanError, match=r"op: mixed \(UnruledMix\)(.|\n)*replicated: the op has no rule"):
+    with pytest.raises(PlanError, match=r"op: mixed \(UnruledMix\)(.|\n)*B for all operands and results: the op has no sharding rule"):
         check(program, _with(plan, "mixed", Strategy((ROWS,), (ROWS,), "planted")))
 
 
