@@ -63,7 +63,10 @@ def test_devices_carry_out_what_moves_tensors(node: Node) -> None:
 @pytest.mark.parametrize(
     ("node", "why"),
     [
-        (exchange("WhaleAllReduce", dtype="int32", N=1, reduction="sum"), "int32: devices add up floats"),
+        (
+            exchange("WhaleAllReduce", dtype="int32", N=1, reduction="sum"),
+            "int32: devices reduce floating-point types only",
+        ),
         (exchange("WhaleAllGather", dtype="string", axis=0, sizes=(1, 3)), "no fixed size"),
         (exchange("WhaleAllGather", axis=0, sizes=()), "only the run knows"),
         (exchange("WhaleBroadcast", N=1, root=0, shapes=(Shape((None,)),)), "only the run knows"),

@@ -335,7 +335,7 @@ def test_an_op_without_a_rule_on_parts() -> None:
     x = b.matmul(b.input("x", (8, 4)), b.const(np.eye(4)))
     program = b.build([b.op("UnruledMix", x, name="mixed")])
     plan = planned(program, 5, 3)
-    with pytest.raises(PlanError, match=r"op: mixed \(UnruledMix\)(.|\n)*B for all operands and results: the op has no sharding rule"):
+    with pytest.raises(PlanError, match=r"op: mixed \(UnruledMix\)(.|\n)*B for all .*: the op has no sharding rule"):
         check(program, _with(plan, "mixed", Strategy((ROWS,), (ROWS,), "planted")))
 
 

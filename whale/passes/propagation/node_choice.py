@@ -30,9 +30,11 @@ class NodeChoice:
     """Chooses strategies for the nodes of one graph, except for nodes with fixed strategies, loops and branches."""
 
     def __init__(self, state: GraphState, fixed: Mapping[str, Strategy] = MappingProxyType({})):
-        """
+        """Prepares the choice for one graph.
+
         Args:
-          fixed: strategies of nodes that are decided already.
+          fixed: strategies of nodes that are decided already, by name; nodes before them prefer the placements they
+            want.
         """
         self.state, self.fixed = state, fixed
         self._replicated: dict[tuple[int, int], Strategy] = {}
