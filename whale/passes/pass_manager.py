@@ -135,11 +135,11 @@ NORMALIZE = Table(
             "gives nodes the static shapes that follow from those of the inputs",
             lambda p, s: specialise(p),
         ),
-        Pass("unpack", "replaces operations on many tensors at once by one per tensor", lambda p, s: unpack(p)),
+        Pass("unpack", "passes values that branches save for gradients as tensors", lambda p, s: unpack(p)),
         Pass("share_scalars", "computes equal scalars once", lambda p, s: share_scalars(p)),
         Pass(
             "collapse_updates",
-            "writes the arithmetic of each variable's update as one operation",
+            "makes one operation of each variable's update, in steps with many updates",
             lambda p, s: collapse_updates(p),
             When("kernels=updates, but for float16", _collapses_updates),
         ),
