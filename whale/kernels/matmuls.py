@@ -60,8 +60,7 @@ _DTYPES = ("float32", "float64")
 
 
 def replace_batches(program: Program, choices: Choices = ALL) -> Program:
-    """Replaces batches of products with a common matrix by one product each, in one rank's program and its functions.
-    """
+    """Replaces each batch of products with a common matrix by one product, in one rank's program and its functions."""
     return change_other_graphs(program, lambda graph: _replace_batches_in_graph(graph, choices))
 
 

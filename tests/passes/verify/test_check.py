@@ -54,7 +54,7 @@ FAULTS: dict[str, Planted] = {
         {"expected": "placements of 2 operands and 1 outputs"},
     ),
     "outputs miscounted": (
-        _strategy("relu", (ROWS,), ()), "relu (Relu)", {"expected": "1 operands and 1 outputs"},
+        _strategy("relu", (ROWS,), ()), "relu (Relu)", {"expected": "placements of 1 operands and 1 outputs"},
     ),
     "partial sum through a non-linear op": (
         _strategy("relu", (P_SUM,), (P_SUM,)), "relu (Relu)", {"given": "operand bias1:0 is S(0)[5,3]"},
@@ -291,7 +291,7 @@ def test_a_branch_that_returns_otherwise() -> None:
     plan = planned(program, 5, 3)
     check(program, plan)
     with pytest.raises(
-        PlanError, match=r"op: branch \(StatelessIf\)(.|\n)*given: other returns B(.|\n)*expected: S\(0\)\[5,3\]"
+        PlanError, match=r"branch \(StatelessIf\)(.|\n)*its function other returns B(.|\n)*results placed S\(0\)\[5,3\]"
     ):
         # The matrix product of the other branch is gathered before it returns.
         reshard = Reshard("other", other.nodes[-1].list_refs()[0], ROWS, B, "gather", 8 * 40 * 8)
@@ -307,7 +307,7 @@ def test_handles_cannot_be_sent() -> None:
     check(program, plan)
     everywhere = _with(plan, "size", Strategy((B,), (B,), "planted"))
     sent = replace(everywhere, reshards=(*plan.reshards, Reshard("", queue, FIRST, B, "send", 0)))
-    with pytest.raises(PlanError, match=r"op: size \(UnruledSize\)(.|\n)*a reshard of resource\[\] to B"):
+    with pytest.raises(PlanError, match=r"op: size \(UnruledSize\)(.|\n)*a reshard of queue:0, resource\[\], to B"):
         check(program, sent)
 
 

@@ -75,8 +75,7 @@ class _Links:
         self._costs = of_hosts[np.ix_(hosts, hosts)]
 
     def between(self, blocks: Sequence[_Block]) -> np.ndarray:
-        """Returns a matrix: for each two blocks, the cost of the slowest link between ranks at equal positions in them.
-        """
+        """Returns a matrix: for each two blocks, the cost of the slowest link between ranks at equal positions."""
         ranks = np.array(blocks)
         found = np.zeros((len(blocks), len(blocks)), np.int64)
         for column in ranks.T:
@@ -154,8 +153,7 @@ class _Links:
         return sorted(groups)
 
     def _join_within_hosts(self, blocks: Sequence[_Block], size: int) -> tuple[list[list[_Block]], list[_Block]]:
-        """Groups blocks that are on the same hosts; returns (groups of ``size`` blocks, the blocks that are left over).
-        """
+        """Groups blocks on the same hosts; returns (groups of ``size`` blocks, the blocks that are left over)."""
         alike: dict[bytes, list[_Block]] = {}  # the key is equal for blocks on the same hosts
         for block in blocks:
             alike.setdefault(self._costs[list(block)].tobytes(), []).append(block)

@@ -89,8 +89,7 @@ def as_replica(part: str, ranks: Sequence[int]) -> str:
 
 
 def with_innermost(path: str, change: Callable[[str], str]) -> str:
-    """Applies ``change`` to the innermost part of a path that names ranks, and removes the ranks from the other parts.
-    """
+    """Applies ``change`` to the innermost part of a path that names ranks, and removes ranks from the other parts."""
     parts = path.split("/")
     innermost = max(i for i, part in enumerate(parts) if with_ranks(part, ()) != part)
     return "/".join(change(part) if i == innermost else with_ranks(part, ()) for i, part in enumerate(parts))

@@ -161,8 +161,8 @@ def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[
         raise PlanError(
             "the ranks cannot be shared among the stages of the mesh",
             given=f"mesh {format_axes(axes)}, {len(stages)} stages, {size} ranks",
-            expected="axis sizes whose product is the number of ranks, and as many wh.stage scopes as the axis stage has "
-            "coordinates, or a multiple of them",
+            expected="axis sizes whose product is the number of ranks, and as many wh.stage scopes as the axis stage "
+            "is long, or a multiple of that",
             action="change the key `mesh`, the number of ranks, or the stages",
         )
     inside = size // prod(a.size for a in axes[: number + 1])  # ranks that are left over come after the axis ``stage``
@@ -189,8 +189,7 @@ def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
 
 
 def free_nodes(program: Program) -> set[str]:
-    """Returns the names of the free nodes: cheap ones that every stage group may compute for itself, such as counters.
-    """
+    """Returns the names of the free nodes: cheap ones, such as counters, that every stage group may compute itself."""
     handles = program.variable_of
     shared = set(handles)
     takers: dict[str, list[Node]] = {name: [] for name in handles}
@@ -233,8 +232,7 @@ def _has_only(free: Collection[str], node: Node) -> bool:
 
 
 def _is_light(program: Program, node: Node) -> bool:
-    """Returns True if a node is cheap enough to be computed wherever it is read, provided that its operands are free.
-    """
+    """Returns True if a node is cheap enough to be computed wherever it is read, if its operands are free."""
     if node.name in program.inputs:
         return node.op == "Placeholder"
     if not node.inputs and not node.outputs:

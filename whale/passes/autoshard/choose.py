@@ -147,8 +147,7 @@ class TensorForms:
 
     @property
     def shape(self) -> Hashable:
-        """Returns a key that is equal for corresponding tensors of repeated blocks: all fields but the nodes' numbers.
-        """
+        """Returns a key that is equal for corresponding tensors of repeated blocks: all but the nodes' numbers."""
         return self.kind, self.forms, tuple([forms for _, forms in self.readers])
 
     @property

@@ -1,5 +1,4 @@
-"""Collects the nodes under split scopes whose layouts are to be chosen, their variables, and the weights among these.
-"""
+"""Collects the nodes under split scopes whose layouts are to be chosen, their variables, and their weights."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str,
     raise PlanError(
         "a result cannot be split along the dimension that wh.split names",
         op=f"{node.name} ({node.op}), which reads {region.handles[handle].name}",
-        given=f"dim={dim} of a result {list(shape)}" + (f", of size {size} over {parts} ranks" if size else ""),
-        expected=f"a dimension of size {parts} or more" if size and size < parts else f"one of the dimensions {works}",
+        given=f"dim={dim} of {list(shape)}" + (f", of size {size} over {parts} ranks" if size else ""),
+        expected=f"a dimension of size {parts} or more" if size and size < parts else f"one of dimensions {works}",
         action="name another dimension, leave dim out, or use fewer ranks",
     )
 

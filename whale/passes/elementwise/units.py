@@ -45,8 +45,7 @@ class Accesses:
 
 
 def find_accesses(program: Program) -> Accesses:
-    """Finds the accesses to variables in the main graph of ``program``; a call that takes a handle counts as a write.
-    """
+    """Finds the accesses to variables in the main graph of ``program``; a call with a handle counts as a write."""
     handles = dict.fromkeys((v.node for v in program.variables), 0)
     handle: dict[str, str] = {}
     version: dict[str, int] = {}

@@ -1,2 +1,1 @@
-"""Rewrites programs before planning: inlines calls, folds shapes, decomposes composite ops, assigns dtypes and scopes.
-"""
+"""Rewrites programs before planning: inlines calls, folds shapes, decomposes composite ops, assigns scopes."""

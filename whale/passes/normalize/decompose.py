@@ -92,7 +92,7 @@ def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
         return
     if (forward.name in chosen) != (gradient.name in chosen):
         raise ProgramError(
-            "a batch normalisation and its gradient have to be decomposed together, or not at all",
+            "a batch normalisation and its gradient have to be decomposed together or not at all",
             op=gradient.name,
             given=f"only {forward.name if forward.name in chosen else gradient.name} is selected",
             expected=f"both or none of {forward.name} and {gradient.name}",

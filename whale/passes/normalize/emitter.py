@@ -89,8 +89,7 @@ class NodeEmitter:
         return self.node_of(suffix, "Cast", (source,), TensorType(dtype, own.shape), attrs)
 
     def reduce_over(self, suffix: str, op: str, source: Ref, axes: tuple[int, ...], keep: bool) -> Ref:
-        """Adds the reduction ``op`` ("Sum", "Max", ..) over dimensions ``axes``; with ``keep`` these stay, with size 1.
-        """
+        """Adds the reduction ``op`` ("Sum", "Max", ..) over dimensions ``axes``; with ``keep`` they stay as size 1."""
         dims = require_static_shape(self.type_of(source))
         shape = tuple(1 if i in axes else d for i, d in enumerate(dims) if keep or i not in axes)
         numbers = self.const(f"{suffix}/axes", np.array(axes, np.int32))

@@ -244,8 +244,7 @@ def specialise(program: Program) -> Program:
         return replace(func, name=name)
 
     def copy_value(value: Any, name: str) -> Any:
-        """Returns the attribute ``value`` with its functions renamed; copies each function once, otherwise unchanged.
-        """
+        """Returns the attribute ``value`` with its functions renamed; copies each function once."""
         if isinstance(value, tuple):
             return tuple(copy_value(item, f"{name}{i}") for i, item in enumerate(value))
         if not isinstance(value, Func) or value.name not in source:

@@ -98,8 +98,7 @@ class _Skipper:
         return bool(handles) and node.op not in READS
 
     def _find_dependents(self, names: Collection[str]) -> set[str]:
-        """Returns the nodes that depend on nodes in ``names``: by operands, or by reading a variable after its update.
-        """
+        """Returns the nodes that depend on ``names``: by operands, or by reading a variable after its update."""
         found = set(names)
         for node in self.program.nodes:
             is_read_after = node.op == "ReadVariableOp" and not found.isdisjoint(node.controls)

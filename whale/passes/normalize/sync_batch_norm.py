@@ -32,8 +32,7 @@ def sync_batch_norm(program: Program, node: Node, nodes: dict[str, Node], taken:
 
 
 class _Emitter(NodeEmitter):
-    """Adds the simple nodes of one batch normalisation; knows the shape and channel dimension of the normalised tensor.
-    """
+    """Adds the simple nodes of one batch normalisation; knows shape and channel dimension of the normalised tensor."""
 
     def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
         super().__init__(program, node, nodes, taken)

@@ -100,8 +100,7 @@ class ReferencePlan:
         return p
 
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
-        """Returns True if the node's rule allows the strategy in this program, where dimensions may have other sizes.
-        """
+        """Returns True if the node's rule allows the strategy in this program, whose sizes may differ."""
         rule = find_rule(node.op)
         cut = next((p for p in found.inputs + found.outputs if isinstance(p, Shard)), None)
         if rule is None or found.once or cut is None:

@@ -377,8 +377,7 @@ def _find_called(program: Program) -> frozenset[str]:
 
 
 def _find_in_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
-    """Returns the graph's nodes without a GPU kernel, each with the bytes that are copied between GPU and CPU for it.
-    """
+    """Returns the graph's nodes without a GPU kernel, each with the bytes copied between GPU and CPU for it."""
 
     def computes(node: Node) -> bool:
         return node.op not in EXCHANGES and not node.marks.on_host and node.name not in graph.inputs

@@ -69,6 +69,5 @@ def narrow(
 
 
 def reshard_bytes(r: Reshard, tensor: TensorType, size: int) -> int:
-    """Returns the logical bytes that a reshard of ``tensor`` moves between ``size`` ranks in total, in its wire dtype.
-    """
+    """Returns the logical bytes that a reshard of ``tensor`` moves between ``size`` ranks, in its wire dtype."""
     return count_moved_bytes(r.source, r.target, count_wire_bytes(tensor.bytes, tensor.dtype, r.wire_dtype), size)

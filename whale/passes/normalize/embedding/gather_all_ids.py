@@ -33,8 +33,7 @@ _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub"})
 
 
 def gather_all_ids(program: Program) -> Program:
-    """Rewrites lookups of unique ids under split scopes as lookups of every id, if nothing else needs the unique ids.
-    """
+    """Rewrites lookups of unique ids under split scopes as lookups of every id, if nothing else needs unique ids."""
     changed = program
     for node in program.nodes:
         if node.op == "Unique" and program.find_type(node.inputs[0]).is_static and _is_looked_up(program, node):
@@ -66,8 +65,7 @@ class _Rewriter:
         self.done = False
 
     def run(self) -> Program | None:
-        """Returns the rewritten graph, in which nodes that are no longer needed remain; None if nothing was replaced.
-        """
+        """Returns the rewritten graph, still with nodes that are no longer needed; None if nothing was replaced."""
         for node in self.program.nodes:
             self.nodes.setdefault(node.name, self._move(node))
             self._visit(node)
@@ -157,8 +155,7 @@ class _Rewriter:
             known[Ref(node.name)] = source
 
     def _scale(self, node: Node) -> None:
-        """Scales rows before they are summed by id instead of afterwards, if a node multiplies such sums by a scalar.
-        """
+        """Scales rows before they are summed by id, not afterwards, if a node multiplies such sums by a scalar."""
         for i, ref in enumerate(node.inputs):
             others = [self.program.find_type(r) for j, r in enumerate(node.inputs) if j != i]
             if ref not in self.added or any(t.shape != () for t in others) or (node.op == "RealDiv" and i):

@@ -159,8 +159,7 @@ def _find_later_changes(program: Program, handle: str, read: str) -> list[str] |
 
 
 def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
-    """Creates the nodes that look rows up in the variable and cast them; the last one has the name of the old lookup.
-    """
+    """Creates the nodes that look rows up in the variable and cast them; the last one has the old lookup's name."""
     node, variable = lookup.node, program.variable_of[handle]
     (t,) = node.outputs
     internal = {key: value for key, value in node.attrs.items() if key.startswith("_")}
