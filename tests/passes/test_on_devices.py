@@ -63,12 +63,15 @@ def test_devices_carry_out_what_moves_tensors(node: Node) -> None:
 @pytest.mark.parametrize(
     ("node", "why"),
     [
-        (exchange("WhaleAllReduce", dtype="int32", N=1, reduction="sum"), "int32: devices add up floats"),
+        (
+            exchange("WhaleAllReduce", dtype="int32", N=1, reduction="sum"),
+            "int32: devices reduce floating-point types only",
+        ),
         (exchange("WhaleAllGather", dtype="string", axis=0, sizes=(1, 3)), "no fixed size"),
-        (exchange("WhaleAllGather", axis=0, sizes=()), "only the run knows"),
-        (exchange("WhaleBroadcast", N=1, root=0, shapes=(Shape((None,)),)), "only the run knows"),
+        (exchange("WhaleAllGather", axis=0, sizes=()), "known only at run time"),
+        (exchange("WhaleBroadcast", N=1, root=0, shapes=(Shape((None,)),)), "known only at run time"),
         (exchange("WhaleAllReduce", N=1, reduction="sum").with_marks(on_host=True), "in the host's memory"),
-        (exchange("WhaleRouteIds"), "rows by their ids"),
+        (exchange("WhaleRouteIds"), "rows exchanged by their ids"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

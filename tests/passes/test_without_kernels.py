@@ -38,7 +38,7 @@ def test_what_stays_on_the_processor_is_told_with_what_is_copied() -> None:
         node("sent", "WhaleAllReduce", "a"),
     )
     assert processor_lines([found, found], on_gpus) == [
-        "On the processor, because TensorFlow has no kernel for GPUs; bytes copied there and back",
+        "On the CPU, because TensorFlow has no GPU kernel; bytes copied between GPU and CPU in a step",
         "       512 B  2 Bincount of int64",
         "       256 B  2 Unique of int64",
     ]
@@ -53,5 +53,5 @@ def test_loops_and_calls_are_looked_into() -> None:
     _, first, second = processor_lines([found], on_gpus)
     assert sorted([first, second]) == [
         "       128 B  1 Quantize of float32",
-        "       128 B  1 Quantize of float32, in a loop or a branch: bytes of one round",
+        "       128 B  1 Quantize of float32, in a loop or branch: bytes of one iteration",
     ]

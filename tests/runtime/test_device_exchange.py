@@ -194,8 +194,8 @@ step(tf.ones((8, 4)))
     done = subprocess.run(
         [warm_python(), "-m", "whale", "plan", "-np", "2", str(script)], capture_output=True, text=True, check=True
     )
-    assert "From device to device: all exchanges but those through the host" in done.stdout
-    assert "16 B  1 AllReduce: int64: devices add up floats" in done.stdout, done.stdout
+    assert "From device to device: all exchanges but these, which go through host memory" in done.stdout
+    assert "16 B  1 AllReduce: int64: devices reduce floating-point types only" in done.stdout, done.stdout
     assert "1 AllReduce: in a loop or a branch" in done.stdout, done.stdout
     assert "NCCL takes some 864.0 MiB of the first rank's GPU" in done.stdout, done.stdout
     assert ("told by a TensorFlow for GPUs" in done.stdout) != tf.test.is_built_with_cuda()

@@ -1,1 +1,1 @@
-"""Replaces operations of one rank's program by faster ones that compute the same; knows of no other rank."""
+"""Replaces operations of one rank's program by faster ones that compute the same, without knowledge of other ranks."""

@@ -1,8 +1,9 @@
-"""Says which substitutions of kernels are not taken since they measured slower, and cuts out those to be measured.
+"""Decides which kernel substitutions are taken: all but those that measured slower; cuts out small programs to measure
+them.
 
-A substitution is known by what it replaces: the signature of the operation (for fused ones, of the operation that is
-made), which is equal wherever the same kernels run on tensors of the same types. What was measured, and where, is the
-caller's; a pass is told which substitutions to leave out.
+A substitution is identified by the signature of the operation that it replaces (for fused operations, of the operation
+that results). The signature is equal wherever the same kernels run on tensors of the same types. Measuring, and
+remembering results, is up to the caller, who tells a pass which substitutions to leave out.
 
 Decision: 0176.
 """
@@ -23,13 +24,13 @@ class Choices:
     """Holds the substitutions that are not taken.
 
     Attributes:
-      declined: their names (``name_substitution``).
+      declined: their names, as of ``name_substitution``.
     """
 
     declined: frozenset[str] = frozenset()
 
     def takes(self, kind: str, program: Program, node: Node) -> bool:
-        """Tells whether a substitution is taken (see ``name_substitution``)."""
+        """Returns True if a substitution is taken; arguments as of ``name_substitution``."""
         return not self.declined or name_substitution(kind, program, node) not in self.declined
 
 
@@ -38,17 +39,23 @@ Change = Callable[[Program, Choices], Program]
 
 
 def name_substitution(kind: str, program: Program, node: Node) -> str:
-    """Returns the name of a substitution: equal for those that gain or lose the same.
+    """Returns the name of a substitution, which is equal for all that gain or lose the same time.
 
     Args:
-      kind: of the key `kernels`.
-      node: what is replaced; of fused operations, what they become.
+      kind: kind of substitution, a value of the key `kernels`.
+      node: the operation that is replaced; for fused operations, the one that results.
     """
     return f"{kind} {signature(program, node)}"
 
 
 class Substitution(NamedTuple):
-    """A substitution that can be measured: its name, and the programs of its nodes alone, before and after."""
+    """Represents a substitution that can be measured.
+
+    Attributes:
+      name: as of ``name_substitution``.
+      before: a program of the replaced nodes alone.
+      after: the same program after the substitution.
+    """
 
     name: str
     before: Program
@@ -56,7 +63,8 @@ class Substitution(NamedTuple):
 
 
 def cut_out(program: Program, names: Collection[str]) -> Program | None:
-    """Returns the program of some nodes alone, whose arguments are what they read; None: it cannot be run alone.
+    """Returns a program of the nodes ``names`` alone, whose arguments are the tensors that they read; None if it could
+    not run alone.
 
     Constants stay constants and variables variables, since kernels may depend on either.
     """
@@ -105,11 +113,12 @@ def cut_out(program: Program, names: Collection[str]) -> Program | None:
 
 
 def list_changed(kind: str, ops: Collection[str], program: Program, change: Change) -> Iterator[Substitution]:
-    """Lists the substitutions of a pass that replaces operations one by one.
+    """Lists the substitutions of a pass that replaces operations one by one, each as a program that can be measured.
 
     Args:
-      ops: the types of the operations that it replaces; what else it changes belongs to one of them.
-      change: the pass, of one graph.
+      kind: as of ``name_substitution``.
+      ops: types of the operations that the pass replaces; neighbours that it changes as well are measured with them.
+      change: the pass, for one graph.
     """
     made = change(program, ALL)
     changed = {n.name for n in program.nodes if _differs(n, made.by_name.get(n.name))}
@@ -125,10 +134,12 @@ def list_changed(kind: str, ops: Collection[str], program: Program, change: Chan
 def list_fused(
     kind: str, program: Program, fused: Collection[tuple[Node, Collection[str]]], change: Change
 ) -> Iterator[Substitution]:
-    """Lists the substitutions of a pass that fuses operations.
+    """Lists the substitutions of a pass that fuses operations, each as a program that can be measured.
 
     Args:
-      fused: what it makes, each with the names of the nodes that it replaces.
+      kind: as of ``name_substitution``.
+      fused: the fused operations, each with the names of the nodes that it replaces.
+      change: the pass, for one graph.
     """
     for node, names in fused:
         yield from _measurable(name_substitution(kind, program, node), cut_out(program, set(names)), change)

@@ -1,13 +1,15 @@
-"""Gathers what asks for XLA in a rank's program into clusters, each of which XLA compiles as one function.
+"""Groups nodes of a rank's program that ask for XLA (``jit_compile=True``) into clusters, each of which XLA compiles as
+one function.
 
-As TensorFlow's own clustering does, nodes that XLA has kernels for are joined where no path leads out of them and back
-in. TensorFlow knows nothing of exchanges, so that one cluster of its own would be all of a backward pass, and the first
-gradient would be sent when the last one is known. Here a node's place says which exchanges come before it and which is
-the first behind it, and a cluster's nodes have one place: none waits for an exchange that it does not need, and no
-exchange waits for a node that it does not need, but for short ones that nothing waits for.
+As in TensorFlow's own clustering, nodes for which XLA has kernels are joined if no path leads out of them and back in.
+But TensorFlow knows nothing of communication: one of its clusters could be all of a backward pass, and the first
+gradient would be sent only when the last one is known. Here each node has a place, which says which communication ops
+come before it and which is the first after it, and all nodes of a cluster have the same place. So no node waits for
+communication that it does not need, and no communication waits for nodes that it does not need, except short
+all-reduces that nothing waits for.
 
-Values of variables come in as arguments and go out as results. What draws random numbers stays outside, since XLA draws
-others, and so do operations for which other kernels are faster (``_is_faster_otherwise``).
+Values of variables are arguments and results of clusters. Random ops stay outside, since XLA draws other numbers, and
+so do operations for which other kernels are faster (``_is_faster_otherwise``).
 
 Decisions: 0169, 0170, 0171.
 """
@@ -46,32 +48,32 @@ from whale.kernels.xla import XlaKernels, find_compiled, make_call
 from whale.passes.elementwise.code import find_elementwise_type, find_sum_type, is_contraction_result
 from whale.passes.elementwise.units import list_predecessors, replace_by_operations
 
-_BY_XLA = LOOPS | BRANCHES  # XLA compiles them with their bodies
-# They tell of a fault, which XLA leaves out.
+_BY_XLA = LOOPS | BRANCHES  # ops that XLA compiles together with their bodies
+# Checks that raise errors, which XLA would leave out.
 _CHECKS = frozenset({"Assert", "CheckNumerics", "CheckNumericsV2"})
-_JOINED = frozenset({"BiasAdd", "Relu", "Relu6"})
-# Whole numbers of so few elements are shapes, counters and seeds. Compiled they would cut a cluster wherever a random
-# operation or a variable stands behind them.
+_JOINED = frozenset({"BiasAdd", "Relu", "Relu6"})  # ops that oneDNN fuses with a product or convolution before them
+# Integer tensors with so few elements are shapes, counters and seeds. If they were compiled, a cluster would be cut
+# wherever a random operation or a variable depends on them.
 _FEW_ELEMENTS = 64
-# Sums over ranks of at most so many bytes, for which nothing waits, need not start before what comes behind them.
+# All-reduces of at most so many bytes that nothing waits for need not start before the next exchange.
 _SHORT_BYTES = 64 << 10
-# What starting a cluster takes, on CPUs, in bytes that could be read and written meanwhile.
+# Smaller clusters are not formed: starting one takes as long, on CPUs, as reading and writing so many bytes.
 LEAST_BYTES = 64 << 10
-_FEWEST_NODES = 3
+_FEWEST_NODES = 3  # in a cluster
 
 
 class _Place(NamedTuple):
-    """A key that is equal for nodes that are compiled together.
+    """Represents a key that is equal for nodes that are compiled together.
 
-    No component is smaller for a node than for one that it waits for. So no cycle comes of joining nodes by it.
+    No component is smaller for a node than for one that it waits for, so that joining nodes by it makes no cycle.
 
     Attributes:
-      stage: number of the first exchange for which the node has to be done.
-      met: bit set of the exchanges and other synchronising nodes that it waits for.
-      turns: how often the way to it leads from a node of which ``of_rank`` holds to one that only comes behind it.
-      of_rank: whether it depends on what other ranks may have otherwise, such as rows of a batch. What it does not is
-        compiled by itself, so that all ranks compile the same of it, and copies of a variable do not come to differ.
-      level: how often the way to it from such nodes leaves a cluster.
+      stage: number of the first exchange (communication op) for which the node has to be done.
+      met: bit set of the exchanges, and other nodes that may wait for other ranks, which come before the node.
+      turns: how often the way to the node leads from a node with ``of_rank`` to one without, which only waits for it.
+      of_rank: whether the node depends on values that differ between ranks, such as rows of a batch. Nodes that do not
+        are compiled by themselves: all ranks then compile the same function, and copies of a variable stay equal.
+      level: how often the way to the node from nodes of equal other components leaves a cluster.
     """
 
     stage: int
@@ -83,17 +85,18 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """Nodes in the graph's order, and those of their results that others read."""
+    """Represents a cluster: nodes in the graph's order, and those of their results that other nodes read."""
 
     nodes: list[Node]
     results: list[Ref]
 
 
 def form_clusters(program: Program, xla: XlaKernels) -> Program:
-    """Replaces what asks for XLA in one rank's program, and in its functions, by calls of functions that XLA compiles.
+    """Replaces nodes that ask for XLA, in one rank's program and its functions, by calls of functions that XLA
+    compiles.
 
     Args:
-      xla: the kernels for the device on which the program runs.
+      xla: the kernels that XLA has for the device on which the program runs.
     """
     graphs = (program, *program.functions.values())
     if not any(node.marks.compiled for graph in graphs for node in graph.nodes):
@@ -145,10 +148,12 @@ class _Former:
     # -- which nodes
 
     def _find_members(self, graph: Program) -> set[str]:
-        """Returns the nodes that ask for XLA, and those between them that passes have added, if XLA compiles them."""
+        """Returns the names of nodes to compile: those that ask for XLA, and those that passes have added between them,
+        if XLA compiles them.
+        """
         able = {node.name for node in graph.nodes if self._is_able(graph, node)}
         asked = {node.name for node in graph.nodes if node.marks.compiled}
-        behind: set[str] = set()  # added nodes that read what is compiled
+        behind: set[str] = set()  # added nodes that depend on compiled ones
         for node in graph.nodes:
             if node.name in able and node.name not in asked:
                 if any(name in behind or (name in asked and name in able) for name, _ in node.inputs):
@@ -162,7 +167,7 @@ class _Former:
         return able & asked
 
     def _is_able(self, graph: Program, node: Node) -> bool:
-        """Tells whether XLA compiles a node, and should."""
+        """Returns True if XLA can compile a node, and is not slower than other kernels."""
         if node.op == "Const" or not node.outputs or node.marks.on_host or not self._compiles(graph, node):
             return False
         if not self.xla.on_gpu and not node.attrs.get(COMPILED) and _is_faster_otherwise(graph, node):
@@ -212,7 +217,7 @@ class _Former:
             for name, before in behind:
                 if (before.stage, before.met, before.turns, before.of_rank) == (stage, after, turns, of_rank):
                     made = graph.by_name[name]
-                    # XLA would find that what is recomputed is known already.
+                    # In one cluster XLA would see that a recomputed value is known already, and keep it instead.
                     again = node.marks.recomputed and not made.marks.recomputed
                     leaves = name in members and (not member or again)
                     level = max(level, before.level + leaves)
@@ -224,7 +229,7 @@ class _Former:
         return [_Cluster(nodes, list(_iterate_results(graph, nodes))) for nodes in found.values()]
 
     def _exchanges(self, node: Node) -> bool:
-        """Tells whether a node takes part in an exchange with other ranks."""
+        """Returns True if a node communicates with other ranks, itself or in a function that it calls."""
         return (
             node.op in EXCHANGES
             or node.op in MEETINGS
@@ -232,7 +237,9 @@ class _Former:
         )
 
     def _find_met(self, graph: Program, members: Collection[str]) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns for each node the bit sets of what it waits for, and of what those behind it wait for."""
+        """Returns, for each node, the bit set of exchanges that come before it, and the bit set of those that come
+        before its readers.
+        """
         met: dict[str, int] = {}
         beyond: dict[str, int] = {}
         bits = 0
@@ -247,9 +254,14 @@ class _Former:
         return met, beyond
 
     def _find_stages(self, graph: Program, met: Mapping[str, int], beyond: Mapping[str, int]) -> dict[str, int]:
-        """Numbers the exchanges in the order in which they can start; returns the first that needs a node, for each.
+        """Numbers the exchanges in the order in which they can start; returns for each node the number of the first
+        exchange that needs it.
 
-        The order is that of the longest ways to them, so that none comes before what it waits for.
+        The order is by the longest path to each exchange, so that none comes before one that it waits for. Short
+        all-reduces that nothing waits for share the number of the next exchange.
+
+        Args:
+          met, beyond: as returned by ``_find_met``.
         """
         depths: dict[str, int] = {}
         exchanges: list[Node] = []
@@ -264,7 +276,7 @@ class _Former:
             numbers[node.name] = number
             together |= beyond[node.name] & ~met[node.name]
             follows = i + 1 < len(exchanges)
-            # What nobody waits for, and takes as long whenever it starts, starts together with the next.
+            # A short all-reduce that nothing waits for may as well start together with the next exchange.
             if not (follows and _is_short(node) and not met[exchanges[i + 1].name] & together):
                 number, together = number + 1, 0
         last = number
@@ -277,7 +289,7 @@ class _Former:
 
 
 def _find_exchanging(program: Program) -> set[str]:
-    """Returns the functions in which ranks exchange something."""
+    """Returns the names of functions in which ranks communicate, directly or in functions that they call."""
     found = {
         name
         for name, body in program.functions.items()
@@ -297,8 +309,8 @@ def _find_exchanging(program: Program) -> set[str]:
 
 
 def _is_faster_otherwise(graph: Program, node: Node) -> bool:
-    """Tells whether other kernels for CPUs beat XLA's: oneDNN's products and convolutions, to which TensorFlow adds a
-    bias and a rectifier, TensorFlow's batch normalisation, and our sums over rows.
+    """Returns True if other CPU kernels are faster than XLA's: oneDNN's products and convolutions with their bias and
+    rectifier, TensorFlow's batch normalisation, and Whale's sums over rows.
     """
     return (
         node.op in CONTRACTIONS | BATCH_NORMS | BATCH_NORM_GRADIENTS
@@ -308,7 +320,9 @@ def _is_faster_otherwise(graph: Program, node: Node) -> bool:
 
 
 def _may_differ_between_ranks(node: Node) -> bool:
-    """Tells whether ranks may have other values of a node, whatever its operands are; handles are none."""
+    """Returns True if a node may yield other values on other ranks even with equal operands: arguments and stateful
+    ops, but not reads of variables.
+    """
     values = any(t.dtype != "resource" for t in node.outputs)
     return values and (node.op == "Placeholder" or (node.stateful and node.op not in READS))
 
@@ -322,7 +336,7 @@ def _has_known_size(kind: TensorType) -> bool:
 
 
 def _has_fixed_length(graph: Program, node: Node) -> bool:
-    """Tells whether a list, if the node makes one, has as many places as XLA has to know of; True for other nodes."""
+    """Returns True unless the node creates a TensorList whose length is unknown, which XLA cannot compile."""
     places = {"TensorListReserve": 1, "EmptyTensorList": 1}.get(node.op)
     if places is None:
         return True
@@ -331,7 +345,7 @@ def _has_fixed_length(graph: Program, node: Node) -> bool:
 
 
 def _iterate_results(graph: Program, nodes: Sequence[Node]) -> Iterator[Ref]:
-    """Yields the tensors of ``nodes`` that are fetched, or that others read."""
+    """Yields the tensors of ``nodes`` that the program returns, or that other nodes read."""
     own, fetched = {node.name for node in nodes}, set(graph.outputs)
     for node in nodes:
         for ref in node.list_refs():
@@ -340,10 +354,12 @@ def _iterate_results(graph: Program, nodes: Sequence[Node]) -> Iterator[Ref]:
 
 
 def _refuse(graph: Program, cluster: _Cluster, on_gpu: bool) -> Iterator[str]:
-    """Yields the names of the nodes of a cluster that cannot be compiled in it, or of all if it is not worth a call."""
+    """Yields the names of the nodes of a cluster that cannot be compiled in it, or of all if the cluster is not worth a
+    call.
+    """
     own = {node.name for node in cluster.nodes}
     inner = {ref.node for node in cluster.nodes for ref in node.inputs}
-    # XLA would copy what is only seen in another shape, on the way in or out.
+    # Reshapes at the border of a cluster stay outside: XLA would copy their operands or results.
     views = [
         node.name
         for node in cluster.nodes
@@ -365,7 +381,7 @@ def _is_worth_a_call(graph: Program, nodes: Sequence[Node], on_gpu: bool) -> boo
     if any(node.attrs.get(COMPILED) or node.op in _BY_XLA for node in nodes):
         return True
     work = [node for node in nodes if node.op not in VIEWS]
-    # Where our kernels do all of a cluster's arithmetic, they do the sums behind it as they go.
+    # Arithmetic that Whale's elementwise kernel can do does not count: that kernel also takes the sums behind it.
     others = [node for node in work if on_gpu or find_elementwise_type(graph, node) is None]
     moved_bytes = sum(t.bytes for node in others for t in (*map(graph.find_type, node.inputs), *node.outputs))
     return len(work) >= _FEWEST_NODES and moved_bytes >= LEAST_BYTES

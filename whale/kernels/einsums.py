@@ -1,8 +1,9 @@
-"""Replaces batches of products of small matrices by a kernel of Whale's own, in what one rank runs.
+"""Replaces batches of products of small matrices by a kernel of Whale's own, in one rank's program.
 
-An attention multiplies a matrix for each head of each row of the batch. TensorFlow's Einsum moves dimensions about
-until these are batches of whole matrices, as programs do that have no Einsum; and its products of those take no
-instructions of newer processors than AVX unless oneDNN is on. Ours multiplies each pair where it lies.
+An attention multiplies a pair of matrices for each head of each row of the batch. TensorFlow's Einsum transposes
+tensors until these are batches of contiguous matrices, as programs without Einsum do themselves; and its batched
+products use no instructions newer than AVX unless oneDNN is on. Whale's kernel multiplies each pair in place, without
+transposing.
 
 Decision: 0128.
 """
@@ -23,22 +24,25 @@ from whale.sharding_rules.math.einsum import find_product_letters
 
 EINSUM = "WhaleEinsum"
 
-# The longest side of matrices: what a thread multiplies stays in its cache. Where nothing has to be moved about,
-# oneDNN's kernels are as fast from some 64 on, and have more cores than there may be products.
+# The longest side of matrices that are replaced, so that a thread's matrices stay in its cache; and the longest side
+# where nothing has to be transposed: there oneDNN's kernels are as fast from some 64 on, and use more cores if there
+# are few products.
 MOST, MOST_OF_BATCHES = 512, 128
 
-# Fewer rows or columns are a product with a vector, for which packing is not worth it.
+# With fewer rows or columns packing is not worth it: that is almost a product with a vector.
 LEAST = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """A product of two tensors.
+    """Represents a batched product of two tensors.
 
     Attributes:
       left, right: the operands.
-      terms: the letters of their dimensions, and of the result's.
-      rows, columns, summed: the letter shared by left and result, by right and result, by left and right.
+      terms: letters of the dimensions of left, right and result, as in an einsum.
+      rows: the letter that only left and result share.
+      columns: the letter that only right and result share.
+      summed: the letter that only left and right share.
     """
 
     left: Ref
@@ -49,23 +53,25 @@ class Equation:
     summed: str
 
     def reorder(self, order: Sequence[int]) -> Equation:
-        """Returns the equation with the result's dimensions in another order."""
+        """Returns the equation with the result's dimensions permuted by ``order``."""
         left, right, out = self.terms
         return replace(self, terms=(left, right, "".join(out[i] for i in order)))
 
     @property
     def is_written(self) -> bool:
-        """Tells whether the result ends with rows or columns, which the kernel writes contiguously."""
+        """Returns True if the kernel can write the result: its last dimension is rows or columns, so that elements are
+        contiguous.
+        """
         return self.terms[2][-1] in self.rows + self.columns
 
     @property
     def is_batch(self) -> bool:
-        """Tells whether matrices are contiguous, one after the other."""
+        """Returns True if all matrices are contiguous, one after the other, as in a BatchMatMul."""
         left, right, out = (term[:-2] for term in self.terms)
         return left == right == out
 
     def make_node(self, of: Node) -> Node:
-        """Returns the kernel's node that replaces ``of``."""
+        """Returns the WhaleEinsum node that replaces ``of``."""
         left, right, out = self.terms
         turned = out[-1] == self.rows
         attrs = {
@@ -77,9 +83,12 @@ class Equation:
 
 
 def replace_einsums(program: Program, choices: Choices = ALL) -> Program:
-    """Replaces batches of products of small matrices, in one rank's program and its functions, by our kernel.
+    """Replaces batches of products of small matrices, in one rank's program and its functions, by Whale's kernel.
 
-    Operands or results that are transposed only for a product no longer are.
+    Transposes of operands or results that only such a product needed are removed.
+
+    Args:
+      choices: substitutions that measured slower are left out.
     """
     return change_other_graphs(program, lambda graph: _replace_in_graph(graph, choices))
 
@@ -112,10 +121,10 @@ def _replace_in_graph(program: Program, choices: Choices) -> Program:
 
 
 def _find_transpositions(program: Program, found: Mapping[str, Equation]) -> Iterator[tuple[str, Equation]]:
-    """Finds transpositions of products that nothing else reads, where the kernel can write its result transposed.
+    """Finds transposes that are the only reader of a product, where the kernel can write the result transposed.
 
     Yields:
-      (the transposition's name, the equation of its result).
+      (name of the transpose, the equation that computes its result).
     """
     needed = {*program.effects, *[ref.node for ref in program.outputs]}
     needed.update(name for node in program.nodes for name in node.controls)
@@ -130,14 +139,16 @@ def _find_transpositions(program: Program, found: Mapping[str, Equation]) -> Ite
 
 
 def _find_order(program: Program, node: Node) -> tuple[int, ...] | None:
-    """Returns the order of dimensions that a transposition makes; None: the node is none, or the order is unknown."""
+    """Returns the permutation of a Transpose node; None for other nodes, or if it is not constant."""
     if node.op != "Transpose" or (order := program.const(node.inputs[1])) is None:
         return None
     return tuple(int(i) % len(order) for i in order)
 
 
 def _find_equation(program: Program, node: Node) -> Equation | None:
-    """Returns the equation that our kernel would compute for the node; None where it cannot, or would be slower."""
+    """Returns the equation that Whale's kernel would compute for the node; None if it cannot, or would be slower than
+    TensorFlow's.
+    """
     if len(node.inputs) != 2 or not (node.op == "Einsum" or node.op in MATMULS):
         return None
     types = [*map(program.find_type, node.inputs), node.outputs[0]]
@@ -158,7 +169,12 @@ def _find_equation(program: Program, node: Node) -> Equation | None:
 
 
 def _classify_letters(terms: Sequence[str]) -> tuple[frozenset[str], str, str, str] | None:
-    """Returns the letters of all three terms, and the one letter that each pair shares; None if there are others."""
+    """Classifies the letters of a product.
+
+    Returns:
+      The letters in all three terms (the batch), and the one letter that only left and result, right and result, left
+        and right share; None if there are others.
+    """
     left, right, out = (frozenset(term) for term in terms)
     if sum(map(len, terms)) > len(left) + len(right) + len(out) or "." in left | right | out:
         return None
@@ -171,7 +187,7 @@ def _classify_letters(terms: Sequence[str]) -> tuple[frozenset[str], str, str, s
 
 
 def _find_letter_sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Mapping[str, int] | None:
-    """Returns the size of each letter; None where sizes broadcast."""
+    """Returns the size of each letter's dimension; None if a dimension broadcasts."""
     found: dict[str, int] = {}
     for term, t in zip(terms, types):
         shape = require_static_shape(t)
@@ -181,9 +197,10 @@ def _find_letter_sizes(terms: Sequence[str], types: Sequence[TensorType]) -> Map
 
 
 def _follow_transposition(program: Program, ref: Ref, term: str, batch: Collection[str]) -> tuple[Ref, str]:
-    """Returns the tensor from which an operand is transposed, and the letters of its dimensions.
+    """Returns the tensor that an operand is a transpose of, and the letters of its dimensions; the operand itself if it
+    is no transpose.
 
-    It is the operand itself if that is not transposed, or if contiguous elements would belong to different products.
+    A transpose is kept if without it contiguous elements would belong to different products.
     """
     node = program.by_name[ref.node]
     order = None if node.controls else _find_order(program, node)

@@ -1,10 +1,10 @@
-"""Fuses elementwise arithmetic into one operation, WhaleElementwise, which passes over memory once instead of many
+"""Fuses elementwise arithmetic into single operations (WhaleElementwise), which pass over memory once instead of many
 times.
 
-A group's nodes have results of one shape, or are sums of such results, and each reads another one's. No path leads out
-of a group and back into it: nodes have levels, which rise where a path leaves a group, and a group's nodes have one
-level. All of them come after the same exchanges with other ranks, so that no exchange waits for another one that it did
-not wait for before.
+The nodes of a group have results of one shape, or are sums of such results, and are connected. No path may lead out of
+a group and back into it: nodes have levels, which rise where a path leaves a group, and a group's nodes have one level.
+All nodes of a group come after the same communication ops, so that none of these waits for another one that it did not
+wait for before.
 """
 
 from __future__ import annotations
@@ -34,21 +34,25 @@ from whale.passes.elementwise.code import (
 from whale.passes.elementwise.units import join_places, list_predecessors, replace_by_operations
 
 ELEMENTWISE = "WhaleElementwise"
-_COPYING = FOLDS | {"Mean"}  # over no dimension
+_COPYING = FOLDS | {"Mean"}  # reductions, which are copies if they are over no dimension
 _KINDS = "vsrc"  # tensors, scalars, rows, columns: the order of an operation's operands
 
-# Stateful operations that end whatever others do.
+# Stateful operations that never wait for other ranks or threads.
 _QUIET = READS | UPDATES | RANDOM | {"VarHandleOp", "Placeholder"}
 
 
 def fuse_elementwise(program: Program, choices: Choices = ALL) -> Program:
-    """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as possible."""
+    """Fuses the elementwise arithmetic of one rank's program and its functions into as few operations as possible.
+
+    Args:
+      choices: substitutions that measured slower are left out.
+    """
     return change_other_graphs(program, lambda graph: _fuse_graph(graph, choices))
 
 
 def list_operations(program: Program) -> tuple[Program, list[tuple[Node, list[str]]]]:
-    """Returns the graph before it is fused, and the operations that ``fuse_elementwise`` makes of it, each with the
-    names of the nodes that it replaces.
+    """Returns the simplified graph before fusion, and the operations that ``fuse_elementwise`` would create, each with
+    the names of the nodes that it replaces.
     """
     program = move_repeats_last(_simplify(program))
     made = [(group, _make_operation(program, group)) for group in _find_groups(program)]
@@ -56,7 +60,7 @@ def list_operations(program: Program) -> tuple[Program, list[tuple[Node, list[st
 
 
 def _simplify(program: Program) -> Program:
-    """Simplifies patterns in gradients built by TensorFlow.
+    """Simplifies patterns in gradients built by TensorFlow, so that more nodes can be fused.
 
     Reductions over no dimension become copies, and constants no longer wait for arithmetic.
     """
@@ -76,7 +80,7 @@ def _simplify(program: Program) -> Program:
 def _fuse_graph(program: Program, choices: Choices) -> Program:
     program = move_repeats_last(_simplify(program))
     moved: dict[Ref, Ref] = {}
-    made: dict[str, Node] = {}  # node that is replaced -> what stands for it
+    made: dict[str, Node] = {}  # replaced node -> the operation
     for group in _find_groups(program):
         found = _make_operation(program, group)
         if found is None or not choices.takes("elementwise", program, found[0]):
@@ -88,9 +92,10 @@ def _fuse_graph(program: Program, choices: Choices) -> Program:
 
 
 def _make_operation(program: Program, group: Group) -> tuple[Node, list[Ref]] | None:
-    """Returns the operation that replaces a group, and the tensors that its results replace.
+    """Returns the operation that replaces a group, and the tensors that its results replace, in order.
 
-    Returns None if a group has more operands, results or temporary values than the operation's text can name.
+    Returns None if the group has more operands, results or temporary values than the operation's text can name, or a
+    sum of a broadcast operand.
     """
     whole, nodes = group
     name = f"{nodes[-1].name}/{ELEMENTWISE}"
@@ -112,7 +117,7 @@ def _make_operation(program: Program, group: Group) -> tuple[Node, list[Ref]] | 
         value = values[Ref(node.name)] = emit_instructions(node, code, find_operand)
         if value.kind == "=" and code.steps[value.number][0] in SUMS:
             sums.append(Ref(node.name))
-    # The kernel sums what has the group's shape: not a tensor that is repeated in it, as that of one row.
+    # The kernel sums only tensors of the group's shape, not operands that are broadcast to it.
     if any(op in SUMS and one.kind not in ("v", "=") for op, read in code.steps for one in read):
         return None
     results = [
@@ -142,22 +147,22 @@ def _make_operation(program: Program, group: Group) -> tuple[Node, list[Ref]] | 
 
 
 class _Repeat(NamedTuple):
-    """A node that repeats a tensor, and the type of the tensor that it repeats."""
+    """Represents a node that repeats a tensor (Tile, BroadcastTo), with the type of its operand."""
 
     node: Node
     given: TensorType
 
 
 def move_repeats_last(program: Program) -> Program:
-    """Moves arithmetic on repeated rows, columns or scalars before the repetition.
+    """Moves arithmetic on repeated rows, columns or scalars before the repetition, where it is computed once.
 
-    The gradient of a mean divides a whole tensor by a number after each of its rows was made the same.
+    For example, the gradient of a mean repeats a row to a whole tensor first, and divides it by a number then.
     """
-    repeats: dict[Ref, _Repeat] = {}  # by what they make
+    repeats: dict[Ref, _Repeat] = {}  # result of a repetition -> the repetition
     nodes: list[Node] = []
     for node in program.nodes:
         if node.op in REPEATS:
-            # Where it waits, what is done to the tensor has to wait, too.
+            # With control inputs it is left alone: arithmetic moved before it would have to wait for them too.
             if not node.controls and _is_movable(program, node):
                 repeats[Ref(node.name)] = _Repeat(node, program.find_type(node.inputs[0]))
         elif not repeats.keys().isdisjoint(node.inputs) and _is_movable(program, node):
@@ -179,26 +184,27 @@ def _is_movable(program: Program, node: Node) -> bool:
 
 
 def _find_common_repeat(program: Program, node: Node, repeats: dict[Ref, _Repeat]) -> _Repeat | None:
-    """Returns how all operands but scalars are repeated to the size of the result, if they are in the same way; else
-    None.
+    """Returns how the operands of ``node``, except scalars, are repeated to the size of its result, if all are repeated
+    alike; else None.
     """
     found = [repeats[ref] for ref in node.inputs if ref in repeats]
     if not found or any((one.given, one.node.outputs) != (found[0].given, node.outputs) for one in found):
         return None
     rank = len(found[0].given.shape or ())
     if node.op == "BiasAdd" and rank < 2:
-        return None  # TensorFlow adds biases to the last dimension of several
+        return None  # BiasAdd needs an operand of rank 2 or more
     others = [program.find_type(ref) for ref in node.inputs if ref not in repeats]
     return found[0] if all(t.elements == 1 and len(t.shape or ()) <= rank for t in others) else None
 
 
 class _Place(NamedTuple):
-    """A key that is equal for nodes that may be fused.
+    """Represents a key that is equal for nodes that may be fused.
 
     Attributes:
-      type: of its result, or of the tensor it sums.
+      type: type of the node's result, or of the tensor that it sums.
       recomputed: whether the node recomputes an activation to save memory.
-      level: of the group; met: bit set of the exchanges and other synchronising nodes it waits for.
+      level: level of the group (see the module's text).
+      met: bit set of the communication ops, and other nodes that may wait for other ranks, which come before the node.
     """
 
     type: TensorType
@@ -208,14 +214,19 @@ class _Place(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Nodes in the program's order; ``type`` is that of what they compute, or sum, element by element."""
+    """Represents a group of nodes to fuse.
+
+    Attributes:
+      type: type of the tensors that the nodes compute, or sum, element by element.
+      nodes: in the program's order.
+    """
 
     type: TensorType
     nodes: list[Node]
 
 
 def _find_groups(program: Program) -> list[Group]:
-    """Returns the groups that have two nodes or more, or a sum."""
+    """Returns the groups of nodes to fuse; a group has two nodes or more, or a sum."""
     types: dict[str, TensorType] = {}
     sums: set[str] = set()
     for node in program.nodes:
@@ -231,7 +242,12 @@ def _find_groups(program: Program) -> list[Group]:
 
 
 def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collection[str]) -> dict[str, _Place]:
-    """Returns the earliest place of each node that may be fused."""
+    """Returns the earliest place of each node that may be fused.
+
+    Args:
+      types: such nodes -> type of what they compute or sum.
+      sums: names of the nodes that are sums.
+    """
     levels: dict[str, int] = {}
     met: dict[str, int] = {}
     places: dict[str, _Place] = {}
@@ -244,7 +260,7 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
             after |= met[name]
         for name in known:
             place = places.get(name)
-            # On from a group, either within it or out of it: a sum is known when all elements are.
+            # An edge out of a group raises the level. So does any edge from a sum, which is known only at the end.
             left = place is not None and (
                 place.type != kind or place.recomputed != recomputed or place.met != after or name in sums
             )
@@ -259,7 +275,9 @@ def _find_places(program: Program, types: Mapping[str, TensorType], sums: Collec
 
 
 def may_synchronize(node: Node) -> bool:
-    """Tells whether other ranks or threads may have to act before the node ends."""
+    """Returns True if other ranks or threads may have to act before the node ends: it communicates, is stateful, or
+    calls a function.
+    """
     return (
         node.op in EXCHANGES
         or (node.stateful and node.op not in _QUIET)
@@ -268,9 +286,9 @@ def may_synchronize(node: Node) -> bool:
 
 
 def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collection[str]) -> None:
-    """Moves a node to the place of its readers, if they have a common one, so that its result is not stored any more.
+    """Moves each node whose readers all have one later place to that place, so that its result need not be stored.
 
-    A node stays if several operands as large as its result would have to be stored instead.
+    A node is not moved if two or more operands as large as its result would have to be stored instead.
     """
     needed = {ref.node for ref in program.outputs}.union(program.effects)
     waited_for = {name for node in program.nodes for name in node.controls}
@@ -288,7 +306,9 @@ def _move_to_readers(program: Program, places: dict[str, _Place], sums: Collecti
 
 
 def _join_groups(program: Program, places: Mapping[str, _Place]) -> list[list[Node]]:
-    """Joins nodes to groups; a group that is too large for an operation's text is split in the program's order."""
+    """Joins connected nodes of equal places to groups; a group too large for an operation's text is split in the
+    program's order.
+    """
     top = join_places(program, places, _Place.__eq__)
     whole: dict[str, list[Node]] = {}
     for node in program.nodes:

@@ -1,17 +1,18 @@
-"""Computes by products of matrices what TensorFlow's kernels take longer for on processors, in a rank's program.
+"""Computes as matrix products what TensorFlow's CPU kernels compute more slowly, in one rank's program.
 
-* Batches of products that share a matrix become one product. Keras' projections (EinsumDense, and with it all of its
-  attentions) multiply a batch of matrices by one: TensorFlow computes a product for each matrix of the batch, and as
-  many gradients of the weight, which it adds up.
-* Small convolutions become products. A convolution of single points (1x1 filters, as in MobileNet's and ResNet's
-  bottlenecks) is the product of the matrices [points, channels] and [channels, filters], and so are its gradients; the
-  gradient of any filter is such a product with the patches of the image that each point is made of. oneDNN lays weights
-  and images out in blocks first and hands parts to its threads, for 0.2 to 0.5 ms a call, and more with many weights.
-  Where there is little to compute, or there are few points for many weights, that is most of the time.
-* Operands whose row strides make oneDNN slow are padded. It multiplies small matrices, and those with one small side,
-  in place, without packing them first. With AVX-512 it excludes rows whose length is a multiple of 1,024 numbers, which
-  collide in the caches; its kernels for AVX2 do not, and take up to 2.7 times as long for them (`nocopy_checker_avx2`
-  beside `nocopy_checker_avx512` in oneDNN's src/cpu/x64/gemm/gemm_driver.cpp).
+* ``replace_batches``: batches of products that share a matrix become one product. Keras' projections (EinsumDense, and
+  with it all of its attentions) multiply a batch of matrices by one: TensorFlow computes a product for each matrix of
+  the batch, and as many gradients of the weight, which it adds up.
+* ``replace_convolutions``: small convolutions become products. A convolution with 1x1 filters (as in MobileNet's and
+  ResNet's bottlenecks) is the product of the matrices [points, channels] and [channels, filters], and so are its
+  gradients; the gradient of any filter is such a product with the image patches from which each point is computed.
+  oneDNN reorders weights and images into blocks first and hands parts to its threads, for 0.2 to 0.5 ms a call, and
+  more with many weights. If there is little to compute, or there are few points for many weights, that is most of the
+  time.
+* ``pad_products``: operands whose row strides make oneDNN slow are padded. It multiplies small matrices, and those with
+  one small side, in place, without packing them first. With AVX-512 it excludes rows whose length is a multiple of
+  1,024 numbers, which collide in the caches; its kernels for AVX2 do not, and take up to 2.7 times as long for them
+  (`nocopy_checker_avx2` beside `nocopy_checker_avx512` in oneDNN's src/cpu/x64/gemm/gemm_driver.cpp).
 
 Decisions: 0125, 0127.
 """
@@ -40,26 +41,26 @@ _PRODUCTS = {
     "Conv2DBackpropInput": ((2, 1), (False, True)),  # gradient, filter
     _FILTERS: ((0, 2), (True, False)),  # image, gradient
 }
-_PADDINGS = ("SAME", "VALID")  # others add points whose number may be that of those which strides leave out
+_PADDINGS = ("SAME", "VALID")  # with explicit padding, equal sizes do not prove that there are no strides
 
-# Products took 0.2 to 1.0 of the time of oneDNN's convolutions of points up to so many multiplications, and 0.4 to 0.9
-# for so few points, whatever the channels; with more of both, either of them is faster now and then.
+# Measured: up to so many multiplications, products took 0.2 to 1.0 of the time of oneDNN's 1x1 convolutions, and with
+# so few points 0.4 to 0.9, whatever the channels. Above both limits sometimes one is faster and sometimes the other.
 _FEW_MULTIPLICATIONS = 1 << 25
 _FEW_POINTS = 64
 
-# From so many weights on, gradients of filters of few points took 0.1 to 0.7 of the time with patches.
+# Measured: from so many weights on, with few points, gradients of filters took 0.1 to 0.7 of the time with patches.
 _MANY_WEIGHTS = 1 << 17
-_BAD_ROW = 1024  # numbers of float32: whole pages, so that rows share the same few sets of a cache
-_UNPACKED = 0.0038  # of 1 / rows + 1 / columns of a result, from which on oneDNN packs nothing
-_WORD = 8  # numbers of float32 in a vector of AVX2
-_FEW = 64  # of a side or the inner size: with fewer, padding takes as long as it saves
-_LARGEST = 1 << 24  # numbers that are worth a copy's memory
-_LITTLE = 1 / 8  # of a side, by which more work is still worth it
+_BAD_ROW = 1024  # float32 numbers in a row that fills whole pages, so that rows share a few sets of the cache
+_UNPACKED = 0.0038  # oneDNN packs no operand if 1 / rows + 1 / columns of the result is this or more
+_WORD = 8  # float32 numbers in a vector of AVX2
+_FEW = 64  # with a smaller side or inner size, padding takes as long as it saves
+_LARGEST = 1 << 24  # most numbers in a copy that is worth its memory
+_LITTLE = 1 / 8  # most of a side that may be added, relatively, for the work to be worth it
 _DTYPES = ("float32", "float64")
 
 
 def replace_batches(program: Program, choices: Choices = ALL) -> Program:
-    """Replaces batches of products with a common matrix by one product, in one rank's program and its functions."""
+    """Replaces each batch of products with a common matrix by one product, in one rank's program and its functions."""
     return change_other_graphs(program, lambda graph: _replace_batches_in_graph(graph, choices))
 
 
@@ -84,13 +85,13 @@ def _replace_batches_in_graph(program: Program, choices: Choices) -> Program:
 
 
 def _list_batch_factors(program: Program, batch: Node) -> list[Factor]:
-    """Returns a batch's operands as matrices of their last dimension."""
+    """Returns the operands of a BatchMatMul as factors of a single product of matrices."""
     turned = (bool(batch.attrs.get(key, False)) for key in ("adj_x", "adj_y"))
     return [Factor(ref, program.find_type(ref), turn) for ref, turn in zip(batch.inputs, turned)]
 
 
 def _has_one_matrix(program: Program, node: Node) -> bool:
-    """Tells whether all matrices of a batch are multiplied by the same one."""
+    """Returns True if a BatchMatMul multiplies all its matrices by the same one, from the right."""
     if node.op not in _BATCHES:
         return False
     left, right = _list_batch_factors(program, node)
@@ -100,9 +101,8 @@ def _has_one_matrix(program: Program, node: Node) -> bool:
 
 
 def _find_sums(program: Program) -> dict[str, Node]:
-    """Finds nodes that sum all products of a batch over the rows of each matrix; returns each with its batch.
-
-    Nothing else reads such a batch.
+    """Maps each node that sums all products of a batch to the BatchMatMul, if nothing else reads the batch; together
+    they are one product.
     """
     needed = {*program.effects, *[ref.node for ref in program.outputs]}
     needed.update(name for node in program.nodes for name in node.controls)
@@ -125,7 +125,9 @@ def _find_sums(program: Program) -> dict[str, Node]:
 
 
 def replace_convolutions(program: Program, choices: Choices = ALL) -> Program:
-    """Replaces small convolutions of one rank's program, and of its functions, by products of matrices."""
+    """Replaces small convolutions and their gradients, in one rank's program and its functions, by products of
+    matrices.
+    """
     return change_other_graphs(program, lambda graph: _replace_convolutions_in_graph(graph, choices))
 
 
@@ -147,7 +149,9 @@ def _replace_convolutions_in_graph(program: Program, choices: Choices) -> Progra
 
 
 def _list_convolution_factors(program: Program, node: Node) -> list[Factor]:
-    """Returns the operands of the product equivalent to a convolution; [] if there is none."""
+    """Returns the two factors of the product that a convolution would be if its filters were 1x1; [] if it is no
+    convolution that can be replaced.
+    """
     if node.op not in _PRODUCTS or node.attrs.get("data_format", "NHWC") != "NHWC":
         return []
     found = [Factor(node.inputs[i], program.find_type(node.inputs[i]), turn) for i, turn in zip(*_PRODUCTS[node.op])]
@@ -155,12 +159,12 @@ def _list_convolution_factors(program: Program, node: Node) -> list[Factor]:
 
 
 def _is_small_pointwise(node: Node, factors: list[Factor]) -> bool:
-    """Tells whether the node is a convolution of single points, and small."""
+    """Returns True if the node is a small convolution with 1x1 filters, without strides or groups of channels."""
     kernel = node.outputs[0] if node.op == _FILTERS else factors[1].type
     if require_static_shape(kernel)[:2] != (1, 1) or node.attrs["padding"] not in _PADDINGS:
         return False
     (rows, inner), (other, columns) = (one.sides for one in factors)
-    # Strides and groups of channels give other sizes.
+    # With strides or groups of channels the sizes would differ.
     if inner != other or (rows, columns) != _find_matrix_sizes(node.outputs[0]):
         return False
     points = factors[0].matrix[0]
@@ -168,9 +172,7 @@ def _is_small_pointwise(node: Node, factors: list[Factor]) -> bool:
 
 
 def _is_few_points_gradient(node: Node, factors: list[Factor]) -> bool:
-    """Tells whether the node computes the gradient of a filter with many weights compared with the points of the
-    image.
-    """
+    """Returns True if the node computes the gradient of a filter with many weights, from an image with few points."""
     if node.op != _FILTERS or node.outputs[0].elements < _MANY_WEIGHTS or factors[1].matrix[0] > _FEW_POINTS:
         return False
     known = node.attrs["padding"] in _PADDINGS and set(node.attrs.get("dilations", (1,))) == {1}
@@ -180,7 +182,9 @@ def _is_few_points_gradient(node: Node, factors: list[Factor]) -> bool:
 
 
 def _emit_patches(products: ProductNodes, node: Node, image: Factor, gradient: Factor) -> Factor:
-    """Emits the patches of an image for the gradient of a filter: those of each point, in the filter's order."""
+    """Adds a node that extracts, for each point of the result, the image patch that it is computed from; returns the
+    patches as a factor.
+    """
     height, width, depth, _ = require_static_shape(node.outputs[0])
     attrs = {
         "T": DType(image.type.dtype),
@@ -205,7 +209,13 @@ def _emit_patches(products: ProductNodes, node: Node, image: Factor, gradient: F
 
 
 class Padding(NamedTuple):
-    """Zeros appended to one operand: which operand, along which dimension, and how many."""
+    """Represents zeros that are appended to one operand of a product.
+
+    Attributes:
+      operand: number of the operand.
+      dim: the dimension along which they are appended.
+      zeros: how many.
+    """
 
     operand: int
     dim: int
@@ -213,12 +223,12 @@ class Padding(NamedTuple):
 
 
 def pad_products(program: Program, choices: Choices = ALL) -> Program:
-    """Pads the products of one rank's program, and of its functions, with rows for which oneDNN is slow."""
+    """Pads those products of one rank's program and its functions whose row lengths make oneDNN slow."""
     return change_other_graphs(program, lambda graph: _pad_graph(graph, choices))
 
 
 def find_padding(left: Factor, right: Factor) -> Padding | None:
-    """Returns the padding that makes a product of two matrices faster, if any does."""
+    """Returns the padding that makes a product of two matrices faster; None if none does."""
     (rows, inner), (_, columns) = left.sides, right.sides
     if right.transposed or min(rows, inner, columns) < _FEW or 1 / rows + 1 / columns < _UNPACKED:
         return None
@@ -226,7 +236,7 @@ def find_padding(left: Factor, right: Factor) -> Padding | None:
     if not bad_left and columns % _BAD_ROW:
         return None
     found = [Padding(0 if bad_left else 1, 1, _WORD)]
-    if left.transposed:  # of others oneDNN packs nothing for 16 rows a thread and fewer, either
+    if left.transposed:  # otherwise growing a side is no help: oneDNN packs nothing for up to 16 rows a thread either
         larger = [
             Padding(0, 1, _count_missing_until_packed(rows, columns)),
             Padding(1, 1, _count_missing_until_packed(columns, rows)),
@@ -238,13 +248,15 @@ def find_padding(left: Factor, right: Factor) -> Padding | None:
 
 
 def _count_missing_until_packed(side: int, other: int) -> int:
-    """Returns by how much one side of a result has to grow until oneDNN packs operands; 0: no size is enough."""
+    """Returns by how much one side of a result has to grow until oneDNN packs operands; 0 if no size is enough."""
     rest = _UNPACKED - 1 / other
     return _WORD * (int(1 / rest / _WORD) + 1) - side if rest > 0 else 0
 
 
 def _count_copied(padding: Padding, left: Factor, right: Factor) -> int:
-    """Counts the elements of the larger copy: of the operand, or of the result if its rows become longer."""
+    """Returns the number of elements of the larger copy that padding needs: of the operand, or of the result if its
+    rows become longer.
+    """
     result = left.sides[0] * right.sides[1] if padding.operand else 0
     return max((left, right)[padding.operand].type.elements, result)
 
@@ -276,7 +288,7 @@ def _find_node_padding(program: Program, node: Node) -> Padding | None:
 
 
 def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
-    """Adds a product of a padded operand, and a slice of its result under the node's name."""
+    """Adds the padded operand, the product, and the slice of its result that replaces ``node`` under its name."""
     name, result = node.name, node.outputs[0]
     source = node.inputs[padding.operand]
     given = program.find_type(source)
@@ -286,7 +298,7 @@ def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
     counts[padding.dim, 1] = padding.zeros
     paddings = e.const(e.name_part(name, "paddings"), counts)
     kinds = {"T": DType(given.dtype), "Tpaddings": DType("int32")}
-    # The padding waits until the product can be computed: a copy of an activation or a weight would be held until then.
+    # The padding waits for the other operand, so that the padded copy is not held in memory before it is needed.
     after = tuple(dict.fromkeys((*node.controls, node.inputs[1 - padding.operand].node)))
     pad = Node(e.name_part(name, "operand"), "Pad", (source, paddings), after, kinds, (wider,), marks=node.marks)
     e.nodes[pad.name] = pad
@@ -300,7 +312,9 @@ def _add(e: Emitter, program: Program, node: Node, padding: Padding) -> None:
 
 
 class Factor(NamedTuple):
-    """An operand of a product: a tensor as matrix (all other dimensions by the last one), possibly transposed."""
+    """Represents an operand of a product: a tensor viewed as a matrix (all other dimensions by the last one), possibly
+    transposed.
+    """
 
     ref: Ref
     type: TensorType
@@ -308,23 +322,25 @@ class Factor(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Returns its sizes as a matrix, before transposition."""
+        """Returns (rows, columns) of the tensor viewed as a matrix, before transposition."""
         return _find_matrix_sizes(self.type)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Returns its sizes in the product."""
+        """Returns (rows, columns) in the product, after transposition."""
         return self.matrix[::-1] if self.transposed else self.matrix
 
 
 def _find_matrix_sizes(t: TensorType) -> tuple[int, int]:
-    """Returns the sizes of a tensor viewed as matrix: all other dimensions by the last one."""
+    """Returns (rows, columns) of a tensor viewed as a matrix: all other dimensions by the last one."""
     shape = require_static_shape(t)
     return prod(shape[:-1]), shape[-1]
 
 
 def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
-    """Tells whether matrix products support operands and a result of these types, in place of ``node``."""
+    """Returns True if a matrix product can replace ``node``: operands and result, of ``types``, are static floats, and
+    neither XLA nor offload wants the node.
+    """
     if node.attrs.get(COMPILED) or node.marks.on_host:
         return False
     return all(t.dtype in _DTYPES and t.is_static and t.shape and t.elements for t in types)
@@ -332,7 +348,7 @@ def may_multiply(node: Node, types: Sequence[TensorType]) -> bool:
 
 @dataclass
 class ProductNodes:
-    """Collects the nodes of a graph in which matrix products replace some.
+    """Collects the nodes of a graph in which matrix products replace some nodes.
 
     Attributes:
       emitter: collects the nodes.
@@ -347,7 +363,7 @@ class ProductNodes:
         self.emitter.nodes[node.name] = node
 
     def add(self, node: Node, factors: Sequence[Factor]) -> None:
-        """Adds a product with the control inputs of ``node``, and a reshape with the result's shape and name."""
+        """Adds the product of ``factors`` in place of ``node``, reshaped to the node's shape and under its name."""
         e, result = self.emitter, node.outputs[0]
         inputs = []
         for number, one in enumerate(factors):

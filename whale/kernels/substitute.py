@@ -1,9 +1,9 @@
-"""Rewrites ranks' programs: replaces operations by faster ones, and adds the parts that only a run needs.
+"""Rewrites ranks' programs: replaces operations by faster ones, and adds what only a run needs.
 
-REWRITE              the passes over the program of each rank, behind PARTITION
-substitute_kernels   runs those that change computation or memory: for runs and for predictions
-list_substitutions   lists what they would replace, so that it can be measured
-prepare_for_run      runs the others: keys that are unique in the run, XLA compilation, exchanges by devices
+REWRITE              the passes over the ranks' programs, after PARTITION substitute_kernels   runs the passes that
+change computation or memory, for runs and for predictions list_substitutions   lists what they would replace, so that
+it can be measured prepare_for_run      runs the others: unique keys of communication ops, XLA compilation,
+communication by devices
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ Programs = tuple[Program, ...]
 
 @dataclass(frozen=True, slots=True)
 class RewriteContext:
-    """The inputs that all passes of REWRITE share, beside the programs.
+    """Holds the inputs that all passes of REWRITE share, beside the programs.
 
     Attributes:
-      elastic: ranks may continue without others.
-      ranks: of the programs; comm: name of their communicator; "": they have none.
-      number: of the program in its run; None: it has none.
+      settings: the settings of planning, with the kernels that are on.
+      elastic: ranks may continue if others are lost.
+      ranks: the rank of each program.
+      comm: name of the programs' communicator; "": they have none.
+      number: number of the program in its run, equal on all ranks; None: it has none.
       on_gpu: the programs run on GPUs.
-      xla: XLA's kernels, if it compiles what asks for it.
+      xla: the kernels that XLA has; None: nothing is compiled.
     """
 
     settings: PlanSettings
@@ -55,7 +57,7 @@ _RewritePass = Pass[Programs, RewriteContext]
 
 
 def _apply_to_each(change: Change) -> Callable[[Programs, RewriteContext], Programs]:
-    """Returns a pass that applies ``change`` to each rank's program."""
+    """Returns a pass that applies ``change`` to each rank's program, with the kernels that the settings decline."""
 
     def run(programs: Programs, context: RewriteContext) -> Programs:
         choices = Choices(frozenset(context.settings.fuse.declined))
@@ -80,7 +82,7 @@ def _form_clusters(programs: Programs, context: RewriteContext) -> Programs:
     return tuple([form_clusters(program, xla) for program in programs])
 
 
-# What a rank computes, and in which order. All replace operations by others that compute the same.
+# Passes that change a rank's computation or its order: they replace operations by others that compute the same.
 KERNELS: tuple[_RewritePass, ...] = (
     Pass(
         "loops",
@@ -102,7 +104,7 @@ KERNELS: tuple[_RewritePass, ...] = (
     ),
     Pass(
         "einsums",
-        "computes batches of small products by a kernel of ours",
+        "computes batches of small products by Whale's kernel",
         _apply_to_each(lambda p, c: replace_einsums(p, c)),
         _make_condition("einsums"),
     ),
@@ -114,7 +116,7 @@ KERNELS: tuple[_RewritePass, ...] = (
     ),
     Pass(
         "own_kernels",
-        "computes losses and filters' gradients by kernels of ours",
+        "computes losses and filters' gradients by Whale's kernels",
         _apply_to_each(lambda p, c: replace_nn_kernels(p, c)),
         _make_condition("nn"),
     ),
@@ -132,7 +134,7 @@ KERNELS: tuple[_RewritePass, ...] = (
     ),
     Pass(
         "elementwise",
-        "goes once over tensors for all arithmetic on their elements",
+        "fuses elementwise arithmetic, so that it passes over memory once",
         _apply_to_each(lambda p, c: fuse_elementwise(p, c)),
         _make_condition("elementwise"),
     ),
@@ -163,9 +165,10 @@ def substitute_kernels(
     """Replaces operations by faster ones in ranks' programs, as the settings allow.
 
     Args:
-      elastic: ranks may continue without others, so that no variable is changed before all exchanges have ended.
-      xla: XLA's kernels, where the programs run; None: it is not asked for, or this is a prediction. That takes our
-        kernels for what XLA compiles: its fusions are known only when it has made them.
+      elastic: ranks may continue if others are lost, so that no variable may be updated before all communication of the
+        step has ended.
+      xla: the kernels that XLA has on the device; None: nothing asks for XLA, or this is a prediction, which assumes
+        Whale's kernels for what XLA would compile, since XLA's fusions are known only after compilation.
     """
     context = RewriteContext(settings, elastic, xla=xla)
     ranks: Programs = run_passes(REWRITE, tuple(programs), context, settings.observer, KERNELS)
@@ -173,10 +176,11 @@ def substitute_kernels(
 
 
 def list_substitutions(program: Program, settings: PlanSettings) -> Iterator[Substitution]:
-    """Lists the substitutions that the settings allow in a rank's own graph, but for those of loops; each once.
+    """Yields the substitutions that the settings allow in the main graph of a rank's program, except those of loops;
+    each once.
 
     Args:
-      program: before ``substitute_kernels``.
+      program: a rank's program before ``substitute_kernels``.
     """
     seen: set[str] = set()
     fuse = settings.fuse
@@ -204,8 +208,8 @@ def _one_by_one(kind: str, ops: Collection[str], change: Change) -> Callable[[Pr
     return lambda program: list_changed(kind, ops, program, change)
 
 
-# The substitutions that are measured, in the order of KERNELS. Of loops only whole ones could be compared, which take
-# tens of milliseconds a turn; what is left of one is always fewer operations.
+# The substitutions that are measured, in the order of KERNELS. Loops are not: only whole loops could be compared, which
+# take tens of milliseconds an iteration, and the rewrite always leaves fewer operations.
 _MEASURED: tuple[tuple[str, Change, Callable[[Program], Iterator[Substitution]]], ...] = (
     ("convolutions", replace_convolutions, _one_by_one("convolutions", CONVOLUTIONS, replace_convolutions)),
     ("products", replace_batches, _one_by_one("products", MATMULS, replace_batches)),
@@ -225,12 +229,13 @@ def prepare_for_run(
     number: int | None = None,
     on_gpu: bool = False,
 ) -> Programs:
-    """Prepares ranks' programs for TensorFlow.
+    """Prepares ranks' programs to be run by TensorFlow: makes keys unique, marks what XLA compiles, moves communication
+    to devices.
 
     Args:
-      ranks: of the programs.
-      comm: name of their communicator; "": they have none.
-      number: of the program in its run, equal on all ranks; None: it has no exchanges.
+      ranks: the rank of each program.
+      comm: name of the programs' communicator; "": they have none.
+      number: number of the program in its run, equal on all ranks; None: it has no communication.
       on_gpu: the programs run on GPUs.
     """
     context = RewriteContext(settings, False, ranks, comm, number, on_gpu)
@@ -238,7 +243,9 @@ def prepare_for_run(
 
 
 def _with_number(program: Program, number: int) -> Program:
-    """Adds the program's number to its keys, which are unique in a plan only. Horovod uses the node's name as key."""
+    """Adds the program's number to the keys of its communication ops, which are unique in a plan only. Horovod uses the
+    node's name as key, so these nodes are renamed.
+    """
 
     def rewrite_graph(graph: Program) -> Program:
         renamed = {n.name: f"{n.name}_of_{number}" for n in graph.nodes if n.op == HOROVOD_ALL_REDUCE}
@@ -263,7 +270,7 @@ def _with_number(program: Program, number: int) -> Program:
     return replace(main, functions={name: rewrite_graph(body) for name, body in program.functions.items()})
 
 
-# What the operations of a run are called and carried out by; predictions and memory are of the programs before.
+# Passes that only a run needs: they change names and devices. Predictions of time and memory use the programs before.
 FOR_RUN: tuple[_RewritePass, ...] = (
     Pass(
         "unique_keys",

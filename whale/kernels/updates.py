@@ -1,14 +1,14 @@
-"""Fuses updates of variables, and orders them within a step, in a rank's program.
+"""Fuses updates of variables, and orders them within a step, in one rank's program.
 
-* ``fuse_updates``: units with the same arithmetic become one operation, WhaleUpdate, which updates all their variables.
-  Large variables are updated in place, since updates wait for all readers of the old value: a kernel that updates a
-  variable whose value is still referenced writes to new memory, a copy of a weight for as long as the gradient of the
-  preceding layer is computed.
-* ``fuse_scatters``: sums of rows into tables, by their numbers, become few operations, WhaleScatterRows. What
-  optimizers do with gradients of looked-up rows is an addition to the rows of a table each. TensorFlow's kernel takes
-  some 150 ns for a row of 16 numbers, this one 10 to 20, and there is one operation for many tables.
-* ``order_updates_last``: updates wait for all exchanges of a step, so that a rank takes a step completely, or changes
-  nothing.
+* ``fuse_updates``: updates with the same arithmetic become one operation, WhaleUpdate, which updates all their
+  variables. Large variables are updated in place: their updates wait for all readers of the old value. A kernel that
+  updates a variable whose value is still referenced writes to new memory, and a copy of the weight would exist while
+  the gradient of the preceding layer is computed.
+* ``fuse_scatters``: scatter-adds of rows into tables become few operations, WhaleScatterRows. Optimizers add gradients
+  of looked-up rows to the rows of each table. TensorFlow's kernel takes some 150 ns for a row of 16 numbers, Whale's 10
+  to 20, and one operation serves many tables.
+* ``order_updates_last``: updates wait for all communication of a step, so that a rank takes a step completely, or
+  changes nothing.
 
 Decisions: 0088, 0177.
 """
@@ -35,8 +35,8 @@ from whale.passes.elementwise.update_nodes import Arithmetic, UpdatePart, find_p
 
 UPDATE = FUSED_UPDATE
 
-# Most bytes of the variables that one operation updates: what it reads is held until it has run, and it waits for all
-# of that.
+# Most bytes of the variables that one operation updates. The operation waits for all its gradients, and these are held
+# in memory until it has run.
 _GROUP_BYTES = 4 << 20
 _EXCHANGED = "whale/exchanged"
 _MEETS = EXCHANGES | {"WhaleCheck", "WhaleBarrier"}
@@ -44,12 +44,14 @@ _SUBTRACTS = {"ResourceScatterAdd": False, "ResourceScatterSub": True}
 
 
 def fuse_updates(program: Program, choices: Choices = ALL) -> Program:
-    """Fuses the updates of one rank's own graph into as few operations as possible; large ones are in place."""
+    """Fuses the updates in the main graph of one rank's program into as few operations as possible, and makes large
+    ones run in place.
+    """
     return order_in_place_updates(_fuse_updates_in_graph(program, choices))
 
 
 def list_updates(program: Program) -> list[tuple[Node, list[str]]]:
-    """Returns the operations that ``fuse_updates`` makes, each with the names of the nodes that it replaces."""
+    """Returns the operations that ``fuse_updates`` would create, each with the names of the nodes that it replaces."""
     operations = _find_operations(program)
     made = [make_update(f"{UPDATE}/{i}", parts, program.by_name) for i, parts in enumerate(operations)]
     return [(node, [n for p in parts for n in sorted(p.does.replaced)]) for node, parts in zip(made, operations)]
@@ -61,7 +63,9 @@ def _fuse_updates_in_graph(program: Program, choices: Choices) -> Program:
 
 
 def _find_operations(program: Program) -> list[list[UpdatePart]]:
-    """Returns the parts of the operations that are worth making."""
+    """Returns groups of update parts, each of which becomes one operation; groups that would replace a single node are
+    left out.
+    """
     found = find_accesses(program)
     units = find_units(program, found)
     groups: dict[tuple[object, ...], list[UpdatePart]] = {}
@@ -77,24 +81,25 @@ def _find_operations(program: Program) -> list[list[UpdatePart]]:
 
 
 def count_written_together(program: Program) -> tuple[int, int]:
-    """Counts the operations of ``fuse_updates`` that update variables together, and the variables that they write."""
+    """Counts the fused update operations of a program, and the variables that they write."""
     written = [node.attrs["H"] for node in program.nodes if node.op == UPDATE]
     return len(written), sum(written)
 
 
 def _find_exchange(program: Program, does: Arithmetic) -> str:
-    """Returns the name of the exchange that provides the operand of an update; "": none.
+    """Returns the name of the communication op that yields an operand (the gradient) of an update; "" if there is none.
 
-    The update starts when that has ended, and waits for no other exchange.
+    Updates with the same one are fused: such an operation starts when this communication has ended, and waits for no
+    other.
     """
     from_ranks = [ref.node for ref in does.tensors if program.by_name[ref.node].op in EXCHANGES]
     return from_ranks[-1] if from_ranks else ""
 
 
 def _replace_nodes(program: Program, operations: list[list[UpdatePart]], choices: Choices) -> Program:
-    """Puts an operation in place of each list of nodes, at the position of the last one."""
+    """Replaces the nodes of each group by one operation, at the position of the last node."""
     moved: dict[Ref, Ref] = {}
-    made: dict[str, Node] = {}  # node that is replaced -> what stands for it
+    made: dict[str, Node] = {}  # replaced node -> the operation
     for i, parts in enumerate(operations):
         node = make_update(f"{UPDATE}/{i}", parts, program.by_name)
         if not choices.takes("updates", program, node):
@@ -106,9 +111,9 @@ def _replace_nodes(program: Program, operations: list[list[UpdatePart]], choices
 
 
 def order_in_place_updates(program: Program) -> Program:
-    """Makes updates of large variables in one rank's program wait for all readers of the old values.
+    """Makes updates of large variables, in one rank's program, wait for all readers of the old values.
 
-    Nodes that need an update's result may read the old value, too; the update cannot wait for these.
+    An update does not wait for readers that depend on its own result.
     """
     large = {v.node for v in program.variables if v.type.bytes >= LARGE_BYTES}
     updates = [n for n in program.nodes if n.op in UPDATES and any(ref.node in large for ref in n.inputs)]
@@ -127,7 +132,7 @@ def order_in_place_updates(program: Program) -> Program:
 
 
 def _find_readers(program: Program, large: set[str]) -> dict[str, list[str]]:
-    """Returns, for each variable, the nodes that read its value, in the order of the program."""
+    """Maps each large variable to the nodes that read its value, also through views, in the program's order."""
     of: dict[str, str] = {}  # node whose output is a variable's value -> the variable
     found: dict[str, list[str]] = {}
     for node in program.nodes:
@@ -164,7 +169,9 @@ def _order_updates_late(program: Program, updates: set[str]) -> list[Node]:
 
 
 def order_updates_last(program: Program) -> Program:
-    """Makes the updates of one rank's program wait for its exchanges, except for updates on which exchanges depend."""
+    """Makes the updates of one rank's program wait for all its communication, except for updates on which communication
+    depends.
+    """
     meeting = [node.name for node in program.nodes if _runs_any_of(node, program, _MEETS)]
     if not meeting:
         return program
@@ -181,7 +188,7 @@ def order_updates_last(program: Program) -> Program:
 
 
 def list_early_writes(program: Program) -> tuple[str, ...]:
-    """Returns a rank program's variables (their nodes) that are written before all its exchanges have ended."""
+    """Returns the handle nodes of variables that a rank's program updates before all its communication has ended."""
     meeting = [node.name for node in program.nodes if _runs_any_of(node, program, _MEETS)]
     early = _find_predecessors(program, meeting).union(meeting)
     writing = [node for node in program.nodes if node.name in early and _is_update(node, program)]
@@ -194,7 +201,7 @@ def _is_update(node: Node, program: Program) -> bool:
 
 
 def _runs_any_of(node: Node, program: Program, ops: frozenset[str]) -> bool:
-    """Tells whether a node is one of ``ops``, or runs a function with one."""
+    """Returns True if the op of a node is in ``ops``, or the node runs a function with such a node."""
     if node.op in ops:
         return True
     bodies: Mapping[str, Program] = program.functions
@@ -210,7 +217,9 @@ def _list_nodes(body: Program | None) -> tuple[Node, ...]:
 
 
 def _find_predecessors(program: Program, names: list[str]) -> set[str]:
-    """Returns all predecessors of these nodes; the nodes themselves only if another one of them depends on them."""
+    """Returns the names of all nodes that come before these nodes; one of them is included only if another one depends
+    on it.
+    """
     nodes = [program.by_name[name] for name in names]
     return find_waited_for(
         program, [name for node in nodes for name in (*(ref.node for ref in node.inputs), *node.controls)]
@@ -218,12 +227,12 @@ def _find_predecessors(program: Program, names: list[str]) -> set[str]:
 
 
 def fuse_scatters(program: Program, choices: Choices = ALL) -> Program:
-    """Fuses sums of rows into tables, in one rank's program and its functions, into few operations."""
+    """Fuses scatter-adds of rows into tables, in one rank's program and its functions, into few operations."""
     return change_other_graphs(program, lambda graph: _fuse_scatters_in_graph(graph, choices))
 
 
 def list_scatters(program: Program) -> list[tuple[Node, list[str]]]:
-    """Returns the operations that ``fuse_scatters`` makes, each with the names of the nodes that it replaces."""
+    """Returns the operations that ``fuse_scatters`` would create, each with the names of the nodes that it replaces."""
     return [(_make_operation(nodes), [node.name for node in nodes]) for nodes in _find_groups(program)]
 
 
@@ -237,8 +246,8 @@ def _fuse_scatters_in_graph(program: Program, choices: Choices) -> Program:
 
 
 def _find_groups(program: Program) -> list[list[Node]]:
-    """Groups the nodes that become one operation: none waits for another, they wait for the same exchange, and each
-    changes another table.
+    """Groups the scatters that become one operation: none waits for another, their rows come from the same
+    communication op, and each updates a different table.
     """
     if program.ops.isdisjoint(_SUBTRACTS):
         return []
@@ -246,7 +255,7 @@ def _find_groups(program: Program) -> list[list[Node]]:
     if not nodes:
         return []
     levels = _find_levels(program, {node.name for node in nodes})
-    turns: dict[tuple[object, ...], int] = {}  # how often a table was met
+    turns: dict[tuple[object, ...], int] = {}  # number of scatters of the same table so far
     groups: dict[tuple[object, ...], list[Node]] = {}
     for node in nodes:
         table, ids, rows = node.inputs
@@ -276,7 +285,9 @@ def _is_fusable(program: Program, node: Node) -> bool:
 
 
 def _find_levels(program: Program, names: set[str]) -> Mapping[str, int]:
-    """Returns, for each node, the number of nodes of ``names`` on the longest path to it."""
+    """Returns for each node the number of nodes of ``names`` before it on the longest path to it; nodes with equal
+    numbers do not wait for each other.
+    """
     levels: dict[str, int] = {}
     for node in program.nodes:
         levels[node.name] = max((levels[n] + (n in names) for n in list_predecessors(node)), default=0)
@@ -284,7 +295,7 @@ def _find_levels(program: Program, names: set[str]) -> Mapping[str, int]:
 
 
 def _make_operation(nodes: list[Node]) -> Node:
-    """Returns the operation that replaces ``nodes``, whose tables differ."""
+    """Returns the WhaleScatterRows operation that replaces ``nodes``, each of which updates a different table."""
     names = {node.name for node in nodes}
     controls = dict.fromkeys(c for node in nodes for c in node.controls if c not in names)
     inputs: list[Ref] = [node.inputs[place] for place in range(3) for node in nodes]

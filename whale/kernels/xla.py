@@ -1,10 +1,11 @@
-"""Compiles nodes by XLA: they become calls of functions that TensorFlow has to compile, with local shapes.
+"""Lets XLA compile nodes: they become calls of functions that TensorFlow compiles, in a rank's program with its local
+shapes.
 
-Nodes that have no kernel where they run are compiled one by one (``compile_marked``), unless a cluster took them before
-(``whale.kernels.clusters``). On GPUs these are XLA's own operations only: cuDNN has convolutions and pooling of every
-layout and kind.
+Nodes that have no kernel on the device are compiled one by one (``compile_marked``), unless a cluster contains them
+already (``whale.kernels.clusters``). On GPUs these are XLA's own operations only: cuDNN has convolutions and pooling of
+every layout and kind.
 
-Passes over the other graphs of a program leave the functions that XLA compiles unchanged.
+Other passes must leave functions that XLA compiles unchanged; ``change_other_graphs`` does that.
 
 Decisions: 0051, 0169.
 """
@@ -18,16 +19,17 @@ from whale.ir.ops import CALLS
 from whale.ir.program import COMPILED, Node, Program, Ref, find_called_functions, iterate_function_refs
 from whale.ir.values import DType, Func
 
-# Larger constants are handed to a compiled function: in it they would be held a second time, and looked at by XLA.
+# Larger constants become arguments: inside of a compiled function they would be held a second time and slow XLA down.
 _MOST_CONST_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class XlaKernels:
-    """The operations that XLA compiles for the device of this process.
+    """Holds the operations that XLA can compile for the device of this process.
 
     Attributes:
-      kernels: op type -> for each of its kernels, the types that attributes may be, by attribute; without one any type.
+      kernels: op -> its kernels; of each, attribute -> the dtypes that it may have (attributes that are not named may
+        have any).
       on_gpu: the device is a GPU.
     """
 
@@ -35,7 +37,7 @@ class XlaKernels:
     on_gpu: bool = False
 
     def __contains__(self, node: Node) -> bool:
-        """Tells whether XLA has a kernel for a node with these types."""
+        """Returns True if XLA has a kernel for a node with its dtypes."""
 
         def allows(name: str, allowed: frozenset[str]) -> bool:
             given = node.attrs.get(name)
@@ -46,11 +48,11 @@ class XlaKernels:
 
 
 def compile_marked(program: Program, on_gpu: bool = False) -> Program:
-    """Puts every node of one rank's program that has no kernel (passes.normalize.compiled) into a compiled function of
-    its own.
+    """Puts every node of one rank's program that has no kernel (marked by ``whale.passes.normalize.inline``) into a
+    function of its own that XLA compiles.
 
     Args:
-      on_gpu: the program runs on a GPU, where it has kernels for most of them.
+      on_gpu: the program runs on a GPU, which has kernels for all but XLA's own ops.
     """
     if on_gpu:
         program = _unmark_all_but_xla(program)
@@ -65,8 +67,8 @@ def compile_marked(program: Program, on_gpu: bool = False) -> Program:
 
 
 def change_other_graphs(program: Program, change: Callable[[Program], Program]) -> Program:
-    """Applies ``change`` to ``program`` and its functions, except for those that XLA compiles, which knows no kernel of
-    ours.
+    """Applies ``change`` to ``program`` and its functions, except functions that XLA compiles, since it has no kernels
+    for Whale's ops.
     """
     if not program.functions:
         return change(program)
@@ -76,14 +78,14 @@ def change_other_graphs(program: Program, change: Callable[[Program], Program]) 
 
 
 def find_compiled(program: Program) -> set[str]:
-    """Returns the functions that XLA compiles, and those called from them."""
+    """Returns the names of functions that XLA compiles, and of those called from them."""
     graphs = (program, *program.functions.values())
     compiled = (node for graph in graphs for node in graph.nodes if node.attrs.get(COMPILED))
     return set(find_called_functions(compiled, program.functions))
 
 
 def count_compiled(program: Program) -> int:
-    """Counts the calls of functions that XLA compiles in the graphs of a program, each call once."""
+    """Counts the calls of functions that XLA compiles, in all graphs of a program."""
     graphs = (program, *program.functions.values())
     return sum(node.op in CALLS and bool(node.attrs.get(COMPILED)) for graph in graphs for node in graph.nodes)
 
@@ -95,7 +97,8 @@ def make_call(
 
     Args:
       nodes: in the graph's order; no path leads out of them and back.
-      name: of the call; function: of its function.
+      name: name of the call.
+      function: name of its function.
       results: the tensors of ``nodes`` that the call returns, in order.
     """
     inside: dict[str, Node] = {}
@@ -106,7 +109,7 @@ def make_call(
         if ref.node in own:
             return ref
         producer = graph.by_name[ref.node]
-        if producer.op == "Const" and producer.outputs[0].bytes <= _MOST_CONST_BYTES:  # XLA has to know shapes
+        if producer.op == "Const" and producer.outputs[0].bytes <= _MOST_CONST_BYTES:  # XLA needs constants for shapes
             inside[ref.node] = replace(producer, controls=())
             return ref
         if ref not in passed:
@@ -139,7 +142,11 @@ def _list_controls(nodes: Iterable[Node], own: set[str]) -> dict[str, None]:
 
 
 def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Program]) -> Program:
-    """Replaces the marked nodes of one graph by calls; adds the functions called to ``functions``."""
+    """Replaces the marked nodes of one graph by calls, and adds the called functions to ``functions``.
+
+    Args:
+      graph: name of the graph, for names of functions.
+    """
     if not any(map(_is_marked, program.nodes)):
         return program
     nodes = []
@@ -152,7 +159,7 @@ def _replace_marked_nodes(program: Program, graph: str, functions: dict[str, Pro
 
 
 def _unmark_all_but_xla(program: Program) -> Program:
-    """Takes the marks of nodes away that are no operations of XLA's; calls of functions keep theirs."""
+    """Removes the mark to be compiled from all nodes except XLA's own ops and calls of functions."""
 
     def unmark(node: Node) -> Node:
         if COMPILED not in node.attrs or node.op.startswith("Xla") or any(True for _ in iterate_function_refs(node)):

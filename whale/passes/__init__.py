@@ -1,1 +1,1 @@
-"""Passes that turn a captured program into a plan, in one visible order."""
+"""Contains the passes that turn a captured program into a plan; ``whale.passes.pass_manager`` lists them in order."""

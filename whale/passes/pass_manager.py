@@ -1,8 +1,11 @@
-"""The passes that make a plan: program -> normalised program (``NORMALIZE``) -> plan (``PLAN``).
+"""Defines the passes that make a plan: captured program -> normalised program (``NORMALIZE``) -> plan (``PLAN``).
 
-Every pass is a pure function. The tables below say which ones there are, what each does, in which order they run, and
-when. ``whale.passes.run_passes`` runs them; PARTITION and REWRITE (``whale.partition.lower``,
-``whale.kernels.substitute``) follow on them.
+The tables below list the passes in the order in which they run, with what each does and the condition under which it
+runs. Every pass is a pure function. ``whale.passes.run_passes`` runs a table. Two more tables run afterwards and turn a
+plan into the ranks' programs: PARTITION (``whale.partition.lower``) and REWRITE (``whale.kernels.substitute``).
+
+``normalise`` and ``make_plan`` are the entry points for a whole program. ``complete_plan`` and ``plan_of_part`` derive
+the plan of a related program (another axis of the mesh, a stage group) from a finished plan.
 """
 
 from __future__ import annotations
@@ -56,22 +59,24 @@ def _gathers_weights(s: PlanSettings) -> bool:
 
 
 def _collapses_updates(s: PlanSettings) -> bool:
-    return s.fuse.updates and s.precision.matmul_dtype != "float16"  # whose updates are left out, one by one
+    # With float16 a step with a gradient that overflowed leaves out each variable's update by itself.
+    return s.fuse.updates and s.precision.matmul_dtype != "float16"
 
 
 def _fewest_bytes(s: PlanSettings) -> int:
-    """Returns the least bytes of weights whose reads are hoisted out of loops and branches; 0 with offloaded
-    weights.
+    """Returns the size in bytes from which a weight's read is hoisted out of loops and branches; 0 (every weight) with
+    offloaded weights.
     """
     return 0 if s.memory.offload == "parameters" else s.zero.min_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """The inputs that all passes of a plan share, beside the draft.
+    """Holds the inputs that all passes of the PLAN table read beside the draft.
 
     Attributes:
-      first: see ``build_plan_draft``.
+      settings: the ranks and the user's choices.
+      first: cache of layouts shared with other plans of the program (see ``build_plan_draft``); None: no cache.
     """
 
     settings: PlanSettings
@@ -84,7 +89,9 @@ _DraftPass = Pass[PlanDraft, PlanContext]
 def _on_every_graph(
     step: Callable[[Program, GraphLayout, int], GraphLayout],
 ) -> Callable[[PlanDraft, PlanContext], PlanDraft]:
-    """Returns a pass that applies ``step`` to the layouts of the program and of each of its functions."""
+    """Wraps ``step``, which changes the layouts of one graph, as a pass over the layouts of the program and of each of
+    its functions.
+    """
 
     def run(draft: PlanDraft, context: PlanContext) -> PlanDraft:
         size = context.settings.size
@@ -128,28 +135,28 @@ NORMALIZE = Table(
             "gives nodes the static shapes that follow from those of the inputs",
             lambda p, s: specialise(p),
         ),
-        Pass("unpack", "takes operations on many tensors at once apart", lambda p, s: unpack(p)),
+        Pass("unpack", "passes values that branches save for gradients as tensors", lambda p, s: unpack(p)),
         Pass("share_scalars", "computes equal scalars once", lambda p, s: share_scalars(p)),
         Pass(
             "collapse_updates",
-            "makes one operation of each variable's update, where there are many",
+            "makes one operation of each variable's update, in steps with many updates",
             lambda p, s: collapse_updates(p),
             When("kernels=updates, but for float16", _collapses_updates),
         ),
         Pass(
             "gather_from_variables",
-            "looks rows of tables up in the variable, not in its value",
+            "gathers rows of tables from the variable, not from its value",
             lambda p, s: gather_from_variables(p, s.memory.offload == TABLES),
         ),
         Pass(
             "skip_overflow",
-            "leaves a step out in which a scaled gradient is not finite",
+            "skips the update of a step in which a scaled gradient is not finite",
             lambda p, s: skip_overflow(p),
             When("precision.compute_dtype=float16", lambda s: s.precision.matmul_dtype == "float16"),
         ),
         Pass(
             "gather_all_ids",
-            "writes lookups so that they may run where the rows are",
+            "rewrites lookups so that they can run on the ranks that hold the rows",
             lambda p, s: gather_all_ids(p),
         ),
         Pass(
@@ -175,19 +182,19 @@ NORMALIZE = Table(
         ),
         Pass(
             "share_hidden_updates",
-            "gives all ranks what functions of datasets assign on the first one",
+            "gives all ranks the values that functions of datasets assign on the first rank",
             lambda p, s: share_hidden_updates(p),
             When("more than one rank", lambda s: s.size > 1),
         ),
         Pass(
             "run_python_everywhere",
-            "calls Python functions, changes tables and queues on every rank, and takes the first one's results",
+            "runs Python functions and changes of tables and queues on every rank; uses the first rank's results",
             lambda p, s: run_python_everywhere(p),
             When("ranks that are processes", lambda s: s.size > 1 and s.own_processes),
         ),
         Pass(
             "mark_streams",
-            "names the stream of each random operation, by which programs of other shapes know it",
+            "names the stream of each random operation, equally in programs of other shapes",
             lambda p, s: mark_streams(p),
         ),
         Pass(
@@ -226,17 +233,17 @@ NORMALIZE = Table(
     changes=program_changes,
 )
 
-# What the layouts of every graph go through, once the program is laid out.
+# The passes of PLAN that refine the layouts of every graph.
 LAYOUTS: tuple[_DraftPass, ...] = (
     Pass(
         "reduce_partial_sums",
         "decides where partial sums are reduced, by a minimum cut",
         _on_every_graph(reduce_partial_sums),
     ),
-    Pass("make_in_place", "lets operands be produced as their reader wants them", _on_every_graph(make_in_place)),
+    Pass("make_in_place", "produces operands in the layout that their reader wants", _on_every_graph(make_in_place)),
 )
 
-# What moves, and who carries it.
+# The passes of PLAN that decide which tensors are resharded, and through which library.
 EXCHANGES: tuple[_DraftPass, ...] = (
     Pass("explicit_reshards", "makes every change of layout a reshard", _explicit),
     Pass(
@@ -258,12 +265,12 @@ PLAN: Table[PlanDraft, PlanContext] = Table(
     (
         Pass(
             "build_plan_draft",
-            "finds the batch, what is divided, and how every tensor lies",
+            "finds the batch, what is divided, and the layout of every tensor",
             lambda d, c: build_plan_draft(d.program, c.settings, c.first),
         ),
         *LAYOUTS,
         *EXCHANGES,
-        Pass("fuse_all_reduces", "lets small sums and gathers of gradients travel together", _fuse),
+        Pass("fuse_all_reduces", "fuses small all-reduces and all-gathers of gradients into buckets", _fuse),
     ),
     programs=lambda d: (d.program,),
     text=lambda d, c: format_plan(_as_plan(d.program, d, c.settings)),
@@ -275,7 +282,8 @@ CHECKS: tuple[Callable[[Program, Plan], None], ...] = (check, refuse_hidden_upda
 
 
 def normalise(program: Program, settings: PlanSettings) -> Program:
-    """Runs the passes of ``NORMALIZE`` on a captured program.
+    """Runs the ``NORMALIZE`` passes on a captured program, so that it can be planned: calls inlined, constants folded,
+    grouped ops unpacked, every node with a scope.
 
     Raises:
       ProgramError: the program averages its gradients through Horovod itself.
@@ -290,11 +298,14 @@ def normalise(program: Program, settings: PlanSettings) -> Program:
 
 
 def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: FirstLayouts | None = None) -> Plan:
-    """Plans a normalised program; the plan refers to the program that ``expand`` returns.
+    """Plans a normalised program: runs the ``PLAN`` passes, then checks that the plan is legal.
+
+    The plan's node names are those of the program that ``expand`` returns, where some composite ops (batch norm,
+    softmax) are replaced by simple ones.
 
     Args:
       mark: the fingerprint to store in the plan; "": that of ``program``.
-      first: see ``build_plan_draft``.
+      first: cache of layouts shared with other plans of the program (see ``build_plan_draft``); None: no cache.
 
     Raises:
       PlanError: the batch cannot be split as asked, or no legal plan exists.
@@ -313,16 +324,18 @@ def make_plan(program: Program, settings: PlanSettings, mark: str = "", first: F
 def complete_plan(
     program: Program, settings: PlanSettings, model: Plan, fixed: Mapping[str, Strategy] = NOTHING
 ) -> Plan:
-    """Plans a program that equals another one, whose plan is ``model``, but for nodes that depend on another mesh axis.
+    """Plans a program by copying the decisions of ``model``, the plan of a nearly equal program.
 
-    Nodes of both programs have the layouts of ``model``, but for sizes; the others follow by propagation.
+    On a mesh of several axes the coordinates of one axis have programs that differ only in a few nodes and sizes. One
+    of these programs is planned in full; the others get its layouts, with their own sizes. Propagation finds the
+    layouts of nodes that the model's program does not have.
 
     Args:
-      settings: with the batch inputs, whose rows may differ from the model's.
-      fixed: strategies of nodes that the model does not have.
+      settings: must hold the batch inputs of ``program``, whose rows per rank may differ from the model's.
+      fixed: strategies of nodes that the model's program does not have, by name.
 
     Raises:
-      PlanError: no such plan is legal.
+      PlanError: the copied plan is not legal for ``program``.
     """
     with suspend_garbage_collection():
         expanded = expand(program, frozenset(model.expanded), settings)
@@ -340,10 +353,12 @@ def complete_plan(
 
 
 def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mapping[str, Strategy]) -> Plan:
-    """Plans the part of an expanded program that one stage group runs, by the plan ``model`` of the program.
+    """Plans the part of an expanded program that one stage group runs, with the layouts of ``model``, the plan of the
+    whole program.
 
     Args:
-      ends: the placements of tensors that enter and leave the part.
+      part: the stage group's program, in which tensors of other stages are stage inputs and outputs.
+      ends: strategies of the stage inputs and outputs, by node name.
     """
     with suspend_garbage_collection():
         known = ReferencePlan(model.strategies)
@@ -360,14 +375,14 @@ def plan_of_part(part: Program, settings: PlanSettings, model: Plan, ends: Mappi
 
 
 def _as_in(model: Plan, program: Program, layouts: Mapping[str, GraphLayout], settings: PlanSettings) -> PlanDraft:
-    """Returns a draft with ``layouts`` whose all-reduces are fused into the same groups as those of the plan
-    ``model``.
+    """Creates a draft from known ``layouts`` and adds the reshards they need; all-reduces with the same key are fused
+    into the same groups as in the plan ``model``.
     """
     draft = PlanDraft(program, frozenset(model.expanded), settings.batch.inputs or (), model.variables, layouts)
-    # What is planned like another plan is not watched: each rank of a mesh asks for it.
+    # Not dumped or logged: each rank of a mesh derives such plans from the same model.
     draft = run_passes(PLAN, draft, PlanContext(settings), PassObserver(), EXCHANGES)
-    # Less depends on less here, where a partial sum begins with zeros; but what travels together must not wait, by
-    # way of the other axis, for what the model has behind it.
+    # Groups are copied, not chosen again: this program has fewer dependences than the model's (partial sums of the
+    # other axis begin with zeros), and a group chosen by them could wait for itself by way of the other axis.
     together = {r.key: r.group for r in model.reshards}
     reshards = tuple(replace(r, group=together.get(r.key, -1)) for r in draft.reshards)
     return replace(draft, reshards=reshards)
@@ -378,7 +393,9 @@ def _sizes(b: BatchInput) -> tuple[int, ...]:
 
 
 def _draft_changes(before: PlanDraft, after: PlanDraft) -> str:
-    """Describes how many layouts and reshards of a draft a pass has changed."""
+    """Describes how many node layouts and reshards a pass has changed in a draft, such as "3 layouts of nodes, 1
+    reshards".
+    """
     strategies = sum(
         layout.strategies[name] != (known.strategies.get(name) if (known := before.layouts.get(graph)) else None)
         for graph, layout in after.layouts.items()
@@ -394,7 +411,7 @@ def _as_plan(program: Program, draft: PlanDraft, settings: PlanSettings, mark: s
     """Creates the plan from a finished draft.
 
     Args:
-      program: before its composite ops were expanded.
+      program: the normalised program before its composite ops were expanded.
       mark: the fingerprint to store in the plan; "": that of ``program``.
     """
     expanded, layouts = draft.program, draft.layouts

@@ -1,8 +1,9 @@
-"""Chooses layouts for a normalised program: its batch, its composite ops, its split scopes, and split optimizer state.
+"""Builds the first draft of a plan: finds the batch, expands composite ops, divides split scopes, shards optimizer
+state.
 
-These choices depend on each other. Which composite ops have to be expanded depends on which tensors the batch divides,
-the division of a split scope depends on the placements of tensors that enter it, and a loss is expanded along its
-classes only if a scope divides them.
+``build_plan_draft`` makes these choices together, because they depend on each other. Which composite ops have to be
+expanded depends on which tensors the batch shards; how a split scope is divided depends on the placements of tensors
+that enter it; a loss is expanded along its classes only if a scope shards them.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from whale.passes.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True)
 class PlanDraft:
-    """A plan under construction.
+    """Holds a plan under construction: the value that the PLAN passes hand on to each other.
 
     Attributes:
       program: normalised, with those composite ops expanded that the plan needs as simple ops.
-      expanded: the names of these ops.
-      batch: the inputs that carry the batch.
-      variables: placements of the variables that are split between steps, by handle node.
+      expanded: names of the composite ops that were expanded.
+      batch: the inputs that carry the batch, with their rows per rank.
+      variables: placements of the variables that are sharded between steps, by handle node.
       layouts: of the program (key "") and of each function body that it calls.
-      reshards: the changes of layout, once they are explicit.
+      reshards: the changes of layout; () until the pass ``explicit_reshards`` has run.
     """
 
     program: Program
@@ -50,15 +51,16 @@ class PlanDraft:
     reshards: tuple[Reshard, ...] = ()
 
     def graph(self, name: str) -> Program:
-        """Returns the program (name ""), or one of its functions."""
+        """Returns the body of the function ``name``, or the program itself for ""."""
         return self.program.functions[name] if name else self.program
 
 
 class FirstLayouts:
-    """The layouts of a program without split scopes, cached for all plans that are made of the program.
+    """Caches the layouts that a program has by its batch alone, so that several plans of the program share one
+    propagation.
 
-    The programs of these plans may differ in their split scopes: along an axis that divides rows, propagation ignores
-    all scopes that do not name ranks.
+    The plans may have different split scopes: along a mesh axis that shards rows, propagation ignores all scopes except
+    those that name ranks (such programs are not cached).
     """
 
     def __init__(self) -> None:
@@ -67,7 +69,12 @@ class FirstLayouts:
     def find(
         self, expanded: Program, composites: Collection[str], batch: tuple[BatchInput, ...], settings: PlanSettings
     ) -> dict[str, GraphLayout]:
-        """Returns the layouts of the program of which ``composites`` were decomposed."""
+        """Returns the layouts of ``expanded``, by graph name, from the cache if they are there.
+
+        Args:
+          expanded: the program, with the ops named in ``composites`` decomposed.
+          composites: part of the cache key, with the batch, the number of ranks and the meaning of batch statistics.
+        """
         if not any(isinstance(b.placement, Shard) for b in batch) or map_named_ranks(expanded):
             return layouts_of(expanded, batch, settings)
         meant = settings.batch.local_statistics, settings.batch.local_streams
@@ -81,7 +88,10 @@ def build_plan_draft(program: Program, settings: PlanSettings, first: FirstLayou
     """Chooses layouts for a normalised program according to the user's settings.
 
     Args:
-      first: cached layouts from other plans of the program, which may have other split scopes.
+      first: cache of layouts, shared by plans of the program that may differ in their split scopes; None: no cache.
+
+    Returns:
+      A draft with layouts but without reshards, which later passes add.
 
     Raises:
       PlanError: the batch cannot be split as asked, or nothing under a split scope can be divided.
@@ -95,7 +105,7 @@ def build_plan_draft(program: Program, settings: PlanSettings, first: FirstLayou
     composites |= frozenset(choose_for_rings(program, settings.size, settings.memory.limit_bytes))
     round_ = in_rings(program, composites)
     losses = frozenset(n.name for n in round_.nodes if split_scope(n.scope) and has_split_form(round_, n))
-    tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are an axis as well
+    tables = settings.split.tables and settings.time.micro_batches == 1  # micro-batches are planned as one more axis
     at_rest, division = not settings.split.state_only, None
     while True:
         expanded = expand(program, composites | losses, settings)
@@ -107,7 +117,7 @@ def build_plan_draft(program: Program, settings: PlanSettings, first: FirstLayou
         losses -= whole
         division = replace(division, strategies={n: s for n, s in division.strategies.items() if n not in whole})
     strategies, variables = dict(division.strategies), dict(division.variables)
-    outside: dict[str, Placement] = {}  # variables that lie split for the optimizer's sake
+    outside: dict[str, Placement] = {}  # variables that only ZeRO shards
     if settings.zero.level:
         inside = {
             v.node for v in expanded.variables
@@ -133,8 +143,12 @@ def layouts_of(
     gathered: Collection[str] = (),
     model: ReferencePlan | None = None,
 ) -> dict[str, GraphLayout]:
-    """Returns the layouts of an expanded program (key "") and its functions; the last three arguments as in
-    ``propagate``.
+    """Returns the layouts of an expanded program (key "") and of its functions, from the batch inputs and fixed
+    strategies.
+
+    Args:
+      batch: the inputs whose rows are sharded.
+      fixed, gathered, model: as in ``propagate``.
     """
     divided = {b.name: b.placement for b in batch} if settings.size > 1 else {}
     local = frozenset(b.name for b in batch if b.local)
@@ -143,7 +157,9 @@ def layouts_of(
 
 
 def expand(program: Program, composites: Collection[str], settings: PlanSettings) -> Program:
-    """Replaces the named composite ops of ``program`` by simple ones, and the chosen attentions by one op each."""
+    """Replaces the composite ops named in ``composites`` by simple ops, and each attention whose ops are named by one
+    ring-attention op.
+    """
     if not composites:
         return program
     rings = in_rings(program, composites, settings.memory.scores_bytes)
@@ -151,9 +167,10 @@ def expand(program: Program, composites: Collection[str], settings: PlanSettings
 
 
 def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
-    """Returns the batch inputs as configured; none if no node could be divided, whatever the sizes of the inputs.
+    """Finds the batch inputs according to the settings.
 
-    A call that loads a variable, or starts an iterator over its arguments, has inputs but no batch.
+    Returns () if they cannot be found but no node could be sharded along any input anyway: a call that only loads a
+    variable, or starts an iterator over its arguments, has inputs but no batch.
     """
     try:
         return batch_of(program, settings)
@@ -170,14 +187,16 @@ def _batch(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
 def _find_divided_norms(
     program: Program, batch: tuple[BatchInput, ...], settings: PlanSettings, first: FirstLayouts
 ) -> frozenset[str]:
-    """Returns the batch normalisations over a divided batch that need statistics of the whole batch."""
+    """Returns the names of batch normalisations, forward and gradient, that read a sharded batch and need the
+    statistics of all of it.
+    """
     if settings.size == 1 or settings.batch.local_statistics or not any(is_composite(n) for n in program.nodes):
         return frozenset()
     layout = first.find(program, (), batch, settings)[""]
     divided = {
         n.name for n in program.nodes if is_composite(n) and any(isinstance(layout.place(r), Shard) for r in n.inputs)
     }
-    # Forward and gradient go together: the gradient reads what the decomposed forward saved.
+    # Forward and gradient are expanded together: the gradient reads what the expanded forward op saved.
     while True:
         more = {
             n.name
@@ -195,7 +214,9 @@ def _reads(program: Program, reader: str, producer: str) -> bool:
 
 
 def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strategy]) -> bool:
-    """Tells whether an expanded softmax, its loss, or an arg max has its classes split."""
+    """Returns True if the expanded softmax, loss or arg max named ``loss`` has its class dimension sharded by
+    ``strategies``.
+    """
     strategy = strategies.get(f"{loss}/whale_max")
     axes = program.const(program.by_name[f"{loss}/whale_max"].inputs[1])
     cut = strategy.inputs[0] if strategy is not None else None
@@ -203,6 +224,10 @@ def _classes_split(program: Program, loss: str, strategies: Mapping[str, Strateg
 
 
 def _state(program: Program, settings: PlanSettings, inside: Collection[str]) -> dict[str, Shard]:
-    """Returns the placements of optimizer state outside of split scopes that is to be split, by handle node."""
+    """Returns the placements of variables outside of split scopes that ZeRO shards between steps, by handle node.
+
+    Args:
+      inside: handle nodes of the variables that split scopes shard.
+    """
     zero, known, weights = settings.zero, settings.split.known, settings.zero.level >= 3
     return state_at_rest(program, settings.size, zero.min_bytes, inside, known, weights, zero.avoid)

@@ -1,7 +1,7 @@
-"""Runs the passes of a table in order: times, counts, dumps and verifies the result of each.
+"""Runs the passes of a table in order; times, logs, dumps and verifies the result of each.
 
 Four tables turn a captured program into the ranks' programs. NORMALIZE and PLAN are in ``whale.passes.pass_manager``,
-PARTITION in ``whale.partition.lower``, REWRITE in ``whale.kernels.substitute`` (decision 0139).
+PARTITION in ``whale.partition.lower``, REWRITE in ``whale.kernels.substitute``.
 
 Decision: 0139.
 """
@@ -18,19 +18,19 @@ from typing import Generic, TypeVar
 from whale.ir.program import Node, Program
 from whale.ir.verify import verify
 
-V = TypeVar("V")  # what the passes of a table change
-C = TypeVar("C")  # what they are told beside it
+V = TypeVar("V")  # the value that the passes of a table change: a program, or the draft of a plan
+C = TypeVar("C")  # the context that they read, such as settings
 
-VERIFY_VARIABLE = "WHALE_VERIFY_PASSES"  # of the environment: set, programs are verified without a dump, as in tests
+VERIFY_VARIABLE = "WHALE_VERIFY_PASSES"  # environment variable: if set, programs are verified even without a dump
 
 
 @dataclass(frozen=True, slots=True)
 class When(Generic[C]):
-    """The condition under which a pass runs.
+    """Represents the condition under which a pass runs.
 
     Attributes:
-      text: the configuration key, or the property of the program or plan, that turns the pass on.
-      holds: tells whether the condition is true.
+      text: the configuration key, or the property of the program or plan, that turns the pass on, for reports.
+      holds: returns True if the condition is true in the table's context (the settings).
     """
 
     text: str
@@ -39,13 +39,13 @@ class When(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Pass(Generic[V, C]):
-    """A pass: a row of a table.
+    """Represents a pass: one row of a table, which turns a program (or draft of a plan) into a changed one.
 
     Attributes:
       name: its name in dumps, reports and errors.
-      what: a line that says what it does.
-      run: returns the new value (a program or plan) from the previous one; it changes neither value nor context.
-      when: its condition; None: it always runs.
+      what: a line that says what the pass does, for reports.
+      run: returns the new value (a program or plan) from the previous value and the context; changes neither of them.
+      when: its condition; None: the pass always runs.
     """
 
     name: str
@@ -54,18 +54,18 @@ class Pass(Generic[V, C]):
     when: When[C] | None = None
 
     def runs(self, context: C) -> bool:
-        """Tells whether the pass runs."""
+        """Returns True if the pass runs in ``context`` (its condition holds, or there is none)."""
         return self.when is None or self.when.holds(context)
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[V, C]):
-    """Passes that run in this order.
+    """Represents a named list of passes that run one after the other on the same kind of value.
 
     Attributes:
-      programs: the programs of a value, which are verified.
-      text: a value as it is dumped.
-      changes: describes in a few words what a pass has changed, from the values before and after it.
+      programs: returns the programs in a value, which are verified after each pass.
+      text: formats a value for ``debug.dump``.
+      changes: describes in a few words what a pass has changed, from the values before and after the pass.
     """
 
     name: str
@@ -77,7 +77,14 @@ class Table(Generic[V, C]):
 
 @dataclass(frozen=True, slots=True)
 class PassRun:
-    """The record of one run of a pass."""
+    """Records one run of a pass.
+
+    Attributes:
+      table: name of the pass's table.
+      name: name of the pass.
+      seconds: how long it took.
+      changed: what it changed, in a few words ("3 new, 1 gone, of 120 nodes").
+    """
 
     table: str
     name: str
@@ -87,12 +94,14 @@ class PassRun:
 
 @dataclass
 class PassLog:
-    """The passes that have run, in order."""
+    """Collects the passes that have run, in order, for a report of their time and changes."""
 
     runs: list[PassRun] = field(default_factory=list)
 
     def lines(self, tables: Iterable[Table]) -> list[str]:
-        """Formats the passes of tables: the seconds and changes of each, or the condition that would turn it on."""
+        """Formats a report of the passes of ``tables``: a line for each with its seconds and changes, or, if it did not
+        run, the condition that would turn it on.
+        """
         rows: list[tuple[str, str, str]] = []
         for table in tables:
             mine = [run for run in self.runs if run.table == table.name]
@@ -113,7 +122,7 @@ class PassLog:
 
 @dataclass(frozen=True, slots=True)
 class PassObserver:
-    """Observes passes: where they are dumped and logged.
+    """Says how runs of passes are observed: whether their results are dumped, logged and verified.
 
     Attributes:
       dump: the directory to which the program is written after each pass (key ``debug.dump``); "": none.
@@ -125,12 +134,14 @@ class PassObserver:
 
     @property
     def is_on(self) -> bool:
-        """Tells whether passes are dumped or logged, so that they must not be skipped by a cached result."""
+        """Returns True if passes are dumped or logged; they must run then, even if a cache holds their result."""
         return bool(self.dump) or self.log is not None
 
     @property
     def verifies(self) -> bool:
-        """Tells whether the result of each pass is verified: with ``debug.dump``, and in tests."""
+        """Returns True if the programs are verified after each pass: with ``debug.dump``, or if ``WHALE_VERIFY_PASSES``
+        is set, as tests do.
+        """
         return bool(self.dump or os.environ.get(VERIFY_VARIABLE))
 
 
@@ -144,7 +155,12 @@ def run_passes(
     """Applies the passes of a table to ``value``, one after the other; skips those whose condition is false.
 
     Args:
-      passes: some of the table's; None: all.
+      value: a program, draft or other value of the kind that the table's passes take.
+      context: what passes and their conditions read beside the value, usually the settings.
+      passes: the passes to run, if not all of the table; None: all.
+
+    Returns:
+      The value that the last pass returned.
 
     Raises:
       ProgramError: programs are verified, and a pass has broken one; names the pass and the op.
@@ -173,9 +189,9 @@ def _run_observed(table: Table[V, C], one: Pass[V, C], value: V, context: C, obs
 
 
 def dump(directory: str, name: str, program: str, text: str) -> None:
-    """Writes a text to ``<directory>/<program>/<number>-<name>.txt``.
+    """Writes ``text`` to ``<directory>/<program>/<number>-<name>.txt``; writes nothing if ``directory`` is "".
 
-    Numbers continue from earlier texts of the program. Nothing is written if ``directory`` is empty.
+    Numbers count the files of the program's folder, so that they follow the order of passes.
     """
     if not directory:
         return
@@ -186,7 +202,9 @@ def dump(directory: str, name: str, program: str, text: str) -> None:
 
 
 def program_changes(before: Program, after: Program) -> str:
-    """Describes how many nodes of a program, and of its functions, a pass has added, removed and changed."""
+    """Describes how many nodes a pass has added, removed and changed in a program and its functions: "3 new, 1 gone, of
+    120 nodes", or "nothing".
+    """
     if before is after:
         return "nothing"
     was, now = _nodes(before), _nodes(after)

@@ -1,4 +1,6 @@
-"""The settings of planning: the ranks, and the user's choices in groups (see ``whale.config``).
+"""Defines the settings of planning: the ranks, and the user's choices, grouped by topic.
+
+``PlanSettings`` is the whole; its groups correspond to keys of the user's configuration (see ``whale.config``).
 
 Decision: 0053.
 """
@@ -17,17 +19,17 @@ from whale.passes.run_passes import PassObserver
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """The settings of the batch: its inputs, each rank's rows, and the meaning of batch statistics and random rows.
+    """Holds the settings of the batch: its inputs, each rank's rows, and what batch statistics and random tensors mean.
 
     With ``local_statistics`` or ``local_streams`` results differ from those of one device.
 
     Attributes:
-      shares: rows of each rank, of the usual batch; (): as equal as possible.
-      marked: names of the inputs that the user says carry the batch; (): they are found.
-      local: inputs of which a rank gets its own rows only -> the rows of every rank.
-      inputs: the batch inputs where they are known already; None: to be found.
-      local_statistics: batch statistics are of each rank's rows, not of the whole batch.
-      local_streams: random tensors with the batch's rows are drawn by each rank.
+      shares: rows of each rank in a batch of the usual size; (): as equal as possible.
+      marked: names of the inputs that the user says carry the batch; (): they are found by their sizes.
+      local: name of each input that a rank passes with its own rows only -> the rows of every rank.
+      inputs: the batch inputs where they are known already; None: they have to be found.
+      local_statistics: batch norm takes the statistics of each rank's rows, not of the whole batch.
+      local_streams: random tensors with the batch's rows are drawn by each rank by itself.
     """
 
     shares: tuple[int, ...] = ()
@@ -40,15 +42,16 @@ class BatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """The settings of tensors that may be divided other than by the batch.
+    """Holds the settings of tensors that may be sharded along other dimensions than the batch.
 
     Attributes:
-      scopes: whether tensors are divided under ``wh.split``; else rows are, as elsewhere.
-      tiles: the tiles of the run's variables that are already split, over all axes, by handle node.
-      known: their placements over the axis that is planned.
-      tables: whether tables may be whole on one rank; false if another axis follows, which could not split their
-        exchanges.
-      state_only: whether, of variables without a fixed layout, only optimizer state may be split between steps.
+      scopes: whether tensors are sharded under ``wh.split``; if False, split scopes are ignored and only rows are
+        sharded.
+      tiles: parts of the variables that the running program holds sharded already, over all mesh axes, by handle node.
+      known: placements of the same variables over the mesh axis that is planned, by handle node.
+      tables: whether an embedding table may be whole on one rank; False if another mesh axis is planned after this one,
+        along which the table's row exchanges could not be split.
+      state_only: whether, of variables without a fixed layout, only optimizer state may be sharded between steps.
     """
 
     scopes: bool = True
@@ -60,13 +63,13 @@ class SplitSettings:
 
 @dataclass(frozen=True, slots=True)
 class ZeroSettings:
-    """The settings of ZeRO: which variables of data parallel training are split between steps.
+    """Holds the settings of ZeRO: which variables of data-parallel training are sharded between steps.
 
     Attributes:
-      level: 0 nothing; from 1 on the state of optimizers; from 3 on weights as well.
-      min_bytes: smaller variables stay whole.
-      avoid: dimensions of variables (by handle node) that later axes of the mesh divide.
-      ahead: how many weights may be gathered while another is used (level 3).
+      level: 0: none; from 1 on optimizer state; from 3 on weights as well.
+      min_bytes: smaller variables stay replicated.
+      avoid: handle node -> dimensions of the variable that are left for later axes of the mesh to shard.
+      ahead: how many weights may be gathered in advance while another one is used (level 3).
     """
 
     level: int = 0
@@ -77,13 +80,13 @@ class ZeroSettings:
 
 @dataclass(frozen=True, slots=True)
 class TimeSettings:
-    """The settings of a step's order in time.
+    """Holds the settings of a step's order in time: micro-batches and the pipeline schedule.
 
     Attributes:
-      micro_batches: into how many parts each rank cuts its rows; 1: none.
-      schedule: in which order stages run them (see ``whale.ir.pipeline_schedule``).
-      same_rows: each rank has the same rows of each micro-batch, or none, and so have the micro-batches.
-      local_statistics: batch statistics are of each micro-batch.
+      micro_batches: into how many parts each rank cuts its rows; 1: not at all.
+      schedule: the order in which stages run micro-batches (see ``whale.ir.pipeline_schedule``).
+      same_rows: each rank with rows has the same number in each micro-batch, and all micro-batches have equally many.
+      local_statistics: batch norm takes the statistics of each micro-batch.
     """
 
     micro_batches: int = 1
@@ -94,15 +97,15 @@ class TimeSettings:
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
-    """The settings of memory: which tensors are not kept on a device during a step, and its memory limit.
+    """Holds the settings of memory: which tensors are not kept on a device during a step, and its memory limit.
 
     Attributes:
-      recompute: which activations are kept while the others are recomputed (see ``whale.passes.memory.recompute``);
-        "": all.
-      offload: which variables are in the host's memory beside an accelerator (see ``whale.passes.memory.offload``);
-        "": none.
+      recompute: which activations are kept for the backward pass while the others are recomputed (see
+        ``whale.passes.memory.recompute``); "": all are kept.
+      offload: which variables are kept in host memory beside an accelerator (see ``whale.passes.memory.offload``); "":
+        none.
       limit_bytes: memory that each rank has for a step, in bytes; 0: unknown.
-      scores_bytes: attentions with larger scores are computed in blocks; 0: none are.
+      scores_bytes: an attention whose score matrix is larger is computed in blocks; 0: none is.
     """
 
     recompute: str = ""
@@ -113,10 +116,11 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionSettings:
-    """The settings of the types in which a step computes.
+    """Holds the settings of the dtypes in which a step computes.
 
     Attributes:
-      matmul_dtype: the type of 16 bits that products and convolutions are computed in; "": that of the program.
+      matmul_dtype: the 16-bit dtype in which matrix products and convolutions are computed, "bfloat16" or "float16";
+        "": the program's own.
     """
 
     matmul_dtype: str = ""
@@ -124,12 +128,12 @@ class PrecisionSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """The settings of communication between ranks.
+    """Holds the settings of communication between ranks.
 
     Attributes:
-      group_bytes: all-reduces are fused up to that many bytes; 0: none are.
+      group_bytes: size in bytes of a gradient bucket: all-reduces are fused up to that; 0: none are fused.
       backend: the library that runs all-reduces (``communication.backend``).
-      wire_dtype: the type that gradients are rounded to before they are sent; "": they are not rounded.
+      wire_dtype: the dtype that gradients are rounded to before they are sent; "": they are not rounded.
     """
 
     group_bytes: int = 4 << 20
@@ -139,19 +143,19 @@ class ExchangeSettings:
 
 @dataclass(frozen=True, slots=True)
 class FuseSettings:
-    """The settings of kernels: which operations each rank replaces by others.
+    """Holds the settings of kernels: which operations each rank replaces by faster ones.
 
     Attributes:
-      updates: updates of many variables, by one operation (see ``whale.kernels.updates``).
-      elementwise: other elementwise arithmetic, likewise (see ``whale.kernels.elementwise``).
-      convolutions: small ones, by products of matrices (see ``whale.kernels.matmuls``).
-      products: batches of matrix products, by one (see ``whale.kernels.matmuls``).
-      einsums: batches of other products, by a kernel of ours (see ``whale.kernels.einsums``).
-      padding: matrix products, by wider ones (see ``whale.kernels.matmuls``).
-      nn: ops for which our kernels are faster than TensorFlow's (see ``whale.kernels.nn``).
-      loops: loops of known length, by few operations (see ``whale.kernels.loops``).
-      xla: what asks for XLA, in clusters (see ``whale.kernels.clusters``).
-      declined: names of those that measured slower on this machine, sorted (see ``whale.kernels.choices``).
+      updates: optimizer updates of many variables become one operation (see ``whale.kernels.updates``).
+      elementwise: chains of other elementwise arithmetic become one operation (see ``whale.kernels.elementwise``).
+      convolutions: small convolutions become matrix products (see ``whale.kernels.matmuls``).
+      products: many matrix products become one batched product (see ``whale.kernels.matmuls``).
+      einsums: batched products of other forms run in Whale's own kernel (see ``whale.kernels.einsums``).
+      padding: matrix products are padded to faster widths (see ``whale.kernels.matmuls``).
+      nn: ops for which Whale's kernels are faster than TensorFlow's use them (see ``whale.kernels.nn``).
+      loops: loops of known length become few operations (see ``whale.kernels.loops``).
+      xla: parts of the program that ask for XLA are compiled in clusters (see ``whale.kernels.clusters``).
+      declined: names of kernels that measured slower on this machine, sorted (see ``whale.kernels.choices``).
     """
 
     updates: bool = False
@@ -167,28 +171,28 @@ class FuseSettings:
 
     @classmethod
     def all_on(cls) -> FuseSettings:
-        """Returns the settings with all of them on."""
+        """Returns settings in which every kind of kernel is on and none is declined."""
         on: dict[str, Any] = {one.name: True for one in fields(cls) if one.name != "declined"}
         return cls(**on)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The inputs of planning beside the program.
+    """Holds the inputs of planning beside the program.
 
     Attributes:
-      size: number of ranks.
-      devices: their names, as plans print them; (): "rank 0" and so on.
-      observer: observes the passes: dumps and times them.
-      fuse: the operations that are replaced by others in the ranks' programs.
-      own_processes: each rank is a process, which runs the script's Python.
+      size: number of ranks; on a mesh, of coordinates of the axis that is planned.
+      devices: names of the ranks, as plans print them; (): "rank 0" and so on.
+      observer: says whether passes are dumped, logged and verified.
+      fuse: which operations are replaced by faster ones in the ranks' programs.
+      own_processes: each rank is a process that runs the script's Python.
       mesh: axes whose sizes the user has fixed, outermost first; (): none.
-      hosts: of each rank, the number of its host; (): all are on one.
+      hosts: number of the host of each rank; (): all ranks are on one host.
       rank_order: the rank at each position of the mesh (see ``whale.passes.analysis.rank_order``); (): position and
         rank are the same number.
-      stage_meshes: the axes of stages whose mesh differs from ``mesh``, by their ranks.
-      lent_threads: of the rank that runs the only stage, on the cores of the others, which have none; 0: every rank has
-        a stage.
+      stage_meshes: the ranks of a stage -> its mesh axes, for stages whose mesh differs from ``mesh``.
+      lent_threads: number of threads of the one rank that computes, on cores that the other ranks, without a stage,
+        lend it; 0: every rank has a stage.
     """
 
     size: int
@@ -210,9 +214,9 @@ class PlanSettings:
     lent_threads: int = 0
 
     def but(self, **changes: Any) -> PlanSettings:
-        """Returns these settings with some fields changed: ``settings.but(size=2, zero__level=1)``.
+        """Returns a copy of the settings with some fields changed: ``settings.but(size=2, zero__level=1)``.
 
-        A field of a group is named with its group, and two underscores between them.
+        A field of a group is written as the group's name, two underscores, and the field's name.
 
         Raises:
           TypeError: there is no such field.
@@ -227,5 +231,6 @@ class PlanSettings:
                 own[name] = value
         unknown = [group for group in groups if group not in self.__slots__]
         if unknown:
-            raise TypeError(f"PlanSettings has no group {unknown[0]!r}")
+            known = ", ".join(f.name for f in fields(self))
+            raise TypeError(f"PlanSettings has no group {unknown[0]!r} of settings; it has the fields {known}")
         return replace(self, **own, **{g: replace(getattr(self, g), **fields) for g, fields in groups.items()})

@@ -234,11 +234,11 @@ def test_planted_faults_are_found() -> None:
     def check_with(**changes: object) -> None:
         check(program, replace(plan, **changes))
 
-    with pytest.raises(PlanError, match=r"w1 \(VarHandleOp\)(.|\n)*B, as it is passed in"):
+    with pytest.raises(PlanError, match=r"w1 \(VarHandleOp\)(.|\n)*B, the placement in which it is passed in"):
         check_with(variables={n: p for n, p in plan.variables.items() if n != "w1"})
     for wrong in (shard(1, (24,)), shard(1, (25, -1)), shard(1, (12, 11)), shard(2, (12, 12)), P_SUM):
         nodes = {**plan.strategies[""], "w1": Strategy((), (wrong,), "planted")}
-        with pytest.raises(PlanError, match="2 parts that make it up"):
+        with pytest.raises(PlanError, match="into 2 parts that add up"):
             check_with(variables={**plan.variables, "w1": wrong}, strategies={"": nodes})
     whole = {**plan.strategies[""], "w1/read": Strategy((B,), (B,), "planted")}
     with pytest.raises(PlanError, match=r"operand w1:0 is S\(1\)"):

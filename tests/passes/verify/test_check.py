@@ -50,10 +50,11 @@ Planted = tuple[Callable[[Plan], Plan], str, dict[str, str]]
 FAULTS: dict[str, Planted] = {
     "no strategy": (lambda p: _with(p, "relu", None), "relu (Relu)", {"given": "no strategy"}),
     "operands miscounted": (
-        _strategy("layer1", (ROWS,), (ROWS,)), "layer1 (MatMul)", {"expected": "2 operands and 1 outputs"},
+        _strategy("layer1", (ROWS,), (ROWS,)), "layer1 (MatMul)",
+        {"expected": "placements of 2 operands and 1 outputs"},
     ),
     "outputs miscounted": (
-        _strategy("relu", (ROWS,), ()), "relu (Relu)", {"expected": "1 operands and 1 outputs"},
+        _strategy("relu", (ROWS,), ()), "relu (Relu)", {"expected": "placements of 1 operands and 1 outputs"},
     ),
     "partial sum through a non-linear op": (
         _strategy("relu", (P_SUM,), (P_SUM,)), "relu (Relu)", {"given": "operand bias1:0 is S(0)[5,3]"},
@@ -78,7 +79,7 @@ FAULTS: dict[str, Planted] = {
         _strategy("sgd_w1", (B, B, shard(0, (2, 2))), ()), "sgd_w1 (ResourceApplyGradientDescent)", {},
     ),
     "an input that is fed in parts": (
-        _strategy("x", (), (ROWS,)), "x (Placeholder)", {"expected": "B, as it is passed in"},
+        _strategy("x", (), (ROWS,)), "x (Placeholder)", {"expected": "B, the placement in which it is passed in"},
     ),
     "run once, and called whole": (
         _strategy("rate", (), (B,), once=True), "rate (Const)",
@@ -98,22 +99,28 @@ FAULTS: dict[str, Planted] = {
     ),
     "two reshards with one key": (_of("d_w1", key="/d_w2:0>B"), "d_w1 (MatMul)", {"expected": "keys that are unique"}),
     "reshard to the first rank of what others hold": (
-        _of("d_w1", target=FIRST), "d_w1 (MatMul)", {"expected": "a change by way of B"},
+        _of("d_w1", target=FIRST), "d_w1 (MatMul)",
+        {"expected": "two reshards: to B (replicated), and from B to O"},
     ),
-    "reshard between reductions": (_of("d_w1", target=P_MAX), "d_w1 (MatMul)", {"expected": "a change by way of B"}),
+    "reshard between reductions": (
+        _of("d_w1", target=P_MAX), "d_w1 (MatMul)",
+        {"expected": "two reshards: to B (replicated), and from B to P(max)"},
+    ),
     "sizes that do not add up": (
-        _strategy("relu", (shard(0, (5, 4)),), (shard(0, (5, 4)),)), "relu (Relu)", {"expected": "sizes that add up"},
+        _strategy("relu", (shard(0, (5, 4)),), (shard(0, (5, 4)),)), "relu (Relu)",
+        {"expected": "sizes that add up to a dimension of the tensor"},
     ),
     "a size for each of three ranks": (
         _strategy("relu", (shard(0, (5, 2, 1)),), (shard(0, (5, 2, 1)),)), "relu (Relu)",
-        {"expected": "2 sizes, none below 0"},
+        {"expected": "2 sizes (one for each rank), none below 0"},
     ),
     "a size below zero": (
         _strategy("relu", (shard(0, (9, -1)),), (shard(0, (9, -1)),)), "relu (Relu)",
-        {"expected": "2 sizes, none below 0"},
+        {"expected": "2 sizes (one for each rank), none below 0"},
     ),
     "a dimension that is not there": (
-        _strategy("relu", (shard(2, (5, 3)),), (shard(2, (5, 3)),)), "relu (Relu)", {"expected": "sizes that add up"},
+        _strategy("relu", (shard(2, (5, 3)),), (shard(2, (5, 3)),)), "relu (Relu)",
+        {"expected": "sizes that add up to a dimension of the tensor"},
     ),
 }  # fmt: skip
 
@@ -284,7 +291,7 @@ def test_a_branch_that_returns_otherwise() -> None:
     plan = planned(program, 5, 3)
     check(program, plan)
     with pytest.raises(
-        PlanError, match=r"op: branch \(StatelessIf\)(.|\n)*given: other returns B(.|\n)*expected: S\(0\)\[5,3\]"
+        PlanError, match=r"branch \(StatelessIf\)(.|\n)*its function other returns B(.|\n)*results placed S\(0\)\[5,3\]"
     ):
         # The matrix product of the other branch is gathered before it returns.
         reshard = Reshard("other", other.nodes[-1].list_refs()[0], ROWS, B, "gather", 8 * 40 * 8)
@@ -300,7 +307,7 @@ def test_handles_cannot_be_sent() -> None:
     check(program, plan)
     everywhere = _with(plan, "size", Strategy((B,), (B,), "planted"))
     sent = replace(everywhere, reshards=(*plan.reshards, Reshard("", queue, FIRST, B, "send", 0)))
-    with pytest.raises(PlanError, match=r"op: size \(UnruledSize\)(.|\n)*a reshard of resource\[\] to B"):
+    with pytest.raises(PlanError, match=r"op: size \(UnruledSize\)(.|\n)*a reshard of queue:0, resource\[\], to B"):
         check(program, sent)
 
 
@@ -328,7 +335,7 @@ def test_an_op_without_a_rule_on_parts() -> None:
     x = b.matmul(b.input("x", (8, 4)), b.const(np.eye(4)))
     program = b.build([b.op("UnruledMix", x, name="mixed")])
     plan = planned(program, 5, 3)
-    with pytest.raises(PlanError, match=r"op: mixed \(UnruledMix\)(.|\n)*replicated: the op has no rule"):
+    with pytest.raises(PlanError, match=r"op: mixed \(UnruledMix\)(.|\n)*B for all .*: the op has no sharding rule"):
         check(program, _with(plan, "mixed", Strategy((ROWS,), (ROWS,), "planted")))
 
 

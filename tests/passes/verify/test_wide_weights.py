@@ -15,7 +15,7 @@ def test_a_wide_layer_of_few_rows_is_named() -> None:
     assert one.shape == (1024, 4096) and one.gradient_bytes == 8 * 1024 * 4096
     assert one.rows_bytes == 2 * 8 * (8 * 1024 + 8 * 4096)
     text = explain_wide_weights(program, plan)
-    assert "32.0 MiB are of w1 (1024x4096), whose rows and results are 640.0 KiB" in text
+    assert "32.0 MiB are of w1 (1024x4096), but the activations of these layers are only 640.0 KiB" in text
     assert "wh.split()" in text and "mesh.auto_parallel=True" in text
 
 

@@ -98,4 +98,4 @@ def test_wide_weights_are_named_once(ranks: Callable[..., None], capsys: pytest.
     for rows in (4, 8):
         step(np.ones((rows, 512), np.float32))
     (line,) = capsys.readouterr().err.splitlines()
-    assert "of 16.0 MiB of gradients that each rank of `step` sums in a step, 16.0 MiB are of wide (512x8192)" in line
+    assert "of 16.0 MiB of gradients that the ranks of `step` all-reduce in a step, 16.0 MiB are of wide" in line

@@ -1,4 +1,8 @@
-"""Writes what a turn of a loop computes as the text of WhaleLoop (whale_ops/core/compute/loop_program.h)."""
+"""Writes what an iteration of a loop computes as the text of the op WhaleLoop (whale_ops/core/compute/loop_program.h).
+
+``TurnCode`` collects instructions on *views*: parts of buffers with strides. Buffers are the slices of tensors that
+iterations read, tensors that are the same in each, the loop's states, stacked results, and temporaries.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import TensorType, require_static_shape
 from whale.kernels.loops.turns import NotFollowed, find_root
 
-# Larger products are TensorFlow's: its kernels go over what does not fit into a cache in blocks.
+# Loops with larger products are not replaced: TensorFlow's kernels work in blocks on what does not fit into a cache.
 MOST_ROWS, MOST_PRODUCTS = 256, 1 << 26
+# Letters of buffers: an iteration's slice of a tensor, a tensor that is the same in each, a state before and after the
+# iteration, a result of which all iterations are kept, a temporary; and a number in the text.
 SLICE, SAME, STATE, NEXT, STACKED, TEMPORARY, NUMBER = "x", "w", "s", "n", "y", "t", "="
 
 _UNARY = {
@@ -39,7 +45,7 @@ _BINARY = {
     "LogicalAnd": "And",
     "LogicalOr": "Or",
 }
-_TURNED = {"Greater": "Less", "GreaterEqual": "LessEqual"}  # with the operands in the other order
+_TURNED = {"Greater": "Less", "GreaterEqual": "LessEqual"}  # written with the operands swapped
 _VIEWS = frozenset(
     "Reshape ExpandDims Squeeze Transpose Split SplitV Slice StridedSlice Tile BroadcastTo Unpack".split()
 )
@@ -59,13 +65,16 @@ _FUNCTION_FLOPS = 20  # as cost_model counts them
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor within a buffer.
+    """Represents a tensor within a buffer.
 
     Attributes:
-        buffer: its letter; number: of the buffer.
-        first: element with which it begins.
-        strides: for each dimension, the elements between its indices.
-        value: of a number that stands in the text.
+      buffer: the letter of the buffer's kind: x (slice of an iteration), w (same in each), s (state), n (next state), y
+        (stacked result), t (temporary), = (a number in the text).
+      number: number of the buffer among those of its kind.
+      shape: the tensor's shape.
+      strides: for each dimension, the distance in elements from one index to the next; 0 repeats.
+      first: the element of the buffer at which the tensor begins.
+      value: the number, if ``buffer`` is "=".
     """
 
     buffer: str
@@ -77,11 +86,15 @@ class View:
 
     @property
     def is_dense(self) -> bool:
-        """Tells whether its elements lie side by side."""
+        """Returns True if the elements are contiguous, in row-major order."""
         return all(n == 1 or s == own for n, s, own in zip(self.shape, self.strides, find_strides(self.shape)))
 
     def broadcast(self, shape: tuple[int, ...]) -> View:
-        """Returns the view repeated to a larger shape."""
+        """Returns the view broadcast to a larger shape.
+
+        Raises:
+          NotFollowed: the shapes do not broadcast.
+        """
         more = len(shape) - len(self.shape)
         own = (1,) * more + self.shape
         if more < 0 or any(a not in (1, b) for a, b in zip(own, shape)):
@@ -90,7 +103,12 @@ class View:
         return replace(self, shape=shape, strides=tuple([s if a == b else 0 for s, a, b in zip(strides, own, shape)]))
 
     def as_matrix(self) -> tuple[int, int]:
-        """Returns the elements from row to row and from column to column, of all first dimensions by the last one."""
+        """Returns the distances in elements from row to row and from column to column, with all first dimensions as
+        rows and the last one as columns.
+
+        Raises:
+          NotFollowed: rows are not at equal distances.
+        """
         if self.buffer == NUMBER or not self.shape:
             return 0, 0
         sizes = [(n, s) for n, s in zip(self.shape[:-1], self.strides[:-1]) if n != 1]
@@ -100,7 +118,7 @@ class View:
         return (sizes[-1][1] if sizes else 0), (self.strides[-1] if self.shape[-1] != 1 else 0)
 
     def write(self) -> str:
-        """Writes the view for the text."""
+        """Returns the view as text, such as "x0+0:64:1" (buffer, first element, distances of rows and columns)."""
         if self.buffer == NUMBER:
             return f"={self.value!r}"
         row, column = self.as_matrix()
@@ -108,19 +126,27 @@ class View:
 
 
 def find_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a tensor whose elements lie side by side."""
+    """Returns the strides of a tensor whose elements are contiguous."""
     return tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
 
 
 def make_view(buffer: str, number: int, t: TensorType) -> View:
-    """Makes the view of a whole buffer that holds a tensor of this type."""
+    """Returns the view of a whole buffer that holds a tensor of type ``t``."""
     shape = require_static_shape(t)
     return View(buffer, number, shape, find_strides(shape))
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An instruction; ``shape`` is that of what it goes over."""
+    """Represents an instruction.
+
+    Attributes:
+      op: its name in the text.
+      to: the result.
+      operands: the operands.
+      shape: shape of the elements that it goes over: of the result, or of what it sums.
+      summed: inner size of a matrix product; 0 for others.
+    """
 
     op: str
     to: View
@@ -130,7 +156,7 @@ class _Step:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Returns rows and columns."""
+        """Returns (rows, columns) of the elements that the instruction goes over."""
         return prod(self.shape[:-1]), self.shape[-1] if self.shape else 1
 
     @property
@@ -145,11 +171,14 @@ class _Step:
 
 @dataclass
 class TurnCode:
-    """Collects what a turn computes.
+    """Collects the instructions of one iteration.
 
     Attributes:
-        body: of the loop.
-        find_view: returns the view of a tensor that the loop is given (None: a turn computes it).
+      body: the loop's body.
+      find_view: returns the view of a tensor that is there before the iteration; None: the iteration computes it.
+      steps: the instructions so far.
+      views: tensors of the body that are known or were computed.
+      temporaries: number of temporaries so far.
     """
 
     body: Program
@@ -159,7 +188,11 @@ class TurnCode:
     temporaries: int = 0
 
     def view(self, ref: Ref) -> View:
-        """Returns the view of a tensor of the body that is given, or was computed before."""
+        """Returns the view of a tensor of the body that is given, or was computed before.
+
+        Raises:
+          NotFollowed: it is neither.
+        """
         ref = find_root(self.body, ref)
         if ref not in self.views:
             found = self.find_view(ref)
@@ -169,20 +202,23 @@ class TurnCode:
         return self.views[ref]
 
     def new(self, shape: tuple[int, ...]) -> View:
-        """Returns a new temporary."""
+        """Returns the view of a new temporary."""
         self.temporaries += 1
         return View(TEMPORARY, self.temporaries - 1, shape, find_strides(shape))
 
     def add(self, op: str, to: View, *operands: View, shape: tuple[int, ...] | None = None, summed: int = 0) -> View:
-        """Adds an instruction and returns its result."""
+        """Adds an instruction and returns its result, ``to``."""
         self.steps.append(_Step(op, to, operands, to.shape if shape is None else shape, summed))
         return to
 
     def compute(self, node: Node, to: View | None) -> None:
-        """Adds the instructions of a node; its only result goes ``to`` a buffer, if that is given.
+        """Adds the instructions that compute a node.
+
+        Args:
+          to: where the node's only result is written; None: to a temporary, or nowhere if it is a view of an operand.
 
         Raises:
-            NotFollowed: there are none for it.
+          NotFollowed: there are no instructions for the node.
         """
         shape = require_static_shape(node.outputs[0])
         if 0 in shape:
@@ -216,7 +252,7 @@ class TurnCode:
             for one in operands[1:]:
                 total = self.add("Add", to, total, one)
             return total if total is to else self.add("Copy", to, total)
-        if op == "Select" and len(operands[0].shape) < len(shape):  # a condition for each row
+        if op == "Select" and len(operands[0].shape) < len(shape):  # the condition is a vector, one element per row
             rows = operands[0]
             extra = len(shape) - len(rows.shape)
             operands[0] = replace(rows, shape=rows.shape + (1,) * extra, strides=rows.strides + (0,) * extra)
@@ -264,7 +300,9 @@ class TurnCode:
         return to
 
     def _fill_around(self, node: Node, to: View) -> View:
-        """Puts a part of a tensor among zeros."""
+        """Adds instructions that write zeros to ``to`` and an operand to a part of it (Pad, gradient of a strided
+        slice).
+        """
         if node.op == "Pad":
             before = [int(one) for one, _ in self._constant(node, 1)]
             given = self.view(node.inputs[0])
@@ -295,7 +333,7 @@ class TurnCode:
         count = prod(given.shape[i] for i in wide)
         if not wide:
             return self.add("Copy", to, replace(given, shape=to.shape, strides=_strides_of(given, rest, to.shape)))
-        if max(rest, default=-1) < min(wide):  # the last ones
+        if max(rest, default=-1) < min(wide):  # over the last dimensions
             rows, columns = prod(given.shape[i] for i in rest), count
             flat = self._flat(given)
             op, target = "SumColumns", replace(to, shape=(rows, 1), strides=(1, 0))
@@ -310,13 +348,15 @@ class TurnCode:
         return self.add("Mul", to, to, make_number(1.0 / count)) if node.op == "Mean" else to
 
     def _flat(self, view: View) -> View:
-        """Returns a view whose elements lie side by side: the same, or a copy."""
+        """Returns the view if its elements are contiguous; else that of a copy."""
         if view.buffer == NUMBER:
             raise NotFollowed("a number where a tensor is needed")
         return view if view.is_dense else self.add("Copy", self.new(view.shape), view)
 
     def _views_of(self, node: Node) -> list[View]:
-        """Returns the views that the results of a node are of its operand."""
+        """Returns the results of a node that only rearranges its operand (reshape, slice, transpose, ..) as views of
+        the operand.
+        """
         op = node.op
         given = self.view(node.inputs[1 if op == "Split" else 0])
         shapes = [require_static_shape(t) for t in node.outputs]
@@ -380,7 +420,7 @@ class TurnCode:
         return np.asarray(found)
 
     def finish(self) -> tuple[tuple[str, ...], int, int]:
-        """Returns (the text, its FLOPs, elements of temporaries)."""
+        """Returns (lines of the text, FLOPs of one iteration, elements of all temporaries)."""
         steps, elements = _share_temporaries(self.steps)
         lines: list[str] = []
         for block in _find_blocks(steps):
@@ -391,7 +431,7 @@ class TurnCode:
 
 
 def find_tensors(node: Node) -> tuple[Ref, ...]:
-    """Returns the operands of a node that are computed with: others are sizes, axes and the like."""
+    """Returns the operands of a node whose elements are computed with; the others are sizes, axes and the like."""
     if node.op in ("Fill", "ZerosLike"):
         return ()
     if node.op == "Split":
@@ -404,7 +444,7 @@ def find_tensors(node: Node) -> tuple[Ref, ...]:
 
 
 def make_number(value: float) -> View:
-    """Makes an operand that is a number."""
+    """Returns an operand that is a number in the text."""
     return View(NUMBER, 0, (), (), 0, value)
 
 
@@ -422,7 +462,7 @@ def _expand(view: View, axis: int) -> View:
 
 
 def _strides_of(view: View, dims: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of the dimensions ``dims`` where they have become those of ``shape`` that are not 1."""
+    """Returns strides for ``shape``, whose dimensions larger than 1 are the dimensions ``dims`` of the view."""
     kept = iter([view.strides[i] for i in dims])
     return tuple([0 if n == 1 else next(kept) for n in shape])
 
@@ -433,7 +473,7 @@ def _write(step: _Step) -> str:
     to = step.to
     row, column = to.as_matrix()
     if columns == 1 or (step.op != "SumColumns" and column == 0):
-        column = 1  # of a single one
+        column = 1  # with a single column the distance does not matter
     target = f"{to.buffer}{to.number}+{to.first}:{row}:{column}"
     words = (step.op, target, *[one.write() for one in step.operands], *sizes)
     if step.op != "SumColumns" and column != 1:
@@ -442,7 +482,9 @@ def _write(step: _Step) -> str:
 
 
 def _share_temporaries(steps: Sequence[_Step]) -> tuple[list[_Step], int]:
-    """Lets temporaries of equal rows and columns share memory, one after the other; returns their elements, too."""
+    """Lets temporaries with equal rows and columns that are not alive at the same time share memory; returns the
+    renamed steps and the elements of all temporaries.
+    """
     last: dict[int, int] = {}
     sizes: dict[int, tuple[int, int]] = {}
     for i, step in enumerate(steps):
@@ -456,7 +498,7 @@ def _share_temporaries(steps: Sequence[_Step]) -> tuple[list[_Step], int]:
     for i, step in enumerate(steps):
         for view in (step.to, *step.operands):
             if view.buffer == TEMPORARY and view.number not in places:
-                # The first to name it writes it: whole, or a part of a concatenation, whose rows are as long.
+                # The first step with a temporary writes it: all of it, or a part of a concatenation with as long rows.
                 own = step.sides[0], view.as_matrix()[0] or step.sides[1]
                 sizes[view.number] = own
                 if unused.get(own):
@@ -482,7 +524,9 @@ def _reach(view: View) -> int:
 
 
 def _find_blocks(steps: Sequence[_Step]) -> list[list[_Step]]:
-    """Groups steps that may go over their rows together: what one writes, others touch in the same rows only."""
+    """Groups consecutive steps that the kernel may run row by row together: what one of them writes, the others touch
+    in the same row only.
+    """
     blocks: list[list[_Step]] = []
     for step in steps:
         if blocks and _fits(blocks[-1], step):
@@ -507,7 +551,7 @@ def _fits(block: Sequence[_Step], step: _Step) -> bool:
             if view.buffer == NUMBER or key not in written:
                 continue
             row, column = view.as_matrix()
-            # A row of the view lies within a row of the buffer, which all views of it agree on.
+            # A row of the view must be within one row of the buffer, with the same row length for all views of it.
             if not row or view.first % row + (columns - 1) * column >= row or view.first >= row:
                 return False
             if rows.setdefault(key, row) != row:

@@ -1,9 +1,10 @@
-"""Replaces loops of known length, in what one rank runs, by few operations.
+"""Replaces loops of known length, in one rank's program, by few operations.
 
 Keras' recurrent layers, ``tf.nn.dynamic_rnn``, ``tf.map_fn`` and loops that users write run dozens of small operations
-in each turn, and as many for the gradient. No layer is recognised: of any loop whose turns are counted, what turns do
-not change is computed before it, products that no later turn needs are one product of all turns' rows, lists of tensors
-are the rows of one tensor, and what is left of a turn is the program of one operation.
+in each iteration, and as many for the gradient. No layer is recognised. In any loop whose number of iterations is
+known, values that iterations do not change are computed before the loop; a matrix product that no later iteration needs
+becomes one product over the rows of all iterations; TensorLists become rows of one tensor; and the rest of an iteration
+becomes the text of one operation, WhaleLoop.
 
 Decision: 0167.
 """
@@ -39,7 +40,7 @@ from whale.kernels.xla import find_compiled
 
 
 class _Refused(Exception):
-    """Raised if loops stay as they are."""
+    """Raised if some loops cannot be replaced after all; the graph is then processed again without them."""
 
     def __init__(self, loops: set[str]) -> None:
         super().__init__(", ".join(sorted(loops)))
@@ -47,7 +48,9 @@ class _Refused(Exception):
 
 
 def replace_loops(program: Program) -> Program:
-    """Replaces the loops of one rank's program and of its functions."""
+    """Replaces the loops of one rank's program and of its functions that have a known length and can be expressed by
+    WhaleLoop; others stay.
+    """
     if not program.functions:
         return program
     compiled = find_compiled(program)
@@ -71,7 +74,7 @@ def _replace_in_graph(graph: Program, functions: Mapping[str, Program]) -> Progr
 
 
 class _Replacement:
-    """The replacement of the loops of one graph, but for those that are refused."""
+    """Replaces the loops of one graph, except those in ``refused``."""
 
     def __init__(self, graph: Program, functions: Mapping[str, Program], refused: set[str]) -> None:
         self.graph, self.functions, self.refused = graph, functions, refused
@@ -79,7 +82,7 @@ class _Replacement:
         self.loops: dict[str, LoopRewrite] = {}
         self.numbers: dict[Ref, int] = {}
         self.lists: dict[Ref, Items] = {}
-        self.gone: set[Ref] = set()  # lists that are none any more, as a loop that made them is replaced
+        self.gone: set[Ref] = set()  # lists that no longer exist, since the loop that yields them is replaced
         self.moved: dict[Ref, Ref] = {}
 
     def run(self) -> Program:
@@ -93,7 +96,7 @@ class _Replacement:
                 self._follow_list(node)
         if not self.loops:
             return self.graph
-        for node in reversed(self.graph.nodes):  # what is wanted of a loop is known when all behind it is replaced
+        for node in reversed(self.graph.nodes):  # readers first: they tell which results of a loop are needed
             self._replace(node)
         return self._assemble()
 
@@ -160,7 +163,13 @@ class _Replacement:
         return found or {ref.node for ref in lists if ref.node in self.loops} or set(self.loops)
 
     def _read_list(self, node: Node, given: list[Ref], fetched: set[Ref]) -> None:
-        """Replaces an operation on lists that are none any more; another one is handed a list again."""
+        """Replaces a node that reads a list which no longer exists, since its loop is replaced; for ops that need a
+        list, creates one from a tensor.
+
+        Args:
+          given: such lists among the node's operands.
+          fetched: such lists that the node yields and the graph returns.
+        """
         g = self.g.add_for(node)
         if fetched:
             self.moved.update({ref: self._make_list(g, ref) for ref in fetched})
@@ -237,11 +246,11 @@ class _Replacement:
         return ref
 
     def _find_waits(self, rewrite: LoopRewrite) -> tuple[str, ...]:
-        """Returns the nodes for which those wait that waited for a loop."""
+        """Returns the names of the nodes for which nodes that waited for the loop wait now."""
         made = (rewrite.name,) if rewrite.name in self.g.nodes else ()
         return (*made, *[name for name in rewrite.waits if name in self.g.nodes])
 
 
 def _find_row_type(t: TensorType) -> TensorType | None:
-    """Returns the type of a tensor's rows; None: it is not known."""
+    """Returns the type of a tensor's rows (without dimension 0); None if its rank is unknown or 0."""
     return TensorType(t.dtype, t.shape[1:]) if t.shape else None

@@ -1,5 +1,5 @@
-"""Replaces one loop: what turns do not change stands before it, products of all turns before or behind it, and the rest
-is one operation, WhaleLoop.
+"""Replaces one loop: values that iterations do not change are computed before it, products over all iterations before
+or after it, and the rest becomes one operation, WhaleLoop.
 """
 
 from __future__ import annotations
@@ -43,30 +43,37 @@ from whale.kernels.loops.turns import (
 )
 
 _DTYPES = ("float32", "float64")
-_FEW_ELEMENTS = 1 << 13  # of what is stacked only to be summed over turns
+_FEW_ELEMENTS = 1 << 13  # a tensor with more is not stacked only to be summed over iterations
 _ADDS = frozenset(("AddV2", "Add", "AddN"))
 
 
 class _Kind(Enum):
-    """The dependences of a body's tensors."""
+    """Says what a tensor of the body depends on; a node gets the largest kind of its operands."""
 
-    SAME = 0  # the same in each turn
-    SLICE = 1  # a turn's part of a tensor that is there before the loop
-    EARLY = 2  # computed of such ones only
-    TURN = 3  # on what the turn before left
+    SAME = 0  # the same in each iteration
+    SLICE = 1  # an iteration's part of a tensor that exists before the loop
+    EARLY = 2  # computed from such parts, and tensors that are the same, only
+    TURN = 3  # depends on the iteration before
     OTHER = 4  # lists and counters
 
 
 @dataclass
 class LoopRewrite:
-    """The replacement of one loop.
+    """Replaces one loop of a graph.
 
     Attributes:
-        graph: in which the loop stands, before anything is replaced.
-        loop: its node; body: of it.
-        turns: what is known of them.
-        g: collects the nodes that replace it.
-        others: the loops of the graph that are replaced, by name.
+      graph: the graph that contains the loop, before anything is replaced.
+      loop: the loop's node.
+      body: the loop's body.
+      turns: what is known of the iterations: their number, counters, and contents of lists.
+      g: collects the nodes that replace the loop.
+      others: the loops of the graph that are replaced, by name.
+      kinds: what each tensor of the body depends on.
+      same: tensors of the body that are the same in each iteration -> their values in the graph.
+      early: tensors of the body that no state decides -> their values in all iterations, computed before the loop.
+      late: tensors of the body that no later iteration needs -> their values in all iterations, computed after the
+        loop.
+      reads: tensors of the body that are slices -> the slice of each iteration.
     """
 
     graph: Program
@@ -76,27 +83,27 @@ class LoopRewrite:
     g: GraphNodes
     others: dict[str, LoopRewrite]
     kinds: dict[Ref, _Kind] = field(default_factory=dict)
-    states: list[int] = field(default_factory=list)  # numbers of variables that turns change
-    sums: dict[int, Ref] = field(default_factory=dict)  # variables to which turns only add -> what they add
-    stacked: dict[Ref, int] = field(default_factory=dict)  # tensors of turns that are wanted of all turns
+    states: list[int] = field(default_factory=list)  # numbers of loop variables that iterations change
+    sums: dict[int, Ref] = field(default_factory=dict)  # loop variable to which iterations only add -> the addend
+    stacked: dict[Ref, int] = field(default_factory=dict)  # tensor of which all iterations are kept -> its number
     same: dict[Ref, Ref] = field(default_factory=dict)
     early: dict[Ref, Ref] = field(default_factory=dict)
     late: dict[Ref, Ref] = field(default_factory=dict)
     reads: dict[Ref, Items] = field(default_factory=dict)
-    waits: list[str] = field(default_factory=list)  # reads of variables that stand before the loop now
-    feeding: set[str] = field(default_factory=set)  # nodes that states are computed by
+    waits: list[str] = field(default_factory=list)  # reads of variables that were moved before the loop
+    feeding: set[str] = field(default_factory=set)  # nodes that the next states depend on
     _known: dict[tuple[str, Ref], bool] = field(default_factory=dict)
 
     # -- analysis
 
     def prepare(self, needed: Iterable[int]) -> None:
-        """Finds out what turns change.
+        """Finds out which variables and tensors iterations change.
 
         Args:
-            needed: numbers of the loop's results that others read.
+          needed: numbers of the loop's results that others read.
 
         Raises:
-            NotFollowed: the loop is none of which WhaleLoop is made.
+          NotFollowed: WhaleLoop cannot compute the loop.
         """
         body = self.body
         for node in body.nodes:
@@ -127,7 +134,7 @@ class LoopRewrite:
                 continue
             kind = max([kinds[ref] for ref in node.inputs], key=lambda one: one.value, default=_Kind.SAME)
             if kind is _Kind.OTHER and node.op == "Cast" and self._counts(node.inputs[0]):
-                kind = _Kind.SLICE  # a counter that is computed with
+                kind = _Kind.SLICE  # a counter as a number to compute with: its values become a vector
             elif kind is _Kind.SLICE and node.op not in IDENTITIES:
                 kind = _Kind.EARLY
             for k in range(len(node.outputs)):
@@ -150,15 +157,17 @@ class LoopRewrite:
         return isinstance(item, Made) and self.others[item.loop].kind_of(item.ref) is _Kind.SAME
 
     def kind_of(self, ref: Ref) -> _Kind:
-        """Tells what a tensor of the body depends on."""
+        """Returns what a tensor of the body depends on."""
         return self.kinds[find_root(self.body, ref)]
 
     def is_passed_on(self, number: int) -> bool:
-        """Tells whether turns leave a variable as it is."""
+        """Returns True if iterations leave loop variable ``number`` unchanged."""
         return self.kinds[Ref(self.body.inputs[number])] is _Kind.SAME
 
     def _find_states(self, needed: Iterable[int]) -> None:
-        """Finds the variables that turns change and someone reads, and those to which turns only add."""
+        """Finds the loop variables that iterations change and something reads (``states``), and those to which
+        iterations only add (``sums``).
+        """
         body = self.body
         number = {Ref(name): i for i, name in enumerate(body.inputs)}
         readers: dict[int, list[Node]] = {}
@@ -189,7 +198,7 @@ class LoopRewrite:
             self._need_ancestors(ref)
 
     def _readers_of(self, root: Ref) -> list[Node]:
-        """Returns the nodes that read a tensor, through identities."""
+        """Returns the nodes of the body that read a tensor, looking through identities."""
         found, waiting = [], [root]
         while waiting:
             ref = waiting.pop()
@@ -201,7 +210,9 @@ class LoopRewrite:
         return found
 
     def _need_states(self, numbers: Iterable[int]) -> None:
-        """Adds states, and those that turns need for them; ``feeding`` are the nodes that these are computed by."""
+        """Adds loop variables to ``states``, with all variables that their next values depend on, and notes the nodes
+        on the way in ``feeding``.
+        """
         body = self.body
         of = {name: i for i, name in enumerate(body.inputs)}
         waiting = [i for i in numbers if i not in self.states]
@@ -228,7 +239,9 @@ class LoopRewrite:
         return self.kinds[Ref(name)] in (_Kind.TURN, _Kind.EARLY)
 
     def _can_sum(self, ref: Ref) -> bool:
-        """Tells whether a sum over turns is one operation on what all turns give."""
+        """Returns True if the sum of ``ref`` over all iterations can be one operation on the stacked values of all
+        iterations.
+        """
         ref = find_root(self.body, ref)
         node, t = self.body.by_name[ref.node], self.body.find_type(ref)
         if self.kinds[ref] in (_Kind.SAME, _Kind.OTHER):
@@ -241,14 +254,16 @@ class LoopRewrite:
             return all(map(self._can_sum, node.inputs))
         return t.is_static and t.elements <= _FEW_ELEMENTS
 
-    # -- what stands outside of the loop
+    # -- tensors outside of the loop
 
     def argument(self, ref: Ref) -> Ref:
-        """Returns the tensor that a variable of the loop has before the first turn."""
+        """Returns the tensor that loop variable ``ref`` has before the first iteration."""
         return self.loop.inputs[self.body.inputs.index(ref.node)]
 
     def find_same(self, ref: Ref) -> Ref:
-        """Returns a tensor that is the same in each turn, as one of the graph."""
+        """Returns the value in the graph of a tensor of the body that is the same in each iteration; adds the nodes
+        that compute it.
+        """
         body = self.body
         ref = find_root(body, ref)
         if ref in self.same:
@@ -280,7 +295,7 @@ class LoopRewrite:
         return found
 
     def items_of(self, ref: Ref) -> Items:
-        """Returns the items that a tensor of kind SLICE is in each turn, as rows of tensors of the graph."""
+        """Returns what a tensor of kind SLICE is in each iteration, as rows of tensors of the graph."""
         if ref not in self.reads:
             node = self.body.by_name[ref.node]
             if node.op == "Cast":
@@ -292,13 +307,19 @@ class LoopRewrite:
         return self.reads[ref]
 
     def settle(self, item: Item) -> Item:
-        """Returns an item without names of loops' turns: as a tensor of the graph, or a row of one."""
+        """Returns a list item as a tensor of the graph, or a row of one, if it is a value that a replaced loop
+        computes.
+        """
         if not isinstance(item, Made):
             return item
         return self.others[item.loop].item_at(item.ref, item.turn)
 
     def item_at(self, ref: Ref, turn: int) -> Item:
-        """Returns what a tensor of the body is in a turn, as an item of the graph."""
+        """Returns what a tensor of the body is in iteration ``turn``, as a tensor of the graph or a row of one.
+
+        Raises:
+          NotFollowed: it is a list or a counter.
+        """
         ref = find_root(self.body, ref)
         if is_zero(self.body, ref):
             return ZEROS
@@ -312,7 +333,13 @@ class LoopRewrite:
         return Row(self.find_stacked(ref), turn)
 
     def find_stacked(self, ref: Ref) -> Ref:
-        """Returns a tensor of the body for all turns, in their order: [turns, ...]."""
+        """Returns the values of a tensor of the body in all iterations, stacked in their order: [iterations, ...].
+
+        The tensor is computed before the loop, after it, or inside of it as a result of WhaleLoop.
+
+        Raises:
+          NotFollowed: it cannot be stacked.
+        """
         ref = find_root(self.body, ref)
         node, kind = self.body.by_name[ref.node], self.kinds[ref]
         if kind is _Kind.SLICE:
@@ -322,7 +349,7 @@ class LoopRewrite:
         if kind is _Kind.EARLY and (ref in self.early or self._is_worth_it(ref)):
             return self._compute_early(ref)
         if kind is _Kind.TURN:
-            self._need_ancestors(ref)  # first: what feeds them is computed in turns
+            self._need_ancestors(ref)  # first, since nodes that feed states must be computed inside of the loop
         if kind is _Kind.TURN and self._is_late(ref):
             if ref not in self.late:
                 self.late[ref] = self._stack(node)
@@ -333,19 +360,21 @@ class LoopRewrite:
         if not t.is_static or t.dtype not in (*_DTYPES, "bool"):
             raise NotFollowed(f"turns give {t}")
         number = self.stacked.setdefault(ref, len(self.stacked))
-        result = Ref(self.name, -1 - number)  # which of the results it is will be known when all states are
+        result = Ref(self.name, -1 - number)  # a placeholder: result numbers are known once all states are
         self.g.types[result] = TensorType(self.find_dtype(), (self.turns.count, *require_static_shape(t)))
         return self.g.cast(result, t.dtype)
 
     def find_results(self) -> dict[Ref, Ref]:
-        """Returns the results of the operation that stand for what ``find_stacked`` has returned."""
+        """Maps the placeholders that ``find_stacked`` has returned to results of the operation, whose numbers are known
+        only now.
+        """
         return {Ref(self.name, -1 - k): Ref(self.name, len(self.states) + k) for k in self.stacked.values()}
 
     def find_dtype(self) -> str:
-        """Returns the element type in which turns compute.
+        """Returns the dtype in which iterations compute.
 
         Raises:
-            NotFollowed: there are several.
+          NotFollowed: there are several, or it is neither float32 nor float64.
         """
         types = [self.body.find_type(ref) for ref in self.kinds if self.kinds[ref] in (_Kind.TURN, _Kind.EARLY)]
         found = {t.dtype for t in types} & {*_DTYPES, "float16", "bfloat16"}
@@ -354,7 +383,7 @@ class LoopRewrite:
         return found.pop()
 
     def _need_ancestors(self, ref: Ref) -> None:
-        """Adds the states that a tensor of a turn is computed from."""
+        """Adds the states that a tensor of the body is computed from."""
         of = {name: i for i, name in enumerate(self.body.inputs)}
         seen: set[str] = set()
         stack, states = [ref.node], []
@@ -372,7 +401,7 @@ class LoopRewrite:
 
     @property
     def name(self) -> str:
-        """Returns the name of the operation."""
+        """Returns the name of the operation that replaces the loop."""
         return f"{self.loop.name}/{FUSED_LOOP}"
 
     def _stack(self, node: Node) -> Ref:
@@ -380,7 +409,9 @@ class LoopRewrite:
         return stack_node(self.g, self.body, node, operands, self.turns.count)
 
     def _compute_early(self, ref: Ref) -> Ref:
-        """Returns a tensor that no state decides, for all turns: computed before the loop, with what it needs."""
+        """Returns the stacked values of a tensor that no state decides; adds the nodes before the loop that compute
+        them.
+        """
         if ref not in self.early:
             self.early[ref] = self._stack(self.body.by_name[ref.node])
         return self.early[ref]
@@ -397,7 +428,9 @@ class LoopRewrite:
         return self.kind_of(ref) is not _Kind.SAME
 
     def _is_worth_it(self, ref: Ref) -> bool:
-        """Tells whether a tensor that no state decides is computed before the loop: if it needs a product."""
+        """Returns True if a tensor that no state decides should be computed before the loop: a matrix product is needed
+        for it, or its dtype is not supported inside.
+        """
         if not self._can_be_early(ref):
             return False
         return self._has_product(ref) or self.body.find_type(ref).dtype not in (*_DTYPES, "bool")
@@ -421,7 +454,9 @@ class LoopRewrite:
         return self._known[key]
 
     def _is_late(self, ref: Ref) -> bool:
-        """Tells whether a tensor is computed behind the loop: a product that no later turn needs, or of one."""
+        """Returns True if a tensor is computed after the loop: it is a matrix product that no later iteration needs, or
+        depends on one.
+        """
         ref = find_root(self.body, ref)
         node = self.body.by_name[ref.node]
         if self.kinds[ref] is not _Kind.TURN or node.name in self.feeding or node.name in self.body.inputs:
@@ -433,7 +468,9 @@ class LoopRewrite:
         return node.op in MATMULS or any(map(self._is_late, node.inputs))
 
     def _sum(self, ref: Ref) -> Ref:
-        """Returns the sum over turns of what they add (``_can_sum``)."""
+        """Returns the sum of ``ref`` over all iterations, of which ``_can_sum`` is true; adds the nodes that compute
+        it.
+        """
         ref = find_root(self.body, ref)
         node = self.body.by_name[ref.node]
         if node.op == "MatMul":
@@ -454,7 +491,7 @@ class LoopRewrite:
         return self.g.sum(self.find_stacked(ref), (0,))
 
     def add_sums(self) -> dict[int, Ref]:
-        """Adds the sums over turns; returns the results of the loop that they are."""
+        """Adds the sums over iterations; returns number of a loop result -> the sum that replaces it."""
         found: dict[int, Ref] = {}
         for i, ref in self.sums.items():
             total, before = self._sum(ref), self.loop.inputs[i]
@@ -464,10 +501,10 @@ class LoopRewrite:
     # -- the operation
 
     def emit(self) -> dict[int, Ref]:
-        """Adds the operation; returns the results of the loop that states are at last.
+        """Adds the operation WhaleLoop; returns number of a loop result -> the final state that replaces it.
 
         Raises:
-            NotFollowed: a turn does what WhaleLoop cannot.
+          NotFollowed: WhaleLoop cannot compute something in an iteration.
         """
         if not self.states and not self.stacked:
             return {}
@@ -566,7 +603,7 @@ class LoopRewrite:
 
 
 def _find_summed_rows(body: Program, node: Node) -> tuple[int, ...] | None:
-    """Returns the dimensions over which a node sums its first operand; None: it does not."""
+    """Returns the dimensions over which a node (Sum, BiasAddGrad) sums its first operand; None for other nodes."""
     rank = len(body.find_type(node.inputs[0]).shape or ()) if node.inputs else 0
     if node.op == "BiasAddGrad" and node.attrs.get("data_format", "NHWC") == "NHWC":
         return tuple(range(rank - 1))

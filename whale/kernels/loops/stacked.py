@@ -1,4 +1,4 @@
-"""Computes nodes of a loop's body for all turns at once: tensors get the turns as a first dimension."""
+"""Computes nodes of a loop's body for all iterations at once: tensors get the iterations as a first dimension."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class GraphNodes:
     """Collects nodes that are added to a graph.
 
     Attributes:
-        graph: to which they are added.
-        nodes: those that were added.
-        types: of results of nodes that are to be added.
-        prefix: of their names; scope, marks: theirs.
+      graph: the graph.
+      nodes: the added nodes, by name.
+      types: types of results whose nodes are added later.
+      prefix: beginning of the names of added nodes.
+      scope, marks: those of added nodes.
     """
 
     graph: Program
@@ -49,7 +50,7 @@ class GraphNodes:
     marks: Marks = NO_MARKS
 
     def add_for(self, node: Node) -> GraphNodes:
-        """Returns what adds nodes to the same graph in place of ``node``."""
+        """Returns a collector for the same nodes that gives added nodes the name, scope and marks of ``node``."""
         return replace(self, prefix=node.name, scope=node.scope, marks=node.marks)
 
     def type_of(self, ref: Ref) -> TensorType:
@@ -59,7 +60,7 @@ class GraphNodes:
         return (self.nodes.get(ref.node) or self.graph.by_name[ref.node]).outputs[ref.index]
 
     def name(self, what: str) -> str:
-        """Returns a name that no node has."""
+        """Returns an unused node name that begins with the prefix and ``what``."""
         name, n = f"{self.prefix}/{what}", 0
         while name in self.nodes or name in self.graph.by_name:
             n += 1
@@ -67,21 +68,21 @@ class GraphNodes:
         return name
 
     def keep(self, node: Node) -> Ref:
-        """Adds a node as it is."""
+        """Adds a node unchanged, and returns its first result."""
         self.nodes[node.name] = node
         return Ref(node.name)
 
     def add(self, op: str, inputs: Sequence[Ref], dtype: str, shape: Sequence[int], **attrs: Any) -> Ref:
-        """Adds a node with one result; returns it."""
+        """Adds a node with one result of this dtype and shape, and returns the result."""
         kind = TensorType(dtype, tuple(shape))
         return self.keep(Node(self.name(op), op, tuple(inputs), (), attrs, (kind,), self.scope, False, self.marks))
 
     def const(self, value: np.ndarray) -> Ref:
-        """Adds a constant."""
+        """Adds a constant, and returns it."""
         return self.keep(make_const(self.name("Const"), value, scope=self.scope))
 
     def reshape(self, ref: Ref, shape: Sequence[int]) -> Ref:
-        """Returns a tensor in another shape."""
+        """Returns the tensor reshaped to ``shape``; the tensor itself if it has that shape."""
         t = self.type_of(ref)
         if t.shape == tuple(shape):
             return ref
@@ -89,14 +90,18 @@ class GraphNodes:
         return self.add("Reshape", (ref, sizes), t.dtype, shape, T=DType(t.dtype), Tshape=DType("int32"))
 
     def sum(self, ref: Ref, axes: Sequence[int]) -> Ref:
-        """Returns a tensor summed over dimensions, which it then lacks."""
+        """Returns the tensor summed over dimensions ``axes``, which are removed."""
         t = self.type_of(ref)
         shape = [n for i, n in enumerate(require_static_shape(t)) if i not in axes]
         over = self.const(np.array(axes, np.int32))
         return self.add("Sum", (ref, over), t.dtype, shape, T=DType(t.dtype), Tidx=DType("int32"), keep_dims=False)
 
     def matmul(self, left: Ref, right: Ref, turn_left: bool = False, turn_right: bool = False) -> Ref:
-        """Returns the product of two matrices, each transposed before if asked for."""
+        """Returns the product of two matrices.
+
+        Args:
+          turn_left, turn_right: whether the operand is transposed.
+        """
         t = self.type_of(left)
         a, b = require_static_shape(t), require_static_shape(self.type_of(right))
         shape = (a[1] if turn_left else a[0], b[0] if turn_right else b[1])
@@ -104,12 +109,12 @@ class GraphNodes:
         return self.add("MatMul", (left, right), t.dtype, shape, **attrs)
 
     def plus(self, a: Ref, b: Ref) -> Ref:
-        """Returns the sum of two tensors of one shape."""
+        """Returns the sum of two tensors of the same shape."""
         t = self.type_of(a)
         return self.add("AddV2", (a, b), t.dtype, require_static_shape(t), T=DType(t.dtype))
 
     def cast(self, ref: Ref, dtype: str) -> Ref:
-        """Returns a tensor of another element type."""
+        """Returns the tensor cast to ``dtype``; the tensor itself if it has that dtype."""
         t = self.type_of(ref)
         if t.dtype == dtype:
             return ref
@@ -117,13 +122,13 @@ class GraphNodes:
         return self.add("Cast", (ref,), dtype, require_static_shape(t), **attrs)
 
     def zeros(self, dtype: str, shape: Sequence[int]) -> Ref:
-        """Returns zeros."""
+        """Returns a tensor of zeros."""
         sizes = self.const(np.array(shape, np.int32))
         value = self.const(np.zeros((), find_numpy_dtype(dtype)))
         return self.add("Fill", (sizes, value), dtype, shape, T=DType(dtype), index_type=DType("int32"))
 
     def rows(self, ref: Ref, first: int, count: int) -> Ref:
-        """Returns ``count`` rows of a tensor, from ``first`` on."""
+        """Returns ``count`` rows of a tensor, from row ``first`` on."""
         t = self.type_of(ref)
         shape = require_static_shape(t)
         if (first, count) == (0, shape[0]):
@@ -133,7 +138,7 @@ class GraphNodes:
         return self.add("Slice", operands, t.dtype, (count, *shape[1:]), T=DType(t.dtype), Index=DType("int32"))
 
     def reverse(self, ref: Ref) -> Ref:
-        """Returns a tensor with its rows in reverse order."""
+        """Returns the tensor with its rows in reverse order."""
         t = self.type_of(ref)
         axes = self.const(np.array([0], np.int32))
         return self.add(
@@ -141,13 +146,13 @@ class GraphNodes:
         )
 
     def stack(self, items: Items, kind: TensorType | None) -> Ref:
-        """Returns a tensor whose rows are these items.
+        """Returns a tensor whose rows are the items of a list.
 
         Args:
-            kind: type of an item, if it is known.
+          kind: type of an item; None: found from the items.
 
         Raises:
-            NotFollowed: there is no such tensor.
+          NotFollowed: an item is no tensor of the graph, the list is empty, or its type is unknown.
         """
         kind = kind if kind is not None and kind.is_static else self._find_item_type(items)
         shape = require_static_shape(kind)
@@ -184,7 +189,7 @@ class GraphNodes:
 
 
 def _find_runs(items: Items) -> list[list[Item]]:
-    """Groups items that one operation takes: rows of one tensor in either order, zeros."""
+    """Groups consecutive items that one operation can yield: rows of one tensor, ascending or descending, or zeros."""
     runs: list[list[Item]] = []
     for item in items:
         if runs and _goes_on(runs[-1], item):
@@ -209,7 +214,9 @@ def _goes_on(run: list[Item], item: Item) -> bool:
 
 
 def find_steps(items: Items) -> tuple[Ref, int, int] | None:
-    """Returns (tensor, first row, rows from turn to turn) if items are rows of a tensor at equal distances."""
+    """Returns (tensor, first row, distance from item to item) if all items are rows of one tensor at equal distances;
+    else None.
+    """
     rows = [item for item in items if isinstance(item, Row)]
     if len(rows) != len(items) or len({row.ref for row in rows}) != 1:
         return None
@@ -221,14 +228,24 @@ def find_steps(items: Items) -> tuple[Ref, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An operand outside of the loop: of all turns (``stacked``), or the same in each."""
+    """Represents an operand of a stacked node, as a tensor of the graph around the loop.
+
+    Attributes:
+      ref: the tensor.
+      stacked: whether it holds the values of all iterations, in its first dimension, or one value that is the same in
+        each.
+    """
 
     ref: Ref
     stacked: bool
 
 
 def can_stack(body: Program, node: Node, stacked: Callable[[Ref], bool]) -> bool:
-    """Tells whether ``stack_node`` computes a node of which ``stacked`` says which operands turns change."""
+    """Returns True if ``stack_node`` can compute the node for all iterations at once.
+
+    Args:
+      stacked: returns True if iterations change the operand.
+    """
     kinds = [*map(body.find_type, node.inputs), *node.outputs]
     if len(node.outputs) != 1 or node.stateful or not all(t.is_static and t.elements for t in kinds):
         return False
@@ -253,7 +270,12 @@ def can_stack(body: Program, node: Node, stacked: Callable[[Ref], bool]) -> bool
 
 
 def stack_node(g: GraphNodes, body: Program, node: Node, operands: Sequence[Operand], turns: int) -> Ref:
-    """Adds what computes a node for all turns (``can_stack``); returns its result, [turns, ...]."""
+    """Adds nodes that compute ``node`` for all iterations at once; returns the result, [iterations, ...].
+
+    Args:
+      operands: the node's operands outside of the loop.
+      turns: number of iterations.
+    """
     op, out = node.op, node.outputs[0]
     shape = (turns, *require_static_shape(out))
     kinds = [body.find_type(ref) for ref in node.inputs]
@@ -263,7 +285,9 @@ def stack_node(g: GraphNodes, body: Program, node: Node, operands: Sequence[Oper
         return g.keep(replace(made, marks=node.marks))
 
     def padded(number: int) -> Ref:
-        """The operand with the result's number of dimensions behind the turns."""
+        """Returns operand ``number`` with as many dimensions after the iterations as the result has, so that it
+        broadcasts.
+        """
         one, own = operands[number], require_static_shape(kinds[number])
         missing = len(shape) - 1 - len(own)
         return g.reshape(one.ref, (turns, *(1,) * missing, *own)) if one.stacked and missing else one.ref
@@ -306,7 +330,9 @@ def stack_node(g: GraphNodes, body: Program, node: Node, operands: Sequence[Oper
 def _stack_product(
     g: GraphNodes, node: Node, kinds: Sequence[TensorType], operands: Sequence[Operand], shape: tuple[int, ...]
 ) -> Ref:
-    """Products of all turns with one matrix are one product; others are a batch."""
+    """Adds the matrix products of all iterations: one product if the right operand is the same in each, else a batch of
+    products.
+    """
     left, right = operands
     turned = bool(node.attrs.get("transpose_a")), bool(node.attrs.get("transpose_b"))
     if left.stacked and not right.stacked and not turned[0]:
@@ -317,8 +343,8 @@ def _stack_product(
 
 
 def sum_product(g: GraphNodes, node: Node, operands: Sequence[Operand]) -> Ref | None:
-    """Adds the sum over turns of a product that sums over rows, as one product of all turns' rows; None: it is no such
-    product.
+    """Adds the sum over iterations of products ``transpose(left) x right``, as one product over the rows of all
+    iterations; returns None if the node has another form.
     """
     left, right = operands
     if not node.attrs.get("transpose_a") or node.attrs.get("transpose_b") or not (left.stacked and right.stacked):

@@ -1,6 +1,8 @@
-"""Follows the turns of a loop: its counters, and which turn puts what into lists of tensors, and takes what out.
+"""Follows the iterations ("turns") of a loop: values of its counters, and which iteration puts what into TensorLists,
+and takes what out.
 
-Nothing but counters and lists is followed turn by turn; what turns compute has a name, and no value.
+Only counters and lists are followed from iteration to iteration. A tensor that an iteration computes is known by its
+name (``Made``), not by its value.
 """
 
 from __future__ import annotations
@@ -13,28 +15,28 @@ from cost_model.kernels.loop_counts import evaluate
 from whale.ir.ops import IDENTITIES, LISTS
 from whale.ir.program import Node, Program, Ref
 
-MOST_TURNS = 2048  # lists are copied at each turn
+MOST_TURNS = 2048  # longer loops stay: following copies all lists in each iteration
 
 
 class NotFollowed(Exception):
-    """Raised, with the reason, if a loop or a list cannot be followed."""
+    """Raised, with the reason, if a loop or a list cannot be followed; the loop then stays as it is."""
 
 
 class Row(NamedTuple):
-    """Row ``number`` of a tensor of the graph around the loop."""
+    """Represents a list item that is row ``number`` of a tensor of the graph around the loop."""
 
     ref: Ref
     number: int
 
 
 class Whole(NamedTuple):
-    """A tensor of the graph around the loop."""
+    """Represents a list item that is a tensor of the graph around the loop."""
 
     ref: Ref
 
 
 class Made(NamedTuple):
-    """The value of the tensor ``ref`` of a loop's body in turn ``turn`` of the loop ``loop``."""
+    """Represents a list item that iteration ``turn`` of the loop ``loop`` computes: the tensor ``ref`` of its body."""
 
     loop: str
     turn: int
@@ -42,24 +44,24 @@ class Made(NamedTuple):
 
 
 class Zeros(NamedTuple):
-    """Zeros: what an item that was never set reads as."""
+    """Represents a list item that was never set, and reads as zeros."""
 
 
-Item = Row | Whole | Made | Zeros | int  # an integer scalar that is known is itself
+Item = Row | Whole | Made | Zeros | int  # int: a known integer scalar
 Items = tuple[Item, ...]
 ZEROS = Zeros()
 
 
 @dataclass(slots=True)
 class Turns:
-    """The turns of a loop.
+    """Holds what is known of the iterations of a loop.
 
     Attributes:
-        count: how many there are.
-        reads: of each tensor that is taken out of a list, what it is in each turn.
-        numbers: of each counter of the body that is known, its value in each turn.
-        lists: what the lists among the loop's variables hold at the end, by the variables' numbers.
-        last: the values of counters among the loop's variables at the end.
+      count: their number.
+      reads: tensor of the body that is taken out of a list -> the item in each iteration.
+      numbers: counter of the body -> its value in each iteration.
+      lists: number of a loop variable that is a list -> its items at the end.
+      last: number of a loop variable that is a counter -> its value at the end.
     """
 
     count: int
@@ -70,7 +72,7 @@ class Turns:
 
 
 def find_root(graph: Program, ref: Ref) -> Ref:
-    """Returns the tensor that ``ref`` is, through identities."""
+    """Returns the tensor that ``ref`` is a copy of, looking through identities."""
     node = graph.by_name[ref.node]
     while node.op in IDENTITIES:
         ref = node.inputs[0]
@@ -79,12 +81,12 @@ def find_root(graph: Program, ref: Ref) -> Ref:
 
 
 def is_list(graph: Program, ref: Ref) -> bool:
-    """Tells whether a tensor may be a list of tensors."""
+    """Returns True if a tensor is a variant, and so may be a TensorList."""
     return graph.find_type(ref).dtype == "variant"
 
 
 def is_zero(graph: Program, ref: Ref) -> bool:
-    """Tells whether all elements of a tensor are zeros, whatever the program is given."""
+    """Returns True if a tensor is known to be all zeros: ZerosLike, or a constant or Fill with zeros."""
     node = graph.by_name[find_root(graph, ref).node]
     if node.op == "ZerosLike":
         return True
@@ -101,17 +103,17 @@ def change_list(
     numbers: Mapping[Ref, int],
     item_of: Callable[[Ref], Item],
 ) -> tuple[Items | None, Item | None]:
-    """Follows one operation on lists.
+    """Follows one operation on TensorLists.
 
     Args:
-        lists, numbers: what is known of the graph's tensors.
-        item_of: returns what a tensor of the graph is as an item.
+      lists, numbers: the graph's tensors that are known lists and integers.
+      item_of: returns a tensor of the graph as an item.
 
     Returns:
-        (the list that it makes, the item that it takes out), each None if there is none.
+      (the list that the operation returns, the item that it takes out), each None if there is none.
 
     Raises:
-        NotFollowed: the list is not known, or data decide.
+      NotFollowed: the list is unknown, or its length or the place depends on data.
     """
 
     def list_of(ref: Ref) -> Items:
@@ -165,7 +167,7 @@ def change_list(
 
 
 def _add_lists(lists: Sequence[Items]) -> Items:
-    """Adds lists item by item, where of each place at most one list has something."""
+    """Adds lists item by item, as AddN does, if at each place at most one list has an item that is not zero."""
     if len({len(one) for one in lists}) != 1:
         raise NotFollowed("lists of unequal length are added")
     found: list[Item] = []
@@ -178,21 +180,22 @@ def _add_lists(lists: Sequence[Items]) -> Items:
 
 
 def makes_list(graph: Program, node: Node) -> bool:
-    """Tells whether a node is an operation on lists."""
+    """Returns True if a node is an operation on TensorLists."""
     if node.op in LISTS:
         return True
     return (node.op in IDENTITIES or node.op in ("AddN", "ZerosLike")) and is_list(graph, node.inputs[0])
 
 
 def follow_turns(name: str, body: Program, count: int, lists: Mapping[int, Items], numbers: Mapping[int, int]) -> Turns:
-    """Follows the turns of the loop ``name``.
+    """Follows the iterations of the loop ``name``.
 
     Args:
-        count: of the turns.
-        lists, numbers: the loop's variables that are known before the first turn, by number.
+      count: number of iterations.
+      lists, numbers: number of a loop variable -> its value before the first iteration, of variables that are known
+        lists and integers.
 
     Raises:
-        NotFollowed: data decide which item of a list a turn takes, or turns take what others put.
+      NotFollowed: the item that an iteration takes from a list depends on data, or was put there by another iteration.
     """
     found = Turns(count)
     arguments = [Ref(one) for one in body.inputs]
@@ -220,7 +223,14 @@ def follow_turns(name: str, body: Program, count: int, lists: Mapping[int, Items
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn of a loop: what is known of the tensors of its body; ``items`` are those that it takes out of lists."""
+    """Holds what is known of the tensors of a loop's body in one iteration.
+
+    Attributes:
+      name: name of the loop.
+      number: number of the iteration.
+      lists, numbers: tensors that are known lists and integers.
+      items: tensors that the iteration takes out of lists.
+    """
 
     name: str
     body: Program
@@ -230,7 +240,9 @@ class _Turn:
     items: dict[Ref, Item] = field(default_factory=dict)
 
     def follow(self, node: Node) -> bool:
-        """Follows a node; tells whether it counts, or is an operation on lists."""
+        """Follows a node; returns True if it computes a known integer or operates on lists, and so is to be followed in
+        the next iteration too.
+        """
         if not makes_list(self.body, node):
             return evaluate(node, self.numbers)
         if node.op == "TensorListElementShape":

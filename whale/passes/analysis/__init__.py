@@ -1,3 +1,3 @@
-"""Analyses of a program that do not change it: its scopes, stages, rank groups, batch, and the cost of moving
-tensors.
+"""Analyses programs without changing them: scopes, stages, rank groups, batch, mesh axes, uses of tensors, resharding
+cost.
 """

@@ -1,7 +1,8 @@
-"""Finds attention in a program: a product of queries and keys, elementwise operations, softmax, a product with values.
+"""Finds attention in a program: a product of queries and keys, elementwise ops, softmax, a product with values.
 
-It is recognised by what the operations compute, forward and backward, whatever they are called: products are read as
-contractions, and everything element by element between the scores and the softmax (scales, masks, caps) belongs to it.
+It is recognised by what the ops compute, forward and backward, not by names. Matrix products are read as contractions,
+and all elementwise ops between scores and softmax (scales, masks, caps) belong to the attention. ``attentions`` is the
+entry point.
 
 Decision: 0089.
 """
@@ -20,15 +21,15 @@ from whale.sharding_rules.math.einsum import find_product_letters
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The nodes that compute the gradient of an attention.
+    """Holds the names of the nodes that compute the gradient of an attention.
 
     Attributes:
-      slope: the product that computes the gradient of the attention weights, and its operand that is the result's
-          gradient.
-      within: the nodes between ``slope`` and ``scores``, in order.
+      slope: the product (result's gradient x values) that computes the gradient of the attention weights.
+      of_result: number of the operand of ``slope`` that is the gradient of the attention's result.
+      within: the nodes of the softmax's gradient between ``slope`` and ``scores``, in order.
       scores: the node that computes the gradient of the softmax's operand.
-      path: the elementwise nodes from there to the gradient of the product, with their operands, in order.
-      query, key, value: the products that compute the gradients of these tensors.
+      path: the elementwise nodes from ``scores`` to the gradient of the product, with their operands, in order.
+      query, key, value: the products that compute the gradients of queries, keys and values.
       sides: tensors from outside of the attention that the elementwise nodes read, forward and backward.
     """
 
@@ -45,16 +46,19 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention, or the gradient of one whose forward part is elsewhere in the program.
+    """Describes an attention by its nodes, or the gradient of one whose forward part is elsewhere in the program.
 
     Attributes:
-      product: the product of queries and keys; softmax; mixed: the product of the softmax and values, "" where
-          there is none.
-      path: the elementwise nodes behind the product, with their operands, in order.
-      sides: tensors from outside of the attention that these nodes read.
-      query, key, value: these tensors.
-      dims: the dimension of the sequence in queries, keys, values and in the result.
-      turn: the permutation by which one number for each query [.., queries, 1] broadcasts over the result.
+      product: name of the product of queries and keys.
+      softmax: name of the softmax.
+      mixed: name of the product of the softmax and the values; "" if there is none.
+      path: names of the elementwise nodes between product and softmax, with their operands, in order.
+      sides: tensors from outside of the attention that these nodes read, such as a mask.
+      query, key, value: the tensors of queries, keys and values.
+      dims: the sequence dimension in queries, keys, values and result.
+      turn: the permutation after which a tensor [.., queries, 1], one number for each query, broadcasts over the
+        result.
+      backward: the gradient's nodes; None if it is not in the program.
     """
 
     product: str
@@ -71,13 +75,15 @@ class Attention:
 
     @property
     def name(self) -> str:
-        """Returns the name of the node that identifies this attention in plans."""
+        """Returns the name of the node by which plans and ``in_rings`` refer to this attention; "" if it has neither
+        ``mixed`` nor ``backward``.
+        """
         return self.mixed or (self.backward.scores if self.backward is not None else "")
 
 
 def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
-    """Returns the letters of a two-operand product as a contraction (as in einsum), for both operands and the result,
-    or None.
+    """Returns a matrix product of two operands in einsum letters: ("bqd", "bkd", "bqk") for both operands and the
+    result; None if ``node`` is no such product, or broadcasts.
     """
     if len(node.inputs) != 2 or len(node.outputs) != 1:
         return None
@@ -95,12 +101,14 @@ def letters(program: Program, node: Node) -> tuple[str, str, str] | None:
 
 
 def attentions(program: Program) -> list[Attention]:
-    """Finds all attentions of a program with as many keys as queries, whose intermediate tensors nothing else reads."""
+    """Finds all attentions of a program that have as many keys as queries, and whose intermediate tensors nothing else
+    reads.
+    """
     found = [one for node in program.nodes if node.op == "Softmax" and (one := _Reader(program, node).read())]
     whole = [one for one in found if one.mixed]
     kept = []
     for one in found:
-        # A softmax that is computed again for the backward pass has no values of its own.
+        # A softmax that is recomputed for the backward pass has no product with values; its attention is known.
         if one.mixed or any(_same(one, other) for other in whole):
             kept.append(one)
     return kept
@@ -111,7 +119,7 @@ def _same(again: Attention, first: Attention) -> bool:
 
 
 class _Reader:
-    """Recognises the attention around one softmax."""
+    """Recognises the attention around one softmax node."""
 
     def __init__(self, program: Program, softmax: Node):
         self.program, self.softmax = program, softmax
@@ -121,8 +129,8 @@ class _Reader:
         self.product = ""
 
     def read(self) -> Attention | None:
-        """Returns the attention; None if the nodes compute something else, or an intermediate tensor is read from
-        outside.
+        """Returns the attention; None if the nodes around the softmax compute something else, or other nodes read an
+        intermediate tensor.
         """
         program, shape = self.program, self.shape
         if len(shape) < 2 or None in shape or shape[-1] != shape[-2] or self.softmax.inputs[0].node in program.inputs:
@@ -164,7 +172,9 @@ class _Reader:
         )  # fmt: skip
 
     def _uses(self, ref: Ref) -> Iterator[tuple[Node, int] | None]:
-        """Yields the readers of a tensor, through identities; None stands for the caller of the program."""
+        """Yields the readers of a tensor as (node, operand number), looking through identities; None if the program
+        returns the tensor.
+        """
         if ref in self.program.outputs:
             yield None
         for node, i in self.program.consumers.get(ref, ()):
@@ -174,11 +184,17 @@ class _Reader:
                 yield node, i
 
     def _is_scores(self, shape: Dims | None) -> bool:
-        """Tells whether a tensor has both queries and keys."""
+        """Returns True if the last two dimensions of ``shape`` are queries and keys."""
         return shape is not None and len(shape) >= 2 and shape[-2:] == self.shape[-2:]
 
     def _back(self, ref: Ref, path: dict[str, None], products: dict[str, None]) -> None:
-        """Collects the elementwise nodes that produce a tensor with queries and keys."""
+        """Walks back from a tensor [.., queries, keys] through elementwise nodes, to products and to tensors from
+        outside.
+
+        Args:
+          path: the elementwise nodes are added here.
+          products: the products that the walk ends at are added here.
+        """
         node = self.program.by_name[ref.node]
         if node.name in self.path or node.name in path or node.name in products or ref in self.sides:
             return
@@ -193,11 +209,16 @@ class _Reader:
             self.sides[ref] = None
 
     def _values(self, node: Node, shares: int, result: int) -> tuple[Ref, int, int, tuple[int, ...]] | None:
-        """Returns (values, their dimension of the sequence, that of the result, the permutation), from a product with
-        values.
+        """Finds the values in a product with values, or with their gradient.
 
         Args:
-          shares, result: which of its operands, or 2 for what it makes, these are, or have the gradient of.
+          shares: which tensor of the product has the shape of the attention weights: the number of the operand, 2 for
+            the result.
+          result: which one has the shape of the attention's result, likewise.
+
+        Returns:
+          (the values, their sequence dimension, that of the result, the permutation ``turn``); None if the result's
+            features are not one dimension.
         """
         words = letters(self.program, node)
         assert words is not None
@@ -210,7 +231,13 @@ class _Reader:
         )  # fmt: skip
 
     def _backward(self, uses: list[tuple[Node, int]], product: Node, at: int) -> Backward | None:
-        """Returns the gradient of the attention, found backwards from the result; None if it has another form."""
+        """Returns the gradient of the attention, found from the readers of the softmax; None if it has another form.
+
+        Args:
+          uses: the readers of the softmax, without the product with values.
+          product: the product of queries and keys.
+          at: number of its operand that is the keys.
+        """
         program = self.program
         values = [(n, i) for n, i in uses if (w := letters(program, n)) and _sums(w, i, -2, -1)]
         others = [n for n, _ in uses if n not in [v[0] for v in values]]
@@ -255,11 +282,12 @@ class _Reader:
         )  # fmt: skip
 
     def _slope(self, weighted: Node, scores: Node) -> tuple[Node, tuple[str, ...]] | None:
-        """Returns the product behind the gradient of a softmax, ``scores`` = (g - sum(g x softmax)) x softmax, and the
-        nodes between.
+        """Returns the product that computes g in the gradient of a softmax, (g - sum(g x softmax)) x softmax, and the
+        names of the nodes between the two.
 
         Args:
-          weighted: it x shares.
+          weighted: the node that computes g x softmax.
+          scores: the node that computes the whole.
         """
         of_weighted = [r for r in weighted.inputs if self._plain(r).node != self.softmax.name]
         of_scores = [r for r in scores.inputs if self._plain(r).node != self.softmax.name]
@@ -283,7 +311,9 @@ class _Reader:
         return slope, (weighted.name, total.inputs[1].node, total.name, less.name)
 
     def _ahead(self, ref: Ref, path: dict[str, None]) -> list[tuple[Node, int]] | None:
-        """Returns the products that a gradient reaches through elementwise ops; None where anything else reads it."""
+        """Returns the products that a gradient reaches through elementwise ops, as (node, operand number); None if any
+        other node reads it.
+        """
         found: list[tuple[Node, int]] = []
         known = {self.softmax.name: None, self.product: None}
         for use in self._uses(ref):
@@ -321,7 +351,12 @@ def _operand_with(words: tuple[str, str, str], letter: str, without: str) -> int
 
 
 def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
-    """Tells whether a product sums over one of the last two dimensions of operand ``i`` and keeps the other."""
+    """Returns True if a product sums over one of the last two dimensions of operand ``i`` and keeps the other.
+
+    Args:
+      words: the product in einsum letters.
+      gone, stays: -1 and -2, or the other way round.
+    """
     mine, other, out = words[i], words[1 - i], words[2]
     if len(mine) < 2:
         return False
@@ -329,8 +364,11 @@ def _sums(words: tuple[str, str, str], i: int, gone: int, stays: int) -> bool:
 
 
 def _find_permutation(shares: str, result: str) -> tuple[int, ...] | None:
-    """Returns the permutation by which [.., queries, 1] broadcasts over a result; None if its features are not one
-    dimension.
+    """Returns the permutation after which [.., queries, 1] broadcasts over the attention's result; None if the result's
+    features are not exactly one dimension.
+
+    Args:
+      shares, result: attention weights and result in einsum letters.
     """
     last = len(shares) - 1
     turn = tuple(shares.index(c) if c in shares[:-1] else last for c in result)

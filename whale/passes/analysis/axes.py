@@ -1,7 +1,7 @@
-"""Finds which axes a program's ranks form, and shows the program as one axis sees it.
+"""Finds the mesh axes over which a program's ranks are divided, and shows the program as one axis sees it.
 
-An axis divides tensors under the ``wh.split`` scopes that name it, and rows of the batch everywhere else. A scope that
-names none means the axis ``tensor``.
+An axis shards tensors under the ``wh.split`` scopes that name it, and rows of the batch everywhere else. A split scope
+that names no axis means the axis ``tensor``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from whale.passes.analysis.scopes import (
 from whale.passes.analysis.stages import stage_groups_of
 from whale.passes.settings import PlanSettings
 
-ALL = "ranks"  # the one axis of a program that has no more
+ALL = "ranks"  # name of the only axis, if no axis has more than one coordinate
 
 
 def list_named_axes(paths: Iterable[str]) -> tuple[str, ...]:
-    """Lists the axes that the ``wh.split`` scopes in these paths divide tensors over, in the order in which they were
-    entered.
+    """Lists the axes over which the ``wh.split`` scopes in these paths shard tensors, in the order in which the scopes
+    were entered.
     """
     found: dict[str, None] = {}
     for path in sorted(set(paths)):
@@ -43,22 +43,24 @@ def list_named_axes(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def axes_of(program: Program, settings: PlanSettings) -> tuple[Axis, ...]:
-    """Returns the mesh axes over which ``settings`` divide a normalised program; a single axis where several would be
-    equivalent.
+    """Returns the mesh axes over which a normalised program is planned, outermost first.
+
+    Axes of size 1 are dropped, and neighbours that only shard rows are merged, so that often one axis remains.
 
     Raises:
       PlanError: the ranks do not fill the mesh.
     """
     used = set(list_named_axes(list_paths(program)))
     used |= {axis or TENSOR for tiles in settings.split.tiles.values() for axis in tiles.axes}
-    axes = _complete_axes(settings.mesh, used, settings.size)  # a program without stages divides rows over their axis
+    axes = _complete_axes(settings.mesh, used, settings.size)  # without stages, rows are sharded over an axis ``stage``
     return _merge_axes(axes, used)
 
 
 def fill_mesh(mesh: Mapping[str, int], size: int) -> dict[str, int]:
-    """Returns the sizes of the axes of ``size`` ranks, outermost first; {}: they fill no mesh with an axis ``data``.
+    """Returns the sizes of the axes of a mesh of ``size`` ranks, outermost first; {} if they cannot fill it, or it has
+    no axis ``data``.
 
-    Ranks that the mesh leaves over are on ``data``, the first axis.
+    Ranks that ``mesh`` leaves over form the axis ``data``, which comes first.
     """
     left = size // (prod(mesh.values()) or 1)
     sizes = {DATA: left, **mesh} if mesh and left > 1 and DATA not in mesh else dict(mesh)
@@ -69,8 +71,8 @@ def data_coordinates(mesh: Mapping[str, int], size: int, order: Sequence[int] = 
     """Returns the coordinate of each of ``size`` ranks on the axis ``data``; () if the mesh does not have that axis.
 
     Args:
-      mesh: sizes of axes, outermost first. Ranks that they leave over are on ``data``, the first axis.
-      order: the rank at each position; (): position and rank are the same number.
+      mesh: sizes of axes, outermost first; ranks that they leave over are on ``data``, the first axis.
+      order: the rank at each position of the mesh; (): position and rank are the same number.
     """
     sizes = fill_mesh(mesh, size)
     if not sizes:
@@ -81,9 +83,8 @@ def data_coordinates(mesh: Mapping[str, int], size: int, order: Sequence[int] = 
 
 
 def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]:
-    """Returns the batch inputs with the rows of every rank, as configured by the user (see ``batch_inputs``).
-
-    Ranks are in the order of the mesh, if it has one of its own.
+    """Returns the batch inputs with the rows of every rank, as the settings ask (see ``batch_inputs``); ranks are in
+    the order of the mesh.
     """
     asked, order = settings.batch, settings.rank_order
     coordinates = data_coordinates({a.name: a.size for a in settings.mesh}, settings.size) if asked.shares else ()
@@ -95,19 +96,24 @@ def batch_of(program: Program, settings: PlanSettings) -> tuple[BatchInput, ...]
 
 
 def _complete_axes(given: tuple[Axis, ...], used: Iterable[str], size: int) -> tuple[Axis, ...]:
-    """Appends an axis of all remaining ranks to ``given``: the first one that a scope names, else ``data``."""
+    """Returns ``given`` with an axis of the remaining ranks, if there are any: the first that a scope names and
+    ``given`` lacks, as the last axis; else ``data``, as the first one.
+
+    Raises:
+      PlanError: ranks remain but no axis is missing, or the sizes do not divide the number of ranks.
+    """
     filled = prod(a.size for a in given)
     if size % filled:
         raise PlanError(
             "the ranks do not fill the mesh",
             given=f"mesh {format_axes(given)}, {size} ranks",
             expected=f"a multiple of {filled} ranks",
-            action="change the mesh or the number of ranks",
+            action="change the key `mesh` or the number of ranks",
         )
     if filled == size:
         return given
     names = [a.name for a in given]
-    missing = sorted(name for name in used if name not in (*names, DATA))  # data is the first axis, named or not
+    missing = sorted(name for name in used if name not in (*names, DATA))  # ``data`` is added as the first axis
     if missing:
         return (*given, Axis(missing[0], size // filled))
     if DATA not in names:
@@ -116,12 +122,16 @@ def _complete_axes(given: tuple[Axis, ...], used: Iterable[str], size: int) -> t
         "the mesh does not use all ranks",
         given=f"mesh {format_axes(given)}, {size} ranks",
         expected=f"{filled} ranks, or sizes whose product is {size}",
-        action="change the mesh or the number of ranks",
+        action="change the key `mesh` or the number of ranks",
     )
 
 
 def _merge_axes(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]:
-    """Drops axes of one coordinate, and merges neighbours that only divide rows."""
+    """Drops axes of size 1, and merges neighbouring axes that no split scope uses, since both shard rows.
+
+    Args:
+      used: names of the axes that split scopes use.
+    """
     used = set(used)
     found: list[Axis] = []
     for axis in axes:
@@ -137,10 +147,11 @@ def _merge_axes(axes: tuple[Axis, ...], used: Iterable[str]) -> tuple[Axis, ...]
 
 
 def select_known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = False) -> dict[str, Placement]:
-    """Returns the placements over one axis, by handle node, of variables whose layout earlier programs have fixed.
+    """Returns the placements along one axis of variables that the run holds sharded already, by handle node.
 
     Args:
-      alone: whether it is the only axis of the program, whatever it was called where they were fixed.
+      alone: whether the program has only this axis; then the single cut of a variable counts whatever the name of its
+        axis.
     """
     found: dict[str, Placement] = {}
     for name, lying in tiles.items():
@@ -150,15 +161,15 @@ def select_known_along(tiles: Mapping[str, Tiles], axis: str, alone: bool = Fals
 
 
 def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]:
-    """Returns the tiles of variables whose axes have the sizes of this program's axes; other variables count as
-    replicated.
+    """Returns the tiles of variables that the run holds, with those replaced by whole variables whose axes differ from
+    this program's axes.
 
-    Stage groups have axes of their own.
+    If the program has pipeline stages, all tiles are returned unchanged: stage groups have axes of their own.
     """
     found = dict(settings.split.tiles)
     if not found or stage_groups_of(program, settings):
         return found
-    while True:  # axes that nothing uses are joined
+    while True:  # repeat: with fewer used axes more of them are merged, and other tiles may no longer fit
         axes = axes_of(program, settings.but(split__tiles=found))
         sizes = {a.name: a.size for a in axes}
         alone = axes[0].size if len(axes) == 1 else 0
@@ -174,13 +185,13 @@ def tiles_that_fit(program: Program, settings: PlanSettings) -> dict[str, Tiles]
 
 
 def project_to_axis(program: Program, axis: str, axes: Sequence[Axis] = ()) -> Program:
-    """Returns ``program`` as one axis sees it: without the ``wh.split`` scopes of others, and with coordinates along it
-    in the place of the ranks that scopes name.
+    """Returns ``program`` as one axis sees it: without the ``wh.split`` scopes of other axes, and with coordinates
+    along the axis in place of the ranks that scopes name.
 
-    A scope's ranks divide their rows along the axes along which it divides no tensors.
+    Ranks named by a split scope shard their rows along the axes over which the scope shards no tensors.
 
     Args:
-      axes: all of them, where there are several.
+      axes: all mesh axes, if there are several.
     """
     paths = list_paths(program)
     groups = {path for path in paths if ranks_of_scope(path) is not None} if len(axes) > 1 else set()
@@ -195,10 +206,10 @@ def project_to_axis(program: Program, axis: str, axes: Sequence[Axis] = ()) -> P
 
 
 def _locate(path: str, axis: str, axes: Sequence[Axis]) -> str:
-    """Rewrites the ranks in a path as coordinates along ``axis``, in the innermost part that names ranks.
+    """Rewrites the ranks in a scope's path as coordinates along ``axis``, in the innermost part that names ranks.
 
     Raises:
-      PlanError: the ranks are no block of the mesh.
+      PlanError: the ranks are not a block of the mesh.
     """
     ranks = ranks_of_scope(path) or frozenset()
     size = next(a.size for a in axes if a.name == axis)
@@ -207,7 +218,7 @@ def _locate(path: str, axis: str, axes: Sequence[Axis]) -> str:
     def here(part: str) -> str:
         if len(along) == size:
             return with_ranks(part, ())
-        # Where it divides no tensors along the axis, its ranks have the rows that these are made of.
+        # Along an axis over which the scope shards no tensors, its ranks shard the rows.
         found = with_ranks if axis in (axes_of_part(part) or (axis,)) else as_replica
         return found(part, sorted(along))
 
@@ -215,7 +226,7 @@ def _locate(path: str, axis: str, axes: Sequence[Axis]) -> str:
 
 
 def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> set[tuple[int, ...]]:
-    """Returns the coordinates of the ranks that a scope names.
+    """Returns the mesh coordinates of the ranks that a scope names.
 
     Raises:
       PlanError: the ranks are not a block of the mesh: all combinations of some coordinates of each axis.
@@ -227,8 +238,7 @@ def _block_of_ranks(path: str, ranks: Collection[int], axes: Sequence[Axis]) -> 
             "the ranks of a scope do not form a block of the mesh",
             op=path,
             given=f"devices={sorted(ranks)}, mesh {format_axes(axes)}",
-            expected="with two ranks also those that have the coordinates of the one along some axes, and of the other "
-            "along the rest",
+            expected="all combinations of some coordinates of each axis, such as all ranks of two rows of the mesh",
             action="change devices or the mesh; on several hosts mesh.rank_order=numbers keeps ranks in order",
         )
     return found

@@ -1,7 +1,7 @@
 """Finds which inputs carry the batch, and divides its rows among the ranks.
 
-An input may also be a stack of batches, [k, rows, ...], from which a step takes one batch at a time, mostly in a loop:
-then the rows are its dimension 1.
+An input may also be a stack of batches, [k, rows, ...], of which a step takes one batch at a time, mostly in a loop;
+then dimension 1 has the rows.
 
 Decision: 0022.
 """
@@ -20,19 +20,20 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE
 from whale.sharding_rules.graph import list_called_functions
 
-_FIRST = 1  # the bit of the first dimension in the masks of a slice
+_FIRST = 1  # bit of dimension 0 in the masks of a StridedSlice
 
 
 def rows_of_ranks(
     size: int, parts: int, shares: Sequence[int] = (), coordinates: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Returns the rows of a batch of ``size`` rows that each rank computes.
+    """Returns the number of rows that each rank computes of a batch of ``size`` rows.
 
     Args:
-      shares: rows per rank of the usual batch, or per coordinate of the axis ``data``; a batch of another size (the
-        last one of an epoch) is divided in the same proportion. Empty means as equal as possible.
-      coordinates: of every rank on the axis ``data``; ranks at one coordinate divide its rows evenly. (): there is
-        no such axis.
+      parts: number of ranks.
+      shares: rows of a usual batch per rank, or per coordinate of the axis ``data``; a batch of another size (the last
+        one of an epoch) is divided in the same proportion. (): as equally as possible.
+      coordinates: coordinate of every rank on the axis ``data``; ranks with the same one divide its rows evenly. ():
+        there is no such axis.
 
     Raises:
       PlanError: there is not one share per rank or coordinate, or all are 0.
@@ -63,18 +64,18 @@ def batch_inputs(
     local: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     coordinates: Sequence[int] = (),
 ) -> tuple[BatchInput, ...]:
-    """Finds the inputs that carry the batch (dimension 0, or 1 where they are stacks of batches), with each rank's
-    rows.
+    """Finds the inputs that carry the batch, in dimension 0 (or 1, in stacks of batches), and the rows of each rank.
 
     Args:
+      parts: number of ranks.
       shares, coordinates: see ``rows_of_ranks``.
-      marked: names of the inputs to take, as far as this program has them; empty means the inputs of rank >= 1 whose
-        dimension 0 has as many rows as the shares together, or else the size of the first such input's.
-      local: inputs of which a rank is given its own rows only, with the rows of every rank. When there are some, an
-        input that every rank has whole is divided if it has as many rows, and in the same way.
+      marked: names of the inputs that carry the batch (``batch.inputs``); names that this program lacks are ignored.
+        (): the inputs with as many rows as the shares together, or else as many as the first input of rank 1 or more.
+      local: input that a rank passes with its own rows only -> the rows of every rank. If there is one, an input that
+        every rank passes whole is divided in the same way if it has as many rows.
 
     Raises:
-      PlanError: of the marked inputs none exists, or one looks misspelt or has no dimension 0; the shares do not fit.
+      PlanError: none of the marked inputs exists, or one looks misspelt or has no dimension 0; the shares do not fit.
     """
     types = {name: program.by_name[name].outputs[0] for name in program.inputs}
     stacked = _stacks(program)
@@ -86,13 +87,13 @@ def batch_inputs(
     }
     present = [name for name in marked if name in candidates]
     for name in marked:
-        # Not every program of a run reads all that is marked: a prediction takes no labels.
+        # Not every program of a run has all marked inputs: a prediction takes no labels.
         near = difflib.get_close_matches(name, [n for n in candidates if n not in marked], 1)
         if name not in candidates and (name in types or near or not present):
             raise PlanError(
                 "an input that `batch.inputs` names cannot carry the batch",
                 given=name,
-                expected=f"one of {', '.join(candidates) or 'no input: none has a dimension 0'}",
+                expected=f"one of {', '.join(candidates)}" if candidates else "an input of rank 1 or more; it has none",
                 action=f"name {near[0]!r}" if near else "name an input of rank 1 or more, or remove the key",
             )
     if not candidates:
@@ -100,9 +101,9 @@ def batch_inputs(
     given = dict.fromkeys(local.values())
     if len(given) > 1:
         raise PlanError(
-            "two arguments of a step divide the batch in two ways",
+            "two arguments of a step divide the batch differently over the ranks",
             given=", ".join(f"{name}: {list(sizes)}" for name, sizes in local.items()),
-            expected="the same rows of every rank for all of them",
+            expected="the same number of rows per rank in all of them",
             action="take all arguments of a step from one dataset",
         )
     usual = bool(shares) and sum(shares) in candidates.values()
@@ -127,10 +128,9 @@ def batch_inputs(
 
 
 def _stacks(program: Program) -> frozenset[str]:
-    """Returns the inputs that are stacks of batches: all readers take single elements of dimension 0, so that rows are
-    dimension 1.
+    """Returns the names of inputs that are stacks of batches: all readers take single elements along dimension 0.
 
-    If one of these inputs has no dimension 1, its elements are rows rather than batches, and the result is empty.
+    Returns the empty set if one of them has no dimension 1: its elements are rows then, not batches.
     """
     shapes = {name: program.by_name[name].outputs[0].shape or () for name in program.inputs}
     apart = [name for name, shape in shapes.items() if shape and _is_taken_apart(program, program, Ref(name)) is True]
@@ -138,7 +138,9 @@ def _stacks(program: Program) -> frozenset[str]:
 
 
 def _is_taken_apart(program: Program, graph: Program, ref: Ref) -> bool | None:
-    """Tells whether every reader takes one element of a tensor at a time; None if nothing reads the tensor."""
+    """Returns True if every reader takes one element of a tensor at a time along dimension 0; None if nothing reads the
+    tensor.
+    """
     if ref in graph.outputs:
         return False
     return _all_or_none(_takes_apart(program, graph, node, place) for node, place in graph.consumers.get(ref, ()))
@@ -150,7 +152,9 @@ def _all_or_none(found: Iterable[bool | None]) -> bool | None:
 
 
 def _takes_apart(program: Program, graph: Program, node: Node, place: int) -> bool | None:
-    """Tells whether ``node`` takes one element at a time of the tensor that is its operand number ``place``."""
+    """Returns True if ``node`` takes one element at a time from its operand number ``place``; None if it does not read
+    the elements.
+    """
     if node.op in IDENTITIES:
         return _is_taken_apart(program, graph, Ref(node.name))
     if node.op in ASKS_SHAPE:
@@ -172,8 +176,8 @@ def _takes_apart(program: Program, graph: Program, node: Node, place: int) -> bo
 
 
 def _inside(program: Program, graph: Program, node: Node, place: int) -> bool | None:
-    """Tells whether the functions of a loop or branch take one element of operand ``place`` at a time; a loop may pass
-    it on.
+    """Returns True if the functions of a loop or branch take one element of operand ``place`` at a time; a loop may
+    hand the tensor on unchanged.
     """
     first = 0 if node.op in LOOPS else 1
     if place < first:

@@ -1,9 +1,9 @@
-"""Handles rank groups: scopes that name the ranks which divide their batch or their tensors.
+"""Handles rank groups: scopes that name the ranks which shard their batch rows or tensors.
 
-All ranks run the whole program; of a tensor that a group divides, the other ranks have parts of size 0. So groups may
-have any size and may overlap, and every byte between them is part of the plan. A path names ranks of the run; the
-passes that choose layouts see coordinates along one axis (``whale.passes.analysis.axes``), within a stage among its
-ranks.
+All ranks run the whole program; of a tensor that a group shards, the other ranks have parts of size 0. So groups may
+have any size and may overlap, and every byte between them is part of the plan. A scope's path names ranks of the run;
+passes that choose layouts see coordinates along one mesh axis instead (``whale.passes.analysis.axes``), and within a
+pipeline stage positions among its ranks.
 
 Decisions: 0045, 0082.
 """
@@ -29,7 +29,12 @@ from whale.passes.analysis.stages import stage_of
 
 
 def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[int, ...]:
-    """Divides ``size`` as evenly as possible over ``ranks`` (None: all ``parts`` of them), with 0 for the others."""
+    """Divides ``size`` as evenly as possible over ``ranks``, with 0 for the others: ``sizes_within(5, {1, 2}, 4)`` is
+    (0, 3, 2, 0).
+
+    Args:
+      ranks: None: all ``parts`` ranks.
+    """
     if ranks is None:
         return divide_evenly(size, parts)
     mine = dict(zip(sorted(ranks), divide_evenly(size, len(ranks))))
@@ -37,18 +42,18 @@ def sizes_within(size: int, ranks: Collection[int] | None, parts: int) -> tuple[
 
 
 def map_named_ranks(program: Program) -> dict[str, frozenset[int]]:
-    """Maps the scopes of a program that name ranks to these ranks."""
+    """Maps the paths of scopes that name ranks, anywhere in the program, to these ranks."""
     found = ((path, ranks_of_scope(path)) for path in sorted(list_paths(program)))
     return {path: ranks for path, ranks in found if ranks is not None}
 
 
 def brings_rows_together(program: Program) -> bool:
-    """Tells whether ranks need rows of others: a scope divides tensors, or names only some of the ranks."""
+    """Returns True if ranks need rows of other ranks: a scope shards tensors, or names only some of the ranks."""
     return has_split_scopes(program) or bool(map_named_ranks(program))
 
 
 class RankGroups:
-    """The placements of batch rows under ``wh.replica`` scopes, some of which name ranks."""
+    """Knows how batch rows are sharded under ``wh.replica`` scopes that name ranks."""
 
     def __init__(self, program: Program, parts: int, rows: Mapping[int, Shard]):
         named = map_named_ranks(program) if parts > 1 and rows else {}
@@ -60,7 +65,9 @@ class RankGroups:
         }
 
     def place(self, path: str, placement: Placement) -> Placement:
-        """Returns the placement that nodes of a scope want for rows that are placed as ``placement``."""
+        """Returns the placement that nodes under scope ``path`` want for a tensor with the batch's rows; other
+        placements are returned unchanged.
+        """
         if not self.active or type(placement) is not Shard or not path or split_scope(path):
             return placement
         for by_group in self.rows.values():
@@ -71,8 +78,8 @@ class RankGroups:
 
 
 def _share_rows(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
-    """Returns the rows of each rank of a group, in the proportion of all ranks' rows; evenly if the group's ranks have
-    none.
+    """Returns the rows of each rank if only ``ranks`` compute the batch: in proportion to their usual rows, or evenly
+    if they have none or all have about the same.
     """
     mine = tuple(n if rank in ranks else 0 for rank, n in enumerate(whole.sizes))
     if whole.largest - whole.smallest <= 1 or not any(mine):
@@ -81,7 +88,11 @@ def _share_rows(whole: Shard, ranks: Collection[int]) -> tuple[int, ...]:
 
 
 def refuse_rank_groups(program: Program, size: int) -> None:
-    """Raises PlanError where scopes name ranks that do not exist."""
+    """Checks that all ranks that scopes name exist.
+
+    Raises:
+      PlanError: a scope names a rank of ``size`` or more.
+    """
     for path, ranks in map_named_ranks(program).items():
         if size > 1 and max(ranks) >= size:
             raise PlanError(
@@ -94,10 +105,10 @@ def refuse_rank_groups(program: Program, size: int) -> None:
 
 
 def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> Program:
-    """Replaces ranks of the run in the scopes of ``program`` by positions in the mesh of their stage group.
+    """Replaces the ranks that scopes name by positions in the mesh of their stage group.
 
     Args:
-      plan: number of a plan. Scopes in stages whose groups keep to another one name none.
+      plan: number of the plan that is made. Scopes in stages whose group follows another plan lose their ranks.
 
     Raises:
       PlanError: a scope names no rank of its stage.
@@ -117,7 +128,7 @@ def in_positions(program: Program, groups: Sequence[StageGroup], plan: int) -> P
 
 
 def in_mesh_positions(program: Program, order: tuple[int, ...]) -> Program:
-    """Replaces ranks of the run in the scopes of ``program`` by positions in the mesh.
+    """Replaces the ranks that scopes name by positions in the mesh, in a program without stages.
 
     Args:
       order: the rank at each position; (): position and rank are the same number.
@@ -126,7 +137,12 @@ def in_mesh_positions(program: Program, order: tuple[int, ...]) -> Program:
 
 
 def _positions(path: str, ranks: Collection[int], group: StageGroup | None, plan: int) -> tuple[int, ...]:
-    """Returns the positions of ranks in their stage group; () where the scope shall name none, or names all of them."""
+    """Returns the positions of ``ranks`` in their stage group; () if the scope should name none: the group follows
+    another plan, or all its ranks are named.
+
+    Raises:
+      PlanError: none of the ranks is in the group.
+    """
     mine = tuple(i for i, rank in enumerate(group.ranks) if rank in ranks) if group is not None else ()
     if group is not None and not mine:
         raise PlanError(

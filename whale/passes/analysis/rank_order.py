@@ -1,10 +1,10 @@
-"""Lays the ranks of several hosts on a mesh: which rank is at which position of the grid of axes.
+"""Assigns the ranks of several hosts to positions of a mesh, so that ranks which communicate most are near each other.
 
-Ranks that exchange most are near each other. Groups along axes that divide tensors (tensor, expert, context) are formed
-first, of ranks of one host where hosts have enough; then groups along the axis ``data``. Stages of a pipeline, which
-send least, are what is left between the groups. Each time groups are joined over the shortest links: pairs by a
-matching of least weight, larger groups within the parts that are left of the graph of hosts when all slower links are
-cut, in the order of a spanning tree. The stages follow each other along the shortest path.
+Groups along axes that shard tensors (tensor, expert, context) are formed first, of ranks of one host where hosts have
+enough; then groups along the axis ``data``. Pipeline stages, which send least, are what is left between the groups.
+Groups are joined over the shortest links: pairs by a matching of least weight; larger groups within the connected parts
+of the graph of hosts that remain when slower links are removed, in the order of a spanning tree. The stages follow each
+other along the shortest path.
 
 Decision: 0174.
 """
@@ -24,24 +24,25 @@ from whale.ir.topology import Topology
 if TYPE_CHECKING:
     import networkx
 
-_MOST_PERMUTED = 7  # stages whose orders are all looked at
-_MOST_MATCHED = 64  # blocks; of more, those of one host are paired before
-_FARTHER = 4  # one exchange over a link of the next class is as bad as so many over one of this class
+_MOST_PERMUTED = 7  # up to so many stages, all orders are tried
+_MOST_MATCHED = 64  # with more blocks, those of one host are paired first
+_FARTHER = 4  # one exchange over a link of the next slower class costs as much as so many over one of this class
 
-_Block = tuple[int, ...]  # ranks in the order of their coordinates along the axes that are laid already
+_Block = tuple[int, ...]  # ranks, in the order of their coordinates along the axes that are assigned already
 
 
 def order_ranks(
     topology: Topology | None, axes: Sequence[Axis], between: Sequence[str] = (DATA, STAGE)
 ) -> tuple[int, ...]:
-    """Returns the rank at each position of a mesh; () where the ranks' own order is as good.
+    """Returns the rank at each position of a mesh; () if the ranks' own order is as good.
 
-    Rank 0 is at the first position of its stage, and without stages of the mesh.
+    Without an axis ``stage`` rank 0 is at position 0; with one, at the first position of its stage.
 
     Args:
-      topology: None: all ranks are on one host.
-      axes: from the outermost to the innermost one.
-      between: those that rather lie between hosts, the last one above all; others rather within hosts.
+      topology: hosts of the ranks and distances between them; None: all ranks are on one host.
+      axes: the mesh, outermost axis first.
+      between: names of the axes whose groups may span hosts, the last one preferably; groups of others stay within
+        hosts if possible.
     """
     sizes = [axis.size for axis in axes]
     if topology is None or sum(size > 1 for size in sizes) < 2 or prod(sizes) != len(topology.hosts):
@@ -63,7 +64,7 @@ def order_ranks(
 
 
 class _Links:
-    """Prices exchanges between ranks by the classes of the links that they take."""
+    """Prices communication between ranks by the classes of the links between their hosts."""
 
     def __init__(self, topology: Topology) -> None:
         count = len(topology.names)
@@ -74,7 +75,7 @@ class _Links:
         self._costs = of_hosts[np.ix_(hosts, hosts)]
 
     def between(self, blocks: Sequence[_Block]) -> np.ndarray:
-        """Returns, for each two blocks, the cost of the slowest link between ranks of equal coordinates."""
+        """Returns a matrix: for each two blocks, the cost of the slowest link between ranks at equal positions."""
         ranks = np.array(blocks)
         found = np.zeros((len(blocks), len(blocks)), np.int64)
         for column in ranks.T:
@@ -82,9 +83,10 @@ class _Links:
         return found
 
     def cost(self, order: _Block, axes: Sequence[Axis], laid: Sequence[Axis]) -> list[tuple[int, int]]:
-        """Returns the most that a group along each axis costs, and what all cost together; of ``laid``, in its order.
+        """Returns, for each axis of ``laid``, the cost of the most expensive group along it, and the cost of all its
+        groups.
 
-        The ranks of a group all exchange with each other, those along ``stage`` with the next one.
+        All ranks of a group communicate with each other; along ``stage``, each with the next one.
         """
         grid, found = np.array(order).reshape([axis.size for axis in axes]), []
         for axis in laid:
@@ -97,7 +99,7 @@ class _Links:
         return found
 
     def join(self, blocks: Sequence[_Block], size: int) -> list[list[_Block]]:
-        """Joins blocks in groups of ``size`` that are near each other."""
+        """Joins blocks into groups of ``size`` blocks that are near each other."""
         if size in (1, len(blocks)):
             return [list(blocks)] if size > 1 else [[block] for block in blocks]
         if size == 2:
@@ -108,7 +110,7 @@ class _Links:
         return self.join(sorted(pairs, key=min), size // 2)
 
     def chain(self, blocks: Sequence[_Block]) -> list[_Block]:
-        """Orders blocks so that the links from each to the next are short, the longest one above all."""
+        """Orders blocks so that the links from each to the next are short: first the longest, then their sum."""
         costs = self.between(blocks)
         if len(blocks) > _MOST_PERMUTED:
             return [blocks[i] for i in _walk_tree(costs)]
@@ -120,7 +122,7 @@ class _Links:
         return [blocks[i] for i in min(permutations(range(len(blocks))), key=length)]
 
     def _match(self, blocks: Sequence[_Block]) -> list[list[_Block]]:
-        """Pairs blocks so that the links within pairs cost least."""
+        """Pairs blocks so that the links within pairs cost least together."""
         import networkx  # takes half a second, and runs on one host never need it
 
         pairs, left = self._join_within_hosts(blocks, 2) if len(blocks) > _MOST_MATCHED else ([], list(blocks))
@@ -133,7 +135,7 @@ class _Links:
         return sorted([*pairs, *(sorted((left[i] for i in pair), key=min) for pair in matched)])
 
     def _gather(self, blocks: Sequence[_Block], size: int) -> list[list[_Block]]:
-        """Forms groups over the shortest links that still connect enough blocks."""
+        """Forms groups of ``size`` blocks, over the shortest links that still connect enough blocks."""
         import networkx
 
         groups, left = self._join_within_hosts(blocks, size)
@@ -151,8 +153,8 @@ class _Links:
         return sorted(groups)
 
     def _join_within_hosts(self, blocks: Sequence[_Block], size: int) -> tuple[list[list[_Block]], list[_Block]]:
-        """Returns (groups of blocks that are on the same hosts, the blocks that are left)."""
-        alike: dict[bytes, list[_Block]] = {}  # by what they are far from
+        """Groups blocks on the same hosts; returns (groups of ``size`` blocks, the blocks that are left over)."""
+        alike: dict[bytes, list[_Block]] = {}  # the key is equal for blocks on the same hosts
         for block in blocks:
             alike.setdefault(self._costs[list(block)].tobytes(), []).append(block)
         groups = [mine[i : i + size] for mine in alike.values() for i in range(0, len(mine) // size * size, size)]
@@ -161,7 +163,7 @@ class _Links:
 
 
 def _make_graph(costs: np.ndarray) -> networkx.Graph:
-    """Returns the complete graph of so many nodes, with the costs as weights."""
+    """Returns the complete graph whose edges have the costs in this matrix as weights."""
     import networkx
 
     graph = networkx.Graph()
@@ -171,7 +173,7 @@ def _make_graph(costs: np.ndarray) -> networkx.Graph:
 
 
 def _walk_tree(costs: np.ndarray) -> list[int]:
-    """Orders nodes along a spanning tree of least cost, from the first one on."""
+    """Returns the nodes in depth-first order of a minimum spanning tree, starting from node 0."""
     import networkx
 
     return list(networkx.dfs_preorder_nodes(networkx.minimum_spanning_tree(_make_graph(costs)), 0))

@@ -1,7 +1,7 @@
-"""Prices the alternatives that propagation chooses from; the unit is the time to move one byte over a link of 1 GB/s.
+"""Prices the alternatives that propagation chooses from; the unit is the time to move one byte at 1 GB/s, 1 ns.
 
-These constants only have to order alternatives (move a tensor or compute it twice); the calibrated model of time and
-memory is cost_model's, and so are the FLOPs of a node.
+The constants only have to order alternatives (move a tensor, or compute it twice). The calibrated model of time and
+memory is the package cost_model, which also counts the FLOPs of a node.
 
 Decision: 0032.
 """
@@ -35,8 +35,11 @@ PER_FLOP = 0.02  # a core at 50 GFLOP/s
 
 
 def fraction(placements: Sequence[Placement]) -> float:
-    """Returns the largest share of a node's work that one coordinate does, given the placements of operands and
-    results.
+    """Returns the largest share of a node's work that one coordinate does: 1.0 if no placement is a split, 0.5 for
+    S(0)[4,4].
+
+    Args:
+      placements: of the node's operands and results.
     """
     best = 1.0
     for p in placements:
@@ -48,32 +51,35 @@ def fraction(placements: Sequence[Placement]) -> float:
 
 
 def compute_cost(strategy: Strategy, touched_bytes: float, flops: int) -> float:
-    """Returns the cost of computing one node under ``strategy`` on the coordinate with the most work.
+    """Returns the cost of computing one node under ``strategy``, on the coordinate with the most work.
 
     Args:
-      touched_bytes: of the whole operands and results; flops: of the whole node, if it is a product or convolution.
+      touched_bytes: bytes of the unsharded operands and results.
+      flops: FLOPs of the whole node, if it is a product or convolution; else 0.
     """
     return (touched_bytes * PER_BYTE_TOUCHED + flops * PER_FLOP) * fraction(strategy.inputs + strategy.outputs)
 
 
 def exchange_cost(moved: int, parts: int, reads: bool, together: int = 1) -> float:
-    """Returns the cost of a node that exchanges rows between ranks itself (an all-to-all), ``moved`` bytes in all.
+    """Returns the cost of the communication inside a node that exchanges rows of a table (all-to-all); 0 if nothing
+    moves.
 
     Args:
-      reads: whether rows are read: numbers of ids, ids and rows then travel one after the other; rows to add take
-          one trip.
-      together: the number of nodes whose exchanges are fused.
+      moved: bytes that all ranks send.
+      reads: whether rows are read: numbers of ids, ids, and rows travel one after the other. Rows to add take one trip.
+      together: number of nodes whose exchanges are fused, which share the latency.
     """
     return (3 if reads else 1) * LATENCY / together + moved / parts if moved else 0.0
 
 
 @lru_cache(maxsize=1 << 16)
 def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts: int, unknown_rows: int = 1) -> float:
-    """Returns the cost of resharding a tensor from ``source`` to ``wanted``; infinite where that is impossible.
+    """Returns the cost of resharding a tensor from ``source`` to ``wanted``; infinite if that is impossible.
 
     Args:
-      tensor: its global type; parts: size of the mesh axis.
-      unknown_rows: upper bound on the number of rows where only the run knows it.
+      tensor: its global type.
+      parts: size of the mesh axis.
+      unknown_rows: upper limit for a number of rows that is known only at run time.
     """
     if source == wanted:
         return 0.0
@@ -86,9 +92,9 @@ def change_cost(tensor: TensorType, source: Placement, wanted: Placement, parts:
     if not tensor.is_static and (is_in_runs(source) or is_in_runs(wanted)):
         return inf
     if not tensor.is_static and isinstance(source, Shard) and not isinstance(wanted, Replicate):
-        return inf  # where only the run knows sizes, a split can be gathered whole, nothing finer
+        return inf  # a sharded tensor of dynamic shape can only be gathered whole
     if isinstance(source, Shard) and isinstance(wanted, Partial):
-        wanted = B  # the fill is free, but what was divided would have to be reduced whole some day
+        wanted = B  # padding with zeros is free, but the sum has to be reduced later: price it as a gather
     return move_cost(source, wanted, max(1, tensor.bytes) * (1 if tensor.is_static else unknown_rows), parts)
 
 
@@ -97,7 +103,9 @@ def _fits(wanted: Shard, shape: Dims | None) -> bool:
 
 
 def move_cost(source: Placement, target: Placement, tensor_bytes: int, parts: int) -> float:
-    """Returns the cost of one reshard of ``tensor_bytes``: bytes per coordinate, and a latency when anything moves."""
+    """Returns the cost of a single reshard of ``tensor_bytes``: a latency, and the bytes per coordinate; 0 if nothing
+    moves.
+    """
     moved = count_moved_bytes(source, target, tensor_bytes, parts)
     if moved == 0 and not (tensor_bytes == 0 and isinstance(source, Partial)):
         return 0.0

@@ -1,8 +1,11 @@
 """Reads and rewrites the paths of scopes, and puts nodes and variables into scopes by patterns of their names.
 
-A pattern is a glob: ``*`` is any text, ``/`` included, ``?`` one character, ``[0-5]`` one of several. It begins and
-ends where parts of a name do: ``decoder/layers_[0-5]`` stands for all that is inside of those layers, whatever they are
-inside of. Names are those of TensorFlow's name scopes, which layers of Keras and modules enter, and of variables.
+A path is the nesting of scopes around a node, such as ``replica_0/split_2(dim=-1)``. Each part is a scope: its kind, a
+number, and its options.
+
+A pattern is a glob: ``*`` is any text, also with ``/``, ``?`` one character, ``[0-5]`` one of several. It matches whole
+parts of a name: ``decoder/layers_[0-5]`` matches everything in these layers, whatever the layers are in. Names are
+those of TensorFlow's name scopes, which Keras layers and modules enter, and of variables.
 
 Decision: 0060.
 """
@@ -27,13 +30,13 @@ _SCOPE = re.compile(
 )
 _AXES = re.compile(r"\(axis=[\w+]+(?P<more>,|\)$)")
 
-# Ops that pass a variable's elements on, so that a reader of the result reads the variable.
-PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}  # these make new memory, of the same elements
-_KINDS = ("replica", "stage", "split")  # in the order in which scopes stand inside each other
+# Ops that hand a variable's elements on, so that a reader of their result counts as a reader of the variable.
+PASSED_ON = VIEWS | {"ReadVariableOp", "Cast", "Transpose"}
+_KINDS = ("replica", "stage", "split")  # outermost first
 
 
 def split_scope(path: str) -> tuple[str, int | None] | None:
-    """Returns (path, ``dim`` as the user named it) of the innermost scope around a node if it is a split, else None."""
+    """Returns (the path, its ``dim=`` or None) if the innermost scope of ``path`` is a ``wh.split``; else None."""
     match = _SCOPE.match(path.rsplit("/", 1)[-1])
     if match is None or match["kind"] != "split":
         return None
@@ -41,12 +44,14 @@ def split_scope(path: str) -> tuple[str, int | None] | None:
 
 
 def has_split_scopes(program: Program) -> bool:
-    """Tells whether any node of the program is under ``wh.split``."""
+    """Returns True if any node of the program is under ``wh.split``."""
     return any("split_" in n.scope and split_scope(n.scope) for n in program.nodes)
 
 
 def axes_of_part(part: str) -> tuple[str, ...] | None:
-    """Returns the axes over which a part of a path divides tensors, if it is a split; else None."""
+    """Returns the mesh axes over which one part of a path shards tensors, ("tensor",) if it names none; None if the
+    part is no split.
+    """
     match = _SCOPE.match(part)
     if match is None or match["kind"] != "split":
         return None
@@ -54,8 +59,8 @@ def axes_of_part(part: str) -> tuple[str, ...] | None:
 
 
 def drop_axis(part: str, axis: str) -> str:
-    """Rewrites a part of a path for ``axis``: "" for a split over other axes, and without axis names for a split over
-    this one.
+    """Rewrites one part of a path as ``axis`` sees it: "" for a split over other axes, the part without axis names for
+    a split over this one.
     """
     axes = axes_of_part(part)
     if axes is None:
@@ -66,7 +71,9 @@ def drop_axis(part: str, axis: str) -> str:
 
 
 def with_ranks(part: str, ranks: Sequence[int]) -> str:
-    """Replaces the ranks that a replica or a split, a part of a path, names; with (), removes them."""
+    """Replaces the ranks that one part of a path names by ``ranks``, or removes them for (); a part without ranks is
+    unchanged.
+    """
     match = _SCOPE.match(part)
     if match is None or not match["ranks"]:
         return part
@@ -75,21 +82,21 @@ def with_ranks(part: str, ranks: Sequence[int]) -> str:
 
 
 def as_replica(part: str, ranks: Sequence[int]) -> str:
-    """Replaces a split, a part of a path, by the replica that an axis sees along which the split divides no tensors."""
+    """Turns a split, one part of a path, into a ``replica`` on ``ranks``: what a mesh axis sees of a split that shards
+    no tensors over it.
+    """
     return f"replica_{part.partition('(')[0].rpartition('_')[2]}(ranks={'+'.join(map(str, ranks))})"
 
 
 def with_innermost(path: str, change: Callable[[str], str]) -> str:
-    """Applies ``change`` to the innermost part of a path that names ranks, and removes the ranks from the other
-    parts.
-    """
+    """Applies ``change`` to the innermost part of a path that names ranks, and removes ranks from the other parts."""
     parts = path.split("/")
     innermost = max(i for i, part in enumerate(parts) if with_ranks(part, ()) != part)
     return "/".join(change(part) if i == innermost else with_ranks(part, ()) for i, part in enumerate(parts))
 
 
 def with_paths(program: Program, change: Callable[[str], str]) -> Program:
-    """Rewrites the scopes' paths of ``program`` and of its functions; ``change`` is called once for each path."""
+    """Rewrites all scope paths of ``program`` and its functions with ``change``, which is called once for each path."""
     change = cache(change)
 
     def rewrite_graph(graph: Program) -> Program:
@@ -103,15 +110,17 @@ def with_paths(program: Program, change: Callable[[str], str]) -> Program:
 
 @lru_cache(maxsize=4096)
 def sequence_of(path: str) -> int | None:
-    """Returns the dimension along which the innermost ``wh.split`` scope divides activations between products; None: it
-    does not.
+    """Returns the activation dimension that the innermost scope, a ``wh.split(sequence=..)``, names; None if the scope
+    has no such option.
     """
     return _dimension_of(path, "sequence")
 
 
 @lru_cache(maxsize=4096)
 def context_of(path: str) -> int | None:
-    """Returns the dimension along which the innermost ``wh.split`` scope divides every layer; None: it does not."""
+    """Returns the activation dimension that the innermost scope, a ``wh.split(context=..)``, names; None if the scope
+    has no such option.
+    """
     return _dimension_of(path, "context")
 
 
@@ -122,8 +131,8 @@ def _dimension_of(path: str, way: str) -> int | None:
 
 @lru_cache(maxsize=4096)
 def ranks_of_scope(path: str) -> frozenset[int] | None:
-    """Returns the ranks that the innermost ``wh.split`` or ``wh.replica`` scope with ranks names; None stands for all
-    ranks.
+    """Returns the ranks that the innermost ``wh.split`` or ``wh.replica`` with ranks names; None if no scope in the
+    path names any (all ranks).
     """
     for part in reversed(path.split("/")):
         match = _SCOPE.match(part)
@@ -133,25 +142,27 @@ def ranks_of_scope(path: str) -> frozenset[int] | None:
 
 
 def micro_batches_in(paths: Iterable[str]) -> dict[int, str]:
-    """Maps each number of micro-batches that a pipeline scope in ``paths`` asks for to one such scope."""
+    """Maps each number of micro-batches that a pipeline scope in ``paths`` asks for to one such scope, for error
+    messages.
+    """
     parts = sorted({part for path in set(paths) for part in path.split("/")})
     return {int(match[1]): part for part in parts if (match := _PIPELINE.match(part))}
 
 
 def list_paths(program: Program) -> set[str]:
-    """Returns the paths of all scopes of the nodes and variables of a program and its functions."""
+    """Returns the scope paths of all nodes and variables of a program and its functions."""
     bodies = (program, *program.functions.values())
     return {x.scope for body in bodies for x in body.nodes} | {v.scope for body in bodies for v in body.variables}
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A glob for names, and the scope for the nodes and variables whose names match.
+    """Represents a glob for names, and the scope for the nodes and variables whose names match.
 
     Attributes:
       text: the glob.
-      kind: the scope's kind.
-      part: the scope's part of a path: ``split_2(dim=-1)``.
+      kind: the scope's kind: replica, stage or split.
+      part: the scope as a part of a path: ``split_2(dim=-1)``.
     """
 
     text: str
@@ -163,17 +174,17 @@ class Pattern:
         return re.compile(r"(?:^|/)" + fnmatch.translate(self.text).removesuffix(r"\Z") + r"(?:/|$)")
 
     def matches(self, name: str) -> bool:
-        """Tells whether the pattern matches the name, or a sequence of its parts."""
+        """Returns True if the pattern matches the name, or consecutive parts of it."""
         return self._expression.search(name) is not None
 
 
 @dataclass(frozen=True)
 class Named:
-    """A program after its nodes and variables were put into scopes by name.
+    """Holds a program whose nodes and variables were put into scopes by name.
 
     Attributes:
-      matched: the patterns that match at least one name.
-      names: all names that patterns are compared with: those of name scopes of nodes, and of variables.
+      matched: texts of the patterns that match at least one name.
+      names: all names that patterns were compared with, of name scopes and of variables, for suggestions.
     """
 
     program: Program
@@ -182,10 +193,11 @@ class Named:
 
 
 def in_named_scopes(program: Program, patterns: Sequence[Pattern], variables: Mapping[str, str]) -> Named:
-    """Puts the nodes and variables of ``program`` whose names match into scopes; scopes that they already have take
+    """Puts nodes and variables whose names match a pattern into its scope; scopes that they have already take
     precedence.
 
-    Of each kind the first pattern that matches counts. What reads a variable stands in its split as well.
+    Of each kind of scope, the first pattern that matches counts. A node that reads a variable in a split is put into
+    that split as well.
 
     Args:
       variables: handle node -> name of the variable, with the layers that it belongs to.
@@ -235,7 +247,9 @@ def _path(patterns: Iterable[Pattern]) -> str:
 
 
 def nearest(pattern: str, names: Collection[str], count: int = 3) -> list[str]:
-    """Returns the names, or sequences of their parts, that are most similar to a pattern that matches nothing."""
+    """Returns up to ``count`` names, or consecutive parts of names, that are most similar to a pattern that matches
+    nothing.
+    """
     parts = [name.split("/") for name in names]
     length = pattern.count("/") + 1
     inside = {"/".join(p[i : i + length]) for p in parts for i in range(max(1, len(p) - length + 1))}

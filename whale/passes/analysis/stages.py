@@ -1,9 +1,10 @@
-"""Finds which pipeline stage each node of a program belongs to, and which ranks run it.
+"""Finds which pipeline stage each node of a program belongs to, and which ranks run the stage.
 
-What is built under ``wh.stage`` belongs to that stage, with its backward nodes. A variable has one stage: the nodes
-that take its handle are there, and the value that they read travels. What costs little and depends on inputs, constants
-and counters only is *free*: it is made again wherever it is read. Any assignment would compute the same, since a tensor
-that is made at one stage and read at another is sent; so the rest is inferred by bytes.
+Nodes built under ``wh.stage`` belong to that stage, with their backward nodes. A variable has one stage: nodes that
+take its handle are there, and the value that they read is sent to other stages. Cheap nodes that depend on inputs,
+constants and counters only are *free*: every stage that reads them computes them itself. All other nodes are assigned
+by the bytes that would be sent. Any assignment gives the same results, since a tensor produced in one stage and read in
+another is sent.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ from whale.passes.analysis.scopes import PASSED_ON
 from whale.passes.settings import PlanSettings
 
 _STAGE = re.compile(r"stage_\d+(?:\(ranks=(?P<ranks>\d+(?:\+\d+)*)\))?$")
-LENDS = "lends its cores"  # name of a group without stages
-# Ops on a variable that every rank may run on a copy of its own, if their operands are free.
-_COUNTING = (READS - READS_ROWS) | ASSIGNS  # a table that rows are taken of is a layer's, wherever it lies
+LENDS = "lends its cores"  # name of the group of a rank without stages
+# Ops on a variable (such as a counter) that every rank may run on a copy of its own, if their operands are free.
+_COUNTING = (READS - READS_ROWS) | ASSIGNS  # without lookups of rows: these tables are weights
 
 
 @lru_cache(maxsize=4096)
 def stage_of(path: str) -> str:
-    """Returns the part of a scope's path that names a stage; "" when it is in none."""
+    """Returns the beginning of a scope's path up to its innermost ``stage_..`` part; "" if it is in no stage."""
     parts = path.split("/")
     last = max((i for i, part in enumerate(parts) if _STAGE.match(part)), default=-1)
     return "/".join(parts[: last + 1])
 
 
 def has_stages(program: Program) -> bool:
-    """Tells whether any node of the program was built under ``wh.stage``."""
+    """Returns True if any node or variable of the program was created under ``wh.stage``."""
     return any(stage_of(n.scope) for n in program.nodes) or any(stage_of(v.scope) for v in program.variables)
 
 
 def stages_of(program: Program) -> tuple[str, ...]:
-    """Lists the stages in the order of the data flow; parallel stages come in the order in which their scopes were
-    entered.
+    """Lists the stages in the order of the data flow; stages that do not depend on each other are in the order in which
+    they were entered.
     """
     stage = {n.name: stage_of(n.scope) for n in program.nodes}
     found = sorted({s for s in stage.values() if s}, key=_count_entered)
     if not found:
         return ()
-    before: dict[str, set[str]] = {s: set() for s in found}  # the stages that it reads from, directly or not
+    before: dict[str, set[str]] = {s: set() for s in found}  # stage -> stages that it reads from, directly or not
     handles, free = program.variable_of, free_nodes(program)
     weights: set[str] = set()  # values read from variables, whose stages say nothing about the order
 
     for node in program.nodes:
         reads = any(r.node in handles for r in node.inputs)
-        # A branch or a lookup reads the batch beside a variable, and what it makes travels with the data.
+        # A branch or a lookup reads the batch besides a variable: its result is data, not a weight.
         if reads and all(r.node in handles or r.node in weights or r.node in free for r in node.inputs):
             weights.add(node.name)
         elif node.op in PASSED_ON and node.inputs[0].node in weights:
@@ -68,7 +69,7 @@ def stages_of(program: Program) -> tuple[str, ...]:
         mine = stage[node.name]
         read = (r.node for r in node.inputs if r.node not in weights and r.node not in free)
         for other in {stage[name] for name in read} - {mine, ""} if mine else ():
-            # Backward reads come later than the forward reads that they answer.
+            # The first read between two stages decides their order: backward reads come later in the program.
             if mine not in before[other] and other not in before[mine]:
                 more = before[other] | {other}
                 for s in found:
@@ -82,11 +83,12 @@ def _count_entered(stage: str) -> int:
 
 
 def stage_groups_of(program: Program, settings: PlanSettings) -> tuple[StageGroup, ...]:
-    """Returns the ranks of each stage; stages on the same ranks are one group. Empty when the program has no stages.
+    """Returns the stage groups: the ranks of each stage, with stages on the same ranks in one group; () if the program
+    has no stages.
 
-    Stages without ``devices`` share the ranks (see ``share_ranks``). Where the mesh has an axis ``stage``, stage s is
-    on the ranks of coordinate s modulo its size; where it has others only, stages have ranks in a row. Ranks that lend
-    their cores are groups without stages.
+    Stages with ``devices`` are on these. Others share the ranks (see ``share_ranks``). If the mesh has an axis
+    ``stage``, stage s is on the ranks with coordinate s modulo the axis' size; if it has other axes only, each stage is
+    on consecutive ranks. Ranks that lend their cores are groups without stages.
 
     Raises:
       PlanError: the ranks cannot be shared among the stages.
@@ -100,7 +102,7 @@ def stage_groups_of(program: Program, settings: PlanSettings) -> tuple[StageGrou
         ranks = [tuple(map(int, text.split("+"))) for text in given]
         if max(map(max, ranks)) >= size:
             raise PlanError(
-                "a stage is on ranks that do not exist",
+                "the devices of a wh.stage are ranks that do not exist",
                 given=f"devices={list(max(ranks, key=max))}, {size} ranks",
                 expected=f"ranks below {size}",
                 action="start more ranks or change devices",
@@ -124,19 +126,20 @@ def stage_groups_of(program: Program, settings: PlanSettings) -> tuple[StageGrou
     groups = tuple(StageGroup(" + ".join(names), mine, tuple(names)) for mine, names in together.items())
     if not settings.lent_threads:
         return groups
-    # Each is a group like the one that computes, so that all keep to one plan.
+    # Ranks that lend their cores are groups of one rank, like the one that computes, so that all have the same plan.
     return (*groups, *(StageGroup(LENDS, (rank,), ()) for rank in range(size) if (rank,) not in together))
 
 
 def share_ranks(count: int, size: int, hosts: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """Returns the ranks of each of ``count`` stages.
+    """Returns the ranks of each of ``count`` stages, among ``size`` ranks.
 
-    Stage s is on every count-th rank from s on. With R times as many ranks there are R replicas; with others the first
-    stages have one rank more. With fewer ranks than stages, stage s is on rank s % size. On several hosts replicas of a
-    stage are near each other instead, where all stages have as many, since replicas send more than stages do.
+    Stage s is on the ranks s, s + count, s + 2 count, ..: with R times as many ranks as stages there are R replicas;
+    otherwise the first stages have one rank more. With fewer ranks than stages, stage s is on rank s % size. On several
+    hosts, replicas of a stage are near each other instead if all stages have the same number, since replicas send more
+    than stages do.
 
     Args:
-      hosts: of each rank, the number of its host; (): all are on one.
+      hosts: number of the host of each rank; (): all are on one host.
     """
     if len(set(hosts)) > 1 and size % count == 0:
         axes = (Axis(STAGE, count), Axis(DATA, size // count))
@@ -146,10 +149,10 @@ def share_ranks(count: int, size: int, hosts: tuple[int, ...] = ()) -> list[tupl
 
 
 def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[tuple[int, ...]]:
-    """Returns the ranks of each stage, by their coordinates in a mesh.
+    """Returns the ranks of each stage by their coordinates in the mesh.
 
     Raises:
-      PlanError: the mesh is not that of so many ranks, or has another number of stages.
+      PlanError: the mesh does not fit the number of ranks, or its axis ``stage`` the number of stages.
     """
     axes = list(mesh) if any(a.name == STAGE for a in mesh) else [Axis(STAGE, len(stages)), *mesh]
     number = next(i for i, a in enumerate(axes) if a.name == STAGE)
@@ -158,10 +161,11 @@ def _along_mesh(stages: Sequence[str], size: int, mesh: Sequence[Axis]) -> list[
         raise PlanError(
             "the ranks cannot be shared among the stages of the mesh",
             given=f"mesh {format_axes(axes)}, {len(stages)} stages, {size} ranks",
-            expected="sizes whose product is the number of ranks, and as many stages as the program has, or fewer",
-            action="change the mesh or the number of ranks",
+            expected="axis sizes whose product is the number of ranks, and as many wh.stage scopes as the axis stage "
+            "is long, or a multiple of that",
+            action="change the key `mesh`, the number of ranks, or the stages",
         )
-    inside = size // prod(a.size for a in axes[: number + 1])  # an axis without a size comes behind that of the stages
+    inside = size // prod(a.size for a in axes[: number + 1])  # ranks that are left over come after the axis ``stage``
     inside = prod(a.size for a in axes[number + 1 :]) if filled == size else inside
     groups = axes[number].size
     of_group = [tuple(r for r in range(size) if r // inside % groups == s) for s in range(groups)]
@@ -173,9 +177,9 @@ def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
     for group in groups:
         if seen & set(group) or len(set(group)) < len(group):
             raise PlanError(
-                "two stages share some of their ranks",
-                given=", ".join(str(list(g)) for g in groups),
-                expected="the same ranks in the same order, or different ones",
+                "two stages share some, but not all, of their ranks",
+                given=", ".join(f"devices={list(g)}" for g in groups),
+                expected="for each two stages the same ranks in the same order, or no rank in common",
                 action="change the devices of the stages",
             )
         seen |= set(group)
@@ -185,7 +189,7 @@ def _refuse_overlap(groups: Sequence[tuple[int, ...]]) -> None:
 
 
 def free_nodes(program: Program) -> set[str]:
-    """Returns the free nodes: those that every stage group may compute for itself."""
+    """Returns the names of the free nodes: cheap ones, such as counters, that every stage group may compute itself."""
     handles = program.variable_of
     shared = set(handles)
     takers: dict[str, list[Node]] = {name: [] for name in handles}
@@ -194,7 +198,7 @@ def free_nodes(program: Program) -> set[str]:
             if ref.node in takers:
                 takers[ref.node].append(node)
     nodes: Sequence[Node] = program.nodes
-    light: dict[str, bool] = {}  # as far as it was asked for: few nodes read nothing but free ones
+    light: dict[str, bool] = {}  # node -> whether it is cheap; filled on demand
     while True:
         free: set[str] = set()
         kept: list[Node] = []
@@ -213,11 +217,11 @@ def free_nodes(program: Program) -> set[str]:
         still = {name for name in shared if all(n.name in free for n in takers[name])}
         if still == shared:
             return free
-        shared, nodes = still, kept  # what is not free does not become so where less is shared
+        shared, nodes = still, kept  # with fewer shared variables no more nodes become free
 
 
 def _has_only(free: Collection[str], node: Node) -> bool:
-    """Tells whether all operands and control inputs of a node are free."""
+    """Returns True if all operands and control inputs of a node are in ``free``."""
     for ref in node.inputs:
         if ref.node not in free:
             return False
@@ -228,7 +232,7 @@ def _has_only(free: Collection[str], node: Node) -> bool:
 
 
 def _is_light(program: Program, node: Node) -> bool:
-    """Tells whether a node is cheap enough to be computed wherever it is read, provided that its operands are."""
+    """Returns True if a node is cheap enough to be computed wherever it is read, if its operands are free."""
     if node.name in program.inputs:
         return node.op == "Placeholder"
     if not node.inputs and not node.outputs:
@@ -243,10 +247,10 @@ def _is_light(program: Program, node: Node) -> bool:
 
 
 def assign_stages(program: Program, annotated: Program) -> Program:
-    """Puts each node of ``annotated`` that is not free, NoOps excepted, into the scope of its stage.
+    """Puts each node of ``annotated`` into the scope of its stage, except free nodes and NoOps.
 
     Args:
-      program: the same program with the scopes that the user gave, and no others.
+      program: the same program with only the scopes that the user gave.
     """
     if not has_stages(program):
         return annotated
@@ -256,7 +260,7 @@ def assign_stages(program: Program, annotated: Program) -> Program:
     for node in annotated.nodes:
         mine = stage.get(node.name, "")
         if not mine and stage_of(node.scope) not in known:
-            node = replace(node, scope="")  # a stage in which variables were made, and nothing else
+            node = replace(node, scope="")  # of a stage in which only variables were created
         nodes.append(node if not mine or stage_of(node.scope) == mine else replace(node, scope=mine))
     return annotated.replace_nodes(tuple(nodes))
 
@@ -281,7 +285,7 @@ class _Assignment:
             if name not in self.free:
                 self._put(name, stage)
         placed = set(self.stage)
-        reads: dict[str, str] = {}  # what is read from a variable -> its stage; "": several stages read it
+        reads: dict[str, str] = {}  # node that yields a variable's value -> its stage; "": several stages read it
         for node in program.nodes:
             if any(r.node in program.variable_of for r in node.inputs):
                 several = len(set(self._mark(reader.name for reader in self._readers(node)))) > 1
@@ -313,7 +317,9 @@ class _Assignment:
         return (reader for ref in node.list_refs() for reader, _ in self.program.consumers.get(ref, ()))
 
     def _together(self) -> dict[str, list[str]]:
-        """Groups nodes that have to be in one stage, because a tensor between them cannot be sent."""
+        """Groups nodes that must be in one stage, because a tensor between them cannot be sent; maps each of them to
+        its group.
+        """
         leader: dict[str, str] = {n.name: n.name for n in self.program.nodes}
 
         def find(name: str) -> str:
@@ -335,14 +341,14 @@ class _Assignment:
         return {name: members for members in groups.values() if len(members) > 1 for name in members}
 
     def _put_what_stays_together(self) -> None:
-        """Moves each group of inseparable nodes to its annotated stage; a variable that is read by rows goes to its
-        lookup's stage.
+        """Assigns each group of inseparable nodes to a stage: preferably that of a lookup in it, then one that the user
+        gave, then that of a reader.
         """
         by_name, handles = self.program.by_name, self.program.variable_of
         fetched = {r.node for r in self.program.outputs if self.program.find_type(r).dtype in UNMOVABLE}
         for members in {id(m): m for m in self.together.values()}.values():
             if fetched & set(members):
-                stage = next(iter(self.order))  # the first rank gives it to the script
+                stage = next(iter(self.order))  # the first rank returns the tensor to the script
             else:
                 sparse = [n for n in members if by_name[n].op in READS_ROWS]
                 created = [stage_of(handles[n].scope) for n in members if n in handles]
@@ -362,10 +368,11 @@ class _Assignment:
                 self.stage[member] = stage
 
     def _nearest(self, node: Node, reads: Mapping[str, str]) -> str:
-        """Returns the stage that owns most bytes of a node's operands, not counting weights that several stages read.
+        """Returns the stage that has most bytes of a node's operands; "" if none has any. Weights that several stages
+        read do not count.
 
-        Of several such stages it is the last one; for a sum of gradients (of a tensor that several stages read) it is
-        the first one, where backward passes go.
+        Of stages with equal bytes the last one wins; for a sum of gradients (AddN) the first one, where backward passes
+        end.
         """
         near: Counter[str] = Counter()
         for ref in dict.fromkeys(node.inputs):
@@ -391,5 +398,5 @@ class _Assignment:
 
 
 def does_nothing(node: Node) -> bool:
-    """Tells whether a node only has others run before it: a NoOp."""
+    """Returns True if a node is a NoOp: without operands, results and side effects, it only makes nodes wait."""
     return not node.inputs and not node.outputs and not node.stateful

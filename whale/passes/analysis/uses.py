@@ -1,11 +1,15 @@
-"""Finds what the values of a program are used for, by what is computed from them.
+"""Finds what the values of a program are used for, from the nodes that read them.
 
-Which nodes compute nothing but optimizer state, which tensors an update takes element by element (gradients), and which
-leave the scopes that divide them (activations on the way to the program's results). By the same, a rank's variables
-and tensors are sorted into categories of memory: parameters (what a model computes with), slots (what only updates
-read), buffers (other variables; a step's inputs; what communication keeps), gradients (with the sums of micro-batches,
-and what updates make of them on their way), gathered (split weights, put together for their use), activations (all
-else, scratch memory of kernels as well).
+``only_state`` finds nodes that compute nothing but optimizer state, ``is_taken_by_updates`` tells gradients (an update
+takes them element by element), ``find_leaving`` finds activations that leave split scopes. ``variable_kinds`` and
+``tensor_kinds`` sort a rank's variables and tensors into categories of memory:
+
+    parameters       variables that the model computes with
+    optimizer state  variables that only updates read (slot variables)
+    buffers          other variables; a step's inputs; memory that communication keeps
+    gradients        with sums of micro-batches, and what updates compute from gradients on the way
+    gathered         sharded weights that were gathered for their use
+    activations      everything else, also scratch memory of kernels
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ _POINTWISE = re.compile(r"\{?~?\*\}?(, \*)* -> \*")
 OPTIMIZER_STATE = "optimizer state"
 CATEGORIES = ("parameters", OPTIMIZER_STATE, "buffers", "gradients", "gathered", "activations")
 
-# Ops that make a gradient from activations; their operands are no gradients.
+# Ops that compute a weight's gradient from activations: tensors before them are not counted as gradients.
 _MADE_BY = (
     MATMULS
     | FILTER_GRADIENTS
@@ -50,9 +54,10 @@ _MADE_BY = (
 
 
 def is_taken_by_updates(program: Program, ref: Ref) -> bool:
-    """Tells whether an update uses the elements of a tensor one by one, as a gradient that may be clipped or scaled.
+    """Returns True if an update reads the tensor element by element, as it does a gradient, which may be clipped or
+    scaled on the way.
 
-    On the way the tensor may be sliced for ranks, or gathered from them.
+    On the way the tensor may also be sliced for ranks, or gathered from them.
     """
     seen, stack = {ref}, [ref]
     while stack:
@@ -71,12 +76,16 @@ def is_taken_by_updates(program: Program, ref: Ref) -> bool:
 
 
 def _keeps_elements(node: Node) -> bool:
-    """Tells whether each element of a node's result depends only on the elements of its operands at the same index."""
+    """Returns True if each element of a node's result depends only on its operands' elements at the same index, or the
+    node communicates.
+    """
     return node.op in ALIASES or node.op in EXCHANGES or node.op == "ClipByValue" or is_pointwise(node)
 
 
 def is_pointwise(node: Node) -> bool:
-    """Tells whether the one result is elementwise in the operands, which may broadcast."""
+    """Returns True if the node has one result that is elementwise in its operands, which may broadcast; decided by its
+    sharding rule.
+    """
     line = getattr(find_rule(node.op), "spec", "")
     return len(node.outputs) == 1 and isinstance(line, str) and bool(_POINTWISE.fullmatch(line))
 
@@ -85,7 +94,7 @@ def find_leaving(program: Program) -> frozenset[Ref]:
     """Returns the tensors that leave ``wh.split`` scopes on the way to the program's results: activations that lead to
     the loss.
 
-    Gradients are not among them, although they may lead to a norm that the program returns.
+    Gradients are not among them, although the program may return their norm.
     """
     wanted: set[str] = set()
     stack = [ref.node for ref in program.outputs]
@@ -103,8 +112,8 @@ def find_leaving(program: Program) -> frozenset[Ref]:
 
 
 def only_state(program: Program) -> set[str]:
-    """Returns the nodes that only contribute to updates of variables: no product, lookup or fetched tensor uses
-    them.
+    """Returns the names of nodes that contribute to nothing but updates of variables: no product, lookup or returned
+    tensor depends on them.
     """
     fetched = {ref.node for ref in program.outputs}
     other = leading_to(program, lambda node: node.name in fetched or is_model(program, node))
@@ -112,7 +121,7 @@ def only_state(program: Program) -> set[str]:
 
 
 def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
-    """Returns the nodes for which ``is_end`` is true, and all nodes from whose values these are computed."""
+    """Returns the names of nodes for which ``is_end`` returns True, and of all nodes that these depend on."""
     found: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in found or is_end(node):
@@ -122,8 +131,10 @@ def leading_to(program: Program, is_end: Callable[[Node], bool]) -> set[str]:
 
 
 def is_model(program: Program, node: Node) -> bool:
-    """Tells whether a node belongs to the model: it is a product or a lookup, or has nested functions."""
-    if node.op in BRANCHES:  # a branch may hold nothing but updates, every so many steps
+    """Returns True if a node belongs to the model rather than to updates: it is a matrix product, a lookup, a loop, or
+    a branch that contains one of these.
+    """
+    if node.op in BRANCHES:  # a branch may contain only updates, as of an optimizer that runs every few steps
         functions = program.functions
         bodies = [replace(functions[func.name], functions=functions) for func in list_called_functions(node)]
         return any(is_model(body, inside) for body in bodies for inside in body.nodes)
@@ -135,8 +146,8 @@ def is_model(program: Program, node: Node) -> bool:
 
 
 def variable_kinds(program: Program) -> dict[str, str]:
-    """Maps handle nodes to parameters (what a model computes with), optimizer state (what only updates read), or
-    buffers (the rest).
+    """Maps the handle node of each variable to its category: parameters, optimizer state or buffers (see the module's
+    text).
     """
     state, model = only_state(program), leading_to(program, lambda node: is_model(program, node))
     found = {}
@@ -149,15 +160,15 @@ def variable_kinds(program: Program) -> dict[str, str]:
 
 
 def tensor_kinds(program: Program) -> dict[Ref, str]:
-    """Returns the category of every tensor that is not an activation, in a rank's program or the function of a
-    micro-batch.
+    """Maps every tensor that is not an activation to its category, gradients or gathered, in a rank's program or the
+    function of a micro-batch.
 
     Gradients are tensors that are reduced over ranks or summed over micro-batches, and tensors of a variable's shape
     from which its update is computed.
     """
     found: dict[Ref, str] = {}
     waiting: list[Ref] = []
-    passed = set[tuple[str, TensorType | None]]()  # an update of many variables has hundreds of results and operands
+    passed = set[tuple[str, TensorType | None]]()  # visited: a fused update has hundreds of operands and results
     for node in program.nodes:
         if node.op in RANK_REDUCTIONS:
             waiting += [ref for ref in (*node.list_refs(), *node.inputs) if program.find_type(ref).dtype != "resource"]

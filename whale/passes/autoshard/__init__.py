@@ -1,3 +1,3 @@
-"""Chooses layouts under `wh.split`: lists the candidates, imposes required shardings, and solves for the lowest
-cost.
+"""Chooses layouts under `wh.split`: lists candidate strategies, imposes shardings that the scope requires, and solves
+for the lowest cost.
 """

@@ -1,7 +1,8 @@
 """Lists the candidate strategies of the nodes and variables of split scopes.
 
-Candidates spread from where weights can be cut and from how tensors arrive at the scopes' borders: each placement of a
-tensor brings about options of the nodes around it, and these bring placements.
+The list starts from splits of weights and from the placements in which tensors enter the scopes. Each placement of a
+tensor adds the strategies of its producer and readers that use it, and their other operands and results give more
+placements, until nothing new is found.
 """
 
 from __future__ import annotations
@@ -18,44 +19,46 @@ from whale.sharding_rules import find_rule
 from whale.sharding_rules.embedding import Rows
 from whale.sharding_rules.graph import can_take, make_op_view
 
-_MOST_FORMS = 12  # candidates per tensor
+_MOST_FORMS = 12  # candidate placements per tensor
 
 
 class Candidates:
-    """The candidate strategies of nodes and variables, and the tensor placements that they follow from.
+    """Collects the candidate strategies of nodes and variables, and the tensor placements that they come from.
 
     Attributes:
-      options: node or handle -> (placements of operands, of results) -> the strategy.
-      forms: tensor -> the placements that it may have beside being replicated.
+      options: node or variable handle -> (placements of operands, of results) -> the strategy.
+      forms: tensor -> the placements that it may have besides being replicated.
     """
 
     def __init__(
         self, region: SplitRegion, sequences: Mapping[Ref, Shard], tables: Mapping[str, int],
         fixed: Mapping[str, Strategy],
     ):  # fmt: skip
-        """
+        """Lists the candidates of all nodes and variables of ``region``.
+
         Args:
           sequences: wanted placements of activations between products (see ``whale.passes.autoshard.sequence``).
-          tables: handles of tables that may be whole on a rank -> the rank (see ``whale.passes.autoshard.tables``).
-          fixed: the only options of nodes and handles that have no other.
+          tables: handles of embedding tables that may be whole on one rank -> the rank (see
+            ``whale.passes.autoshard.tables``).
+          fixed: strategies of nodes and handles that are decided: their only option.
         """
         self.region, self.sequences, self.tables = region, sequences, tables
         self.options: dict[str, dict[tuple, Strategy]] = {name: {} for name in (*region.handles, *region.nodes)}
         self.forms: dict[Ref, dict[Placement, None]] = {}
-        self._around: dict[Ref, list[str]] = {}  # tensor -> the nodes of the region that make or read it
-        self._waiting: set[str] = set()  # nodes around tensors that have got candidates
+        self._around: dict[Ref, list[str]] = {}  # tensor -> the nodes of the region that produce or read it
+        self._waiting: set[str] = set()  # nodes around tensors that have new candidate placements
         self._fixed = {name: fixed[name] for name in self.options if name in fixed}
         self._asked = {name: node for name, node in region.nodes.items() if name not in fixed}
         self._views = {name: make_op_view(region.program, node, region.parts) for name, node in self._asked.items()}
-        self._few: set[frozenset[int]] = set()  # ranks that have experts where there are fewer than ranks, or a table
+        self._few: set[frozenset[int]] = set()  # sets of ranks, smaller than a group, that may hold experts or a table
         self._seed()
         self._settle_fixed()
         self._spread()
         self._settle_handles()
 
     def keep(self, name: str, good: Callable[[Strategy], bool]) -> bool:
-        """Keeps only the options of a node or handle that satisfy ``good``, if there are any; tells whether there
-        are.
+        """Keeps only the options of a node or handle for which ``good`` returns True; returns False, and keeps all, if
+        there are none.
         """
         kept = {key: o for key, o in self.options[name].items() if good(o)}
         if kept:
@@ -72,9 +75,7 @@ class Candidates:
                 self._note(ref, placement)
 
     def _seed(self) -> None:
-        """Adds the first candidates: splits of weights, and the placements in which tensors arrive at the scopes'
-        borders.
-        """
+        """Adds the first candidates: splits of weights, and the placements of tensors that enter the scopes."""
         weights: dict[str, dict[frozenset[int], None]] = {}
         for reader, uses in self.region.weights.items():
             for _, handle in uses:
@@ -90,7 +91,7 @@ class Candidates:
                     if size is not None and size >= len(group):
                         self._note(Ref(name), shard(dim, sizes_within(size, group, self.region.parts)))
                     elif size is not None and size > 1 and dim == 0 and len(variable.type.shape or ()) > 2:
-                        # Fewer experts than ranks: some ranks have one each, the others none.
+                        # Weights [experts, ...] with fewer experts than ranks: some ranks get one each.
                         few = shard(dim, sizes_within(size, frozenset(sorted(group)[:size]), self.region.parts))
                         self._few.add(few.holders)
                         self._note(Ref(name), few)
@@ -100,7 +101,7 @@ class Candidates:
                     self._seed_whole(self.region.nodes[name], handle)
         for name, node in self.region.nodes.items():
             if context_of(node.scope) is not None and name not in self.region.read and self.region.flops(node):
-                self._seed_result(node)  # heads of an attention
+                self._seed_result(node)  # such as the heads of an attention
         for name in self.region.weights:
             if (cut := self.region.cut_of_image(name)) is not None:
                 self._note(Ref(name), cut)
@@ -113,7 +114,9 @@ class Candidates:
                     self._note(ref, self.region.outside.produced[ref])
 
     def _seed_whole(self, lookup: Node, handle: str) -> None:
-        """Adds the candidates that place a table, and its ids, on one rank."""
+        """Adds the candidates that place an embedding table, and the ids of ``lookup``, on the one rank that ``tables``
+        names.
+        """
         alone = frozenset({self.tables[handle]})
         self._few.add(alone)
         for ref, t in (
@@ -123,14 +126,16 @@ class Candidates:
             self._note(ref, shard(0, sizes_within(require_static_shape(t)[0], alone, self.region.parts)))
 
     def _seed_result(self, node: Node) -> None:
-        """Adds splits of a result, except those of rows, which micro-batches divide already."""
+        """Adds splits of a node's result along each dimension except 0: rows are divided by micro-batches already."""
         group = self.region.group[node.name]
         for dim, size in enumerate(node.outputs[0].shape or ()):
             if dim > 0 and size is not None and size >= len(group):
                 self._note(Ref(node.name), shard(dim, sizes_within(size, group, self.region.parts)))
 
     def _note(self, ref: Ref, placement: Placement) -> None:
-        """Adds a candidate placement of a tensor, unless it is invalid or already known."""
+        """Adds a candidate placement of a tensor, unless it is known, does not fit the scopes' ranks, or the tensor has
+        too many.
+        """
         if not isinstance(placement, Shard | Partial):
             return
         placement = placement.without_halo if isinstance(placement, Shard) else placement
@@ -143,14 +148,16 @@ class Candidates:
         self._waiting.update(self._around.get(ref, ()))
 
     def _is_within(self, placement: Shard, group: frozenset[int]) -> bool:
-        """Tells whether exactly the ranks of a group have a part each; with few experts, only some of the ranks do."""
+        """Returns True if exactly the ranks of ``group`` have a part each; where experts are fewer than ranks, some of
+        the group's ranks are enough.
+        """
         if placement.holders in self._few and placement.holders < group:
             return True
         return placement.smallest > 0 if len(group) == self.region.parts else placement.holders == group
 
     def _spread(self) -> None:
-        """Propagates candidates: each placement of a tensor adds options of the nodes around it, which add
-        placements.
+        """Propagates candidates until nothing is new: a tensor's placement adds strategies of the nodes around it, and
+        these add placements of other tensors.
         """
         names = list(self._asked)
         asked: dict[str, set[tuple[int, Placement]]] = {name: set() for name in names}
@@ -175,7 +182,11 @@ class Candidates:
             names.reverse()
 
     def _ask(self, node: Node, at: int | None, placement: Placement | None) -> None:
-        """Adds the options of ``node`` when tensor ``at`` (operands, then outputs) is placed as ``placement``."""
+        """Adds the strategies that a node's rule allows if one of its tensors has ``placement``.
+
+        Args:
+          at: number of the tensor, operands first, then results; None: all are replicated.
+        """
         rule = find_rule(node.op)
         assert rule is not None
         current: list[Placement] = [B] * len(node.inputs)
@@ -206,8 +217,11 @@ class Candidates:
     def _pairs(
         self, node: Node, rows: Rows, at: int, placement: Placement
     ) -> Iterator[tuple[list[Placement], list[Placement | None]]]:
-        """Yields placements with both the table (or result) and the ids cut, so that rows are exchanged between
-        ranks.
+        """Yields placements in which both the table (or result) and the ids are sharded, so that ranks exchange rows.
+
+        Args:
+          at, placement: the tensor that has got ``placement``, as of ``_ask``; it is combined with candidates of the
+            other one.
         """
         around, result = [*node.inputs, *node.list_refs()], len(node.inputs)
         table, belong = (result if i is None else i for i in (rows.table, rows.values))
@@ -220,8 +234,8 @@ class Candidates:
                 yield [p or B for p in lie[:result]], lie[result:]
 
     def _settle_handles(self) -> None:
-        """Keeps the placements of a variable that all its readers and writers can use, and drops their other
-        options.
+        """Gives each variable the placements that all its readers and writers can use, and drops the readers' options
+        with others.
         """
         for name in self.region.handles:
             if name in self._fixed:

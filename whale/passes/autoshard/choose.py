@@ -1,16 +1,16 @@
-"""Chooses one option for each node of split scopes, so that resharding costs least.
+"""Chooses one option for each node of split scopes so that work and resharding together cost least.
 
-The producer's option decides a tensor's placement (one of its forms), and its readers' options the forms that they
-want. A change from one form to another is paid once, however many readers want it; and a form that can be cut from the
-whole tensor costs nothing where the whole tensor is made anyway. The cheapest choice is found exactly:
+The producer's option decides a tensor's placement (one of its *forms*), and its readers' options the forms that they
+want. A change from one form to another is paid once, however many readers want it. A form that can be sliced from the
+replicated tensor costs nothing if the replicated tensor is made anyway. The cheapest choice is found exactly:
 
-* By eliminating one node after the other, which takes a moment for the chains and blocks that models consist of. All
-  that depends on a node is put into one table over the node and its neighbours; the node's best option is written down
-  for every combination of theirs, and the table of these best costs takes the node's place (Bertele and Brioschi,
-  "Nonserial Dynamic Programming", 1972).
-* By an integer program, solved by HiGHS, where a graph is too wide for that. With ``x`` for "node takes option", ``f``
-  for "produced as p, wanted by this reader as q" (tied to both by flow conservation) and ``e`` for "changed from p to
-  q":
+* By eliminating one node after the other, which is fast for the chains and blocks that models consist of. All costs
+  that depend on a node are added into one table over the node and its neighbours; for every combination of the
+  neighbours' options the node's best option is recorded, and the table of these best costs takes the node's place
+  (Bertele and Brioschi, "Nonserial Dynamic Programming", 1972).
+* By an integer program, solved by HiGHS, where a graph is too wide for elimination. With ``x`` for "node takes option",
+  ``f`` for "produced as p, wanted by this reader as q" (tied to both by flow conservation) and ``e`` for "changed from
+  p to q":
 
       minimise    sum cost x + sum price e
       such that   sum_option x = 1
@@ -36,27 +36,28 @@ from whale.errors import PlanError
 from whale.ir.layout import B, Placement
 
 _LARGEST_TABLE = 30_000_000  # entries, of eight bytes
-_FEW_ENTRIES = 10_000  # entries of all tables, per node: the search for a better order takes as long as these
-_MOST_TRIES = 12
-_SWAY = 0.3
-_OF_A_BIT = 1 << 20  # parts in which logarithms of sizes are counted
+_FEW_ENTRIES = 10_000  # table entries per node below which searching for a better order takes longer than it saves
+_MOST_TRIES = 12  # orders of elimination that are tried
+_SWAY = 0.3  # by how much a seed may raise a node's priority, relatively
+_OF_A_BIT = 1 << 20  # logarithms of sizes are integers, in units of this part of a bit
 
-# A cost that depends on some nodes, in ascending order: one dimension for each.
+# A cost table: the nodes that it depends on, ascending, and the costs, with one dimension for each node's options.
 _Table = tuple[tuple[int, ...], np.ndarray]
-_TIME_LIMIT_S = 120.0
-_GAP = 1e-4  # the gap to the optimum that is proved, relative to it
+_TIME_LIMIT_S = 120.0  # for HiGHS
+_GAP = 1e-4  # HiGHS stops when the cost is proved to be this close to the optimum, relatively
 
 
 def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int]:
-    """Returns the option of every node.
+    """Returns the number of the chosen option of every node, so that the total cost is least.
 
     Args:
-      costs: per node the cost of each of its options by itself.
+      costs: for each node, the cost of each of its options by itself.
+      tensors: the tensors between the nodes, with the prices of changing their placement.
 
     Raises:
-      PlanError: no assignment is possible, or the solver found none in its time.
+      PlanError: no assignment is possible, or the solver found none in its time limit.
     """
-    # Blocks that a model repeats have the same tensors: what these cost is found once.
+    # Blocks that a model repeats have tensors with equal forms and prices: their prices are looked at once.
     matters: dict[Hashable, dict[tuple[Placement, ...], int]] = {}
     needed = []
     for tensor in tensors:
@@ -70,7 +71,7 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
     if math.isinf(total_cost(costs, tensors, chosen)):
         raise PlanError(
             "no layouts were found for a split scope",
-            given="operations whose layouts exclude each other",
+            given="operations whose candidate layouts exclude each other",
             expected="a layout for every operation",
             action="put fewer operations under the scope, or name the dimension (`dim=`)",
         )
@@ -78,8 +79,11 @@ def choose(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> 
 
 
 def _simplify(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int]) -> TensorForms | None:
-    """Drops readers that never cost anything and fixes readers that want one form only; None: no choice affects the
-    cost.
+    """Drops readers that never cost anything, and fixes the producer or a reader if its choice of option cannot change
+    the tensor's cost; returns None if no reader is left.
+
+    Args:
+      matters: as returned by ``_forms_that_matter``.
     """
     readers: dict[tuple[int | None, tuple[Placement, ...]], None] = {}
     for reader, forms in tensor.readers:
@@ -93,7 +97,9 @@ def _simplify(tensor: TensorForms, matters: Mapping[tuple[Placement, ...], int])
 
 
 def _forms_that_matter(tensor: TensorForms) -> dict[tuple[Placement, ...], int]:
-    """Maps the forms that readers want to the number of forms that can cost something; 0: none ever does."""
+    """Maps the forms that a reader wants, one per option, to the number of different ones; to 0 if no change to them
+    ever costs anything.
+    """
     sources = dict.fromkeys(tensor.forms)
     found = {}
     for _, forms in tensor.readers:
@@ -103,10 +109,11 @@ def _forms_that_matter(tensor: TensorForms) -> dict[tuple[Placement, ...], int]:
 
 
 def total_cost(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms], chosen: Sequence[int]) -> float:
-    """Returns the cost of an assignment, computed without the solver; infinite when it is impossible.
+    """Returns the cost of an assignment, computed without tables or solver; infinite if the assignment is impossible.
 
     Args:
-      costs, tensors: as of ``choose``; chosen: per node the number of its option.
+      costs, tensors: as of ``choose``.
+      chosen: for each node, the number of its option.
     """
     total = sum(options[i] for options, i in zip(costs, chosen))
     for tensor in tensors:
@@ -120,14 +127,16 @@ def total_cost(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms],
 
 @dataclass(frozen=True, slots=True)
 class TensorForms:
-    """The placements that one tensor may have (its forms), and the costs of changes between them.
+    """Represents one tensor in the choice: the placements that it may have (its forms), and the costs of changes
+    between them.
 
     Attributes:
-      forms: its placement, per option of the producer; one form when the producer is fixed.
-      producer: number of the node; None when it is fixed.
-      readers: (number of the node or None when fixed, form wanted per option).
-      price: cost of a change of form; infinite when it cannot be made.
-      kind: equal for tensors of equal prices.
+      forms: its placement for each option of the producer; a single one if the producer is fixed.
+      producer: number of the node that produces it; None if the producer is fixed.
+      readers: for each reader, the number of the node (None if fixed) and the form that it wants for each of its
+        options.
+      price: returns the cost of a change from one form to another; infinite if it is impossible.
+      kind: key that is equal for tensors with the same prices, so that results can be shared.
     """
 
     forms: tuple[Placement, ...]
@@ -138,21 +147,23 @@ class TensorForms:
 
     @property
     def shape(self) -> Hashable:
-        """Returns a key that is equal for corresponding tensors of repeated blocks: all fields but the nodes'
-        numbers.
-        """
+        """Returns a key that is equal for corresponding tensors of repeated blocks: all but the nodes' numbers."""
         return self.kind, self.forms, tuple([forms for _, forms in self.readers])
 
     @property
     def nodes(self) -> tuple[int | None, ...]:
-        """Returns the producer and the readers; None for those whose strategy is fixed."""
+        """Returns the numbers of the producer and of the readers; None for a node whose strategy is fixed."""
         return self.producer, *[reader for reader, _ in self.readers]
 
 
 def eliminate_nodes(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int] | None:
-    """Returns the option of every node; None when a table would become too large."""
+    """Returns the option of every node, found by elimination; None if a table would become too large.
+
+    Args:
+      costs, tensors: as of ``choose``.
+    """
     tables: list[_Table] = [((i,), np.array(options, float)) for i, options in enumerate(costs)]
-    known: dict[Hashable, np.ndarray] = {}  # the tables of repeated blocks are the same
+    known: dict[Hashable, np.ndarray] = {}  # tables that repeated blocks share
     for tensor in tensors:
         around = {n for n in tensor.nodes if n is not None}
         if math.prod(len(costs[n]) for n in around) > _LARGEST_TABLE:
@@ -188,8 +199,10 @@ def eliminate_nodes(costs: Sequence[Sequence[float]], tensors: Sequence[TensorFo
 
 
 def _join(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """Sums the cost tables that contain ``node``; returns (the other nodes, the sum with ``node`` as its first
-    dimension).
+    """Adds up the cost tables that contain ``node``.
+
+    Returns:
+      The other nodes of the tables, ascending, and the sum, whose first dimension is the options of ``node``.
     """
     others = tuple(sorted({n for nodes, _ in tables for n in nodes} - {node}))
     place = {n: i for i, n in enumerate((node, *others))}
@@ -204,7 +217,9 @@ def _join(tables: Sequence[_Table], node: int) -> tuple[tuple[int, ...], np.ndar
 
 
 def _least(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the minimum along the first dimension, and its first index; NumPy's own reductions take far longer."""
+    """Returns the minimum along the first dimension, and the index of its first occurrence; faster than NumPy's own
+    reductions here.
+    """
     least = np.array(total[0])
     where = np.zeros(least.shape, np.uint16)
     for i in range(1, len(total)):
@@ -214,7 +229,12 @@ def _least(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Returns the nodes in the order of elimination; None when a table on the way would be too large."""
+    """Returns the nodes in the order of elimination; None if a table on the way would be too large.
+
+    Args:
+      sizes: number of options of each node.
+      groups: the nodes of each table.
+    """
     found = _Elimination(sizes, groups).run(math.inf)
     assert found is not None
     for seed in range(_MOST_TRIES):
@@ -228,7 +248,7 @@ def _order(sizes: Sequence[int], groups: Sequence[tuple[int, ...]]) -> list[int]
 
 
 class _Found(NamedTuple):
-    """An order of elimination, with the number of entries of all tables, and of the largest table."""
+    """Represents an order of elimination, with the number of entries of all tables, and of the largest table."""
 
     order: list[int]
     entries: int
@@ -236,15 +256,17 @@ class _Found(NamedTuple):
 
 
 class _Elimination:
-    """The graph of nodes that share a table, from which nodes are eliminated one after the other.
+    """Simulates elimination on the graph of nodes that share a table, to find an order with small tables.
 
-    Next comes the node whose table is smallest, or whose elimination adds the least weight of new edges (weighted
-    min-fill: Kjaerulff, "Triangulation of graphs - algorithms giving small total state space", 1990), which takes
-    longer to find and leaves far smaller tables where several chains run side by side, as the passes of a model do. The
-    best of some orders, whose ties a seed breaks, is several times better than the first one.
+    The next node is the one with the smallest table or, ``by_fill``, the one whose elimination adds the least weight of
+    new edges (weighted min-fill: Kjaerulff, "Triangulation of graphs - algorithms giving small total state space",
+    1990). The latter takes longer to find and leaves far smaller tables where several chains run side by side, as the
+    forward and backward pass of a model do. The seed breaks ties at random: the best of some orders is several times
+    better than the first one.
 
-    ``fill`` is updated edge by edge: the weight of the pairs of a node's neighbours that have no edge. It is of
-    integers, so that the order in which these are added does not matter.
+    Attributes:
+      fill: for each node, the weight of the pairs of its neighbours that have no edge, updated edge by edge. It is an
+        integer, so that the order of additions does not matter.
     """
 
     def __init__(self, sizes: Sequence[int], groups: Sequence[tuple[int, ...]], by_fill: bool = False, seed: int = 0):
@@ -262,7 +284,7 @@ class _Elimination:
         self.fill = [self._count_missing(around) for around in self.near] if by_fill else []
 
     def run(self, most: float) -> _Found | None:
-        """Eliminates all nodes and returns the order; None if its tables have ``most`` entries or more."""
+        """Eliminates all nodes and returns the order; None as soon as its tables have ``most`` entries or more."""
         keys = [self._key(n) for n in range(len(self.sizes))]
         heap = [(key, n) for n, key in enumerate(keys)]
         heapq.heapify(heap)
@@ -303,7 +325,9 @@ class _Elimination:
         return changed
 
     def _link(self, a: int, b: int) -> set[int]:
-        """Adds an edge between two nodes. Returns their common neighbours, whose fill decreases by this edge."""
+        """Adds an edge between two nodes. Returns their common neighbours, whose fill decreases by this edge; none
+        unless ``by_fill``.
+        """
         one, other = self.near[a], self.near[b]
         both: set[int] = set()
         if self.by_fill:
@@ -317,7 +341,7 @@ class _Elimination:
         return both
 
     def _count_missing(self, around: set[int]) -> int:
-        """Returns the weight of the pairs of these nodes that have no edge."""
+        """Returns the weight of the pairs of the nodes ``around`` that have no edge between them."""
         return sum(self.bits[m] * self._weight(around - self.near[m] - {m}) for m in around) // 2
 
     def _weight(self, nodes: set[int]) -> int:
@@ -333,11 +357,15 @@ class _Elimination:
 
 
 def _table_of(tensor: TensorForms, nodes: tuple[int, ...], costs: Sequence[Sequence[float]]) -> np.ndarray:
-    """Returns the cost of a tensor for every combination of options of the nodes around it."""
+    """Returns the resharding cost of a tensor for every combination of options of the nodes around it, with one
+    dimension per node.
+    """
     place = {n: i for i, n in enumerate(nodes)}
 
     def along(node: int | None, flags: Sequence[bool]) -> np.ndarray:
-        """Tells whether each combination has one of the flagged options of ``node``."""
+        """Returns an array, broadcast along the other nodes, that is True where ``node`` has one of the flagged
+        options.
+        """
         if node is None:
             return np.array(flags[0])
         shape = [1] * len(nodes)
@@ -370,7 +398,7 @@ def _any_of(flags: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass
 class _Columns:
-    """The columns and rows of the linear program while they are collected."""
+    """Collects the columns (variables) and rows (constraints) of the linear program, the rows in sparse form."""
 
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -381,13 +409,13 @@ class _Columns:
     row_upper: list[float] = field(default_factory=list)
 
     def column(self, cost: float, upper: float = 1.0) -> int:
-        """Adds a column, which is between 0 and ``upper``, and returns its number."""
+        """Adds a variable between 0 and ``upper`` with the given cost, and returns its number."""
         self.cost.append(cost)
         self.upper.append(upper)
         return len(self.cost) - 1
 
     def row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        """Adds a row: ``lower`` <= the sum over (column, factor) of ``terms`` <= ``upper``."""
+        """Adds a constraint: ``lower`` <= the sum over (column, factor) of ``terms`` <= ``upper``."""
         self.row_start.append(len(self.row_index))
         self.row_index += [i for i, _ in terms]
         self.row_value += [v for _, v in terms]
@@ -396,10 +424,13 @@ class _Columns:
 
 
 def solve_integer_program(costs: Sequence[Sequence[float]], tensors: Sequence[TensorForms]) -> list[int]:
-    """Returns the option of every node; see ``whale.passes.autoshard.choose.choose``.
+    """Returns the option of every node, found by the integer program (see the module's text).
+
+    Args:
+      costs, tensors: as of ``choose``.
 
     Raises:
-      PlanError: no assignment is possible, or none was found in the time.
+      PlanError: no assignment is possible, or none was found in the time limit.
     """
     table = _Columns()
     taken = [[table.column(c) for c in options] for options in costs]
@@ -417,7 +448,11 @@ def _distinct(forms: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def _add_tensor(table: _Columns, taken: Sequence[Sequence[int]], tensor: TensorForms) -> None:
-    """Adds the columns and rows of one tensor."""
+    """Adds the variables and constraints of one tensor to the linear program.
+
+    Args:
+      taken: for each node, the variables of its options.
+    """
     sources = _distinct(tensor.forms)
     flows: list[dict[tuple[Placement, Placement], list[tuple[int, float]]]] = []
     for reader, forms in tensor.readers:
@@ -445,8 +480,10 @@ def _flow(
     forms: Sequence[Placement],
     prices: dict[tuple[Placement, Placement], float],
 ) -> dict[tuple[Placement, Placement], list[tuple[int, float]]]:
-    """Adds flow variables for each pair (produced as p, wanted as q); returns the columns whose sum says whether it is
-    chosen.
+    """Adds flow variables between a tensor's producer and one reader.
+
+    Returns:
+      For each pair (produced as p, wanted as q), the terms whose sum is 1 if the pair is chosen.
     """
     one = table.column(0.0, 1.0)
     table.row([(one, 1.0)], 1.0, 1.0)
@@ -478,7 +515,12 @@ def _flow(
 
 
 def _run_solver(table: _Columns, integral: int) -> np.ndarray:
-    """Solves the program and returns the values of the columns; the first ``integral`` are 0 or 1."""
+    """Solves the linear program with HiGHS and returns the values of the columns; the first ``integral`` of them are 0
+    or 1.
+
+    Raises:
+      PlanError: no assignment is possible, or none was found in the time limit.
+    """
     import highspy  # takes a fifth of a second to load, and only wide split scopes need it
 
     count, rows = len(table.cost), len(table.row_lower)
@@ -496,7 +538,9 @@ def _run_solver(table: _Columns, integral: int) -> np.ndarray:
     )
 
     class Silent(highspy.Highs):
-        """HiGHS without output: from 1.16 on its constructor enables callbacks, and prints its version when it does."""
+        """Represents HiGHS without output: from 1.16 on its constructor enables callbacks, and prints its version while
+        doing so.
+        """
 
         def enableCallbacks(self) -> None:
             self.setOptionValue("output_flag", False)
@@ -514,7 +558,7 @@ def _run_solver(table: _Columns, integral: int) -> np.ndarray:
     if not found and highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         raise PlanError(
             "no layouts were found for a split scope",
-            given=f"{highs.modelStatusToString(highs.getModelStatus())} after at most {_TIME_LIMIT_S:g} s",
+            given=f"solver status {highs.modelStatusToString(highs.getModelStatus())!r} (limit {_TIME_LIMIT_S:g} s)",
             expected="a layout for every operation",
             action="put fewer operations under the scope, or name the dimension (`dim=`)",
         )

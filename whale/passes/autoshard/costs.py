@@ -1,4 +1,4 @@
-"""Computes the costs for the choice under split scopes: work of single nodes, and reshards."""
+"""Computes the costs by which layouts under split scopes are chosen: the work of single nodes, and reshards."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ from whale.sharding_rules import find_rule
 from whale.sharding_rules.embedding import is_with_owners
 from whale.sharding_rules.graph import make_op_view
 
-_WHOLE_VARIABLE = 1e-3  # cost of a replicated variable: it decides among layouts that cost the same
-_WORK = 0.01  # weight of work against movement: it decides among layouts that move the same
+_WHOLE_VARIABLE = 1e-3  # cost of a replicated variable: a tie-breaker, so that sharded is preferred at equal cost
+_WORK = 0.01  # weight of work against communication: a tie-breaker among layouts that communicate the same
 
 
 def node_costs(
     region: SplitRegion, sequences: Mapping[Ref, Shard], name: str, options: Sequence[Strategy],
     tables: Collection[str] = (),
 ) -> list[float]:  # fmt: skip
-    """Returns the cost of each option of a node, or of a variable's handle, without reshards, in the unit of
-    ``analysis.cost``.
+    """Returns the cost of each option of a node or variable, without reshards, in the unit of
+    ``whale.passes.analysis.resharding_cost``.
 
     Args:
-      tables: handles of tables that may be whole on one rank; their exchanges are fused.
+      sequences: wanted placements of activations between products; options that do not follow them cost more.
+      name: name of the node, or the handle of the variable.
+      tables: handles of embedding tables that may be whole on one rank; the latency of their exchanges is shared, since
+        these are fused.
     """
     node = region.nodes.get(name)
     if node is None:
         return [0.0 if isinstance(o.outputs[0], Shard) else _WHOLE_VARIABLE for o in options]
     flops, touched = region.flops(node), region.count_touched_bytes(node)
     if any(region.communicates(r.node) for r in node.inputs):
-        return [touched * fraction(o.inputs + o.outputs) for o in options]  # each sends what it holds
+        # A communication op over another mesh axis: each rank sends the part that it holds.
+        return [touched * fraction(o.inputs + o.outputs) for o in options]
     rule, op = find_rule(node.op), make_op_view(region.program, node, region.parts)
     assert rule is not None, node
     reads = bool(node.outputs)
@@ -56,8 +60,8 @@ def node_costs(
 
 
 def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
-    """Returns the work of the rank with the most to do; a table that is whole on one rank is balanced by tables on
-    others.
+    """Returns the work of the rank with the most to do. Of a table that is whole on one rank only a share counts: other
+    tables keep other ranks busy.
     """
     work = compute_cost(option, touched, flops)
     return work / parts if any(map(is_whole, option.inputs + option.outputs)) else work
@@ -66,11 +70,13 @@ def _work(option: Strategy, touched: int, flops: int, parts: int) -> float:
 def tensor_forms(
     region: SplitRegion, number: Mapping[str, int], options: Mapping[str, Sequence[Strategy]], together: int = 1
 ) -> list[TensorForms]:
-    """Returns the forms of each tensor that nodes of the region produce or read, with the cost of changes.
+    """Returns the tensors that nodes of the region produce or read, with their possible placements and the cost of
+    changes.
 
     Args:
       number: node or handle -> its number in the choice.
-      together: how many tables may be whole on a rank: what goes there, or comes back, travels together.
+      options: node or handle -> its candidate strategies.
+      together: number of tables that may be whole on one rank: messages to and from them are fused and share latency.
     """
     found = []
     fetched = dict(zip(region.program.outputs, region.outside.outputs))
@@ -82,10 +88,10 @@ def tensor_forms(
                 continue
             if chosen is None and isinstance(region.outside.produced[ref], Replicate):
                 if region.program.find_type(ref).dtype not in UNMOVABLE:
-                    continue  # whole tensors are cut for nothing
+                    continue  # slicing a replicated tensor costs nothing
             forms = tuple(o.outputs[ref.index] for o in chosen) if chosen else (region.outside.produced[ref],)
             readers: list[tuple[int | None, tuple[Placement, ...]]] = []
-            alike: set[tuple[Placement, Placement]] = set()  # changes that nodes outside spare
+            alike: set[tuple[Placement, Placement]] = set()  # changes that nodes outside make unnecessary
             for reader, i in uses:
                 if reader.name in options:
                     readers.append((number[reader.name], tuple(o.inputs[i] for o in options[reader.name])))
@@ -109,9 +115,11 @@ def tensor_forms(
 def _rows_elsewhere(
     region: SplitRegion, node: Node, operand: int | None, forms: Sequence[Placement]
 ) -> frozenset[Placement]:
-    """Returns those ``forms`` in which a node outside of the region can exchange rows by their ids at the same cost.
+    """Returns those of ``forms`` in which a node outside of the region could exchange rows by their ids at no extra
+    cost.
 
-    This concerns rows that the node reads as ``operand``, or yields (None), and ids that can be cut like the rows.
+    Args:
+      operand: number of the operand that holds the rows; None: the node's result holds them.
     """
     rule, lies = find_rule(node.op), region.outside.strategies[node.name]
     op = make_op_view(region.program, node, region.parts)
@@ -145,5 +153,5 @@ def _price(
 
 
 def _is_of_parts(source: Placement, wanted: Placement) -> bool:
-    """Tells whether a reshard only changes the sizes of the parts along one split dimension."""
+    """Returns True if a reshard only changes the sizes of the parts along one split dimension."""
     return isinstance(source, Shard) and isinstance(wanted, Shard) and source.dim == wanted.dim

@@ -1,18 +1,21 @@
 """Divides split scopes: chooses layouts for the nodes under ``wh.split``, and for the variables that they use.
 
-Outside of split scopes the batch is divided, by propagation. The nodes of split scopes (forward, backward and update)
-may be divided along any dimension that their rules allow:
+Outside of split scopes the batch is sharded, by propagation. The nodes of split scopes (forward, backward and update)
+may be sharded along any dimension that their rules allow. ``divide`` makes the choice, with the package's other
+modules:
 
-    region       the nodes and variables that the choice is about
-    tables       which of the variables may be whole on one rank, and on which
-    candidates   options of these, which spread from where weights can be cut and from how tensors arrive at the border
-    required_shardings   what is not left to cost: a weight (a variable of rank 2 or more that a product or an embedding
-                 reads) is sharded, and what reads it takes it sharded; every product that can be divided is
-    costs        changes of layout, and among equals more of the work divided
-    choose       one option for each node, so that all together cost least
+    region       collects the nodes and variables that the choice is about
+    tables       says which embedding tables may be whole on one rank, and on which
+    candidates   lists the options of each node and variable, starting from splits of weights and from tensors at the
+                 scopes' borders
+    required_shardings   removes options that cost must not choose: a weight (a variable of rank 2 or more that a
+                 matrix product or an embedding lookup reads) is sharded, its readers take it sharded, and every product
+                 that can be sharded is
+    costs        prices changes of layout, and among equals prefers to divide more of the work
+    choose       takes one option for each node, so that all together cost least
 
-Programs that partition tokens by expert into tensors of sizes known at run time only are refused: parts of those would
-leave some ranks without rows that others send.
+Programs that partition tokens by expert into tensors whose sizes are known at run time only are refused: no layout
+could say which rank computes which expert.
 """
 
 from __future__ import annotations
@@ -40,8 +43,11 @@ _TAKE_APART = frozenset({"DynamicPartition", "SplitV", "Slice", "StridedSlice"})
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The result of `divide`: ``strategies`` of nodes (handles of split variables included), and the split
-    ``variables``.
+    """Holds the result of ``divide``.
+
+    Attributes:
+      strategies: strategies of the nodes of split scopes, and of the handles of their variables, by name.
+      variables: placements of the variables that are sharded, by handle node.
     """
 
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
@@ -57,18 +63,20 @@ def divide(
     tables: bool = True,
     before: Division | None = None,
 ) -> Division:
-    """Returns strategies for the nodes of split scopes.
+    """Chooses strategies for the nodes of split scopes.
 
     Args:
-      outside: the layout when no scope is split: tells what arrives at the scopes' borders, and is wanted.
-      known: placements of variables (by handle node) that earlier programs of the run have fixed.
-      at_rest: whether variables that are not known yet may be split between steps.
-      tables: whether tables may be whole on one rank.
-      before: of the same program with more operations taken apart. What stands in both lies as there; chosen is how
-        these operations do.
+      outside: the layout of the program if no scope is split: in which placements tensors enter the scopes, and are
+        wanted from them.
+      parts: number of ranks.
+      known: placements of variables that programs planned earlier in the run have fixed, by handle node.
+      at_rest: whether variables that are not known yet may be sharded between steps.
+      tables: whether an embedding table may be whole on one rank.
+      before: the division of the same program with fewer composite ops expanded. Its strategies are kept; only the
+        newly expanded ops are chosen. None: everything is chosen.
 
     Raises:
-      PlanError: nothing under a scope can be divided as asked.
+      PlanError: nothing under a scope can be divided, or not along the dimension that the scope names.
     """
     held = {
         v.node: Strategy((), (known[v.node],), "as the run holds it")
@@ -97,11 +105,13 @@ def divide(
 
 
 def _choose(region: SplitRegion, sequences: Mapping[Ref, Shard]) -> Division:
-    """Chooses strategies for all split scopes; ``sequences`` are placements that activations between products should
-    have.
+    """Chooses strategies for all split scopes.
 
-    Tables are assigned to ranks before it is known which of them are best kept whole; afterwards, these are balanced
-    again.
+    Tables are assigned to ranks before it is known which of them are best kept whole. Afterwards those that are whole
+    are spread over the ranks again, and the choice is repeated.
+
+    Args:
+      sequences: placements that activations between products should have (see ``sequence``); {}: none.
     """
     tables = find_whole_tables(region)
     division = _choose_among(region, sequences, tables)
@@ -117,8 +127,8 @@ def _choose_among(
     tables: Mapping[str, int],
     fixed: Mapping[str, Strategy] = NOTHING,
 ) -> Division:
-    """Returns the cheapest choice in which ``tables`` may be whole on the given ranks and the strategies in ``fixed``
-    are kept.
+    """Returns the cheapest choice in which ``tables`` may be whole on the given ranks, and which keeps the strategies
+    in ``fixed``.
     """
     candidates = Candidates(region, sequences, tables, fixed)
     require_shardings(region, candidates)
@@ -134,9 +144,10 @@ def _choose_among(
 
 
 def _choose_behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """Returns strategies, as without tables on single ranks, for outside nodes that read a table's rows from one rank.
+    """Returns strategies for nodes outside of the region that read a table's rows from one rank: those they have
+    without such tables.
 
-    Propagation alone would put them, and all nodes behind them, on that rank.
+    Propagation alone would put these nodes, and all that follow them, on that rank.
     """
     found: dict[str, Strategy] = {}
     for node in region.nodes.values():
@@ -149,13 +160,13 @@ def _choose_behind_tables(region: SplitRegion, strategies: Mapping[str, Strategy
 
 
 def _refuse_unbounded_expert_rows(region: SplitRegion) -> None:
-    """Raises an error for products with split weights whose rows are a dynamically sized part of a tensor.
+    """Refuses mixtures of experts whose tokens are partitioned into tensors of dynamic size, one for each expert's own
+    weight.
 
-    In a program with a product, and variables, for each expert, no layout says which rank has an expert: every rank
-    would compute every expert, of all tokens.
+    In such a program no layout says which rank has an expert: every rank would compute every expert, for all tokens.
 
     Raises:
-      PlanError: there are such products, of two parts of one tensor or more.
+      PlanError: products with split weights read two or more dynamically sized parts of one tensor.
     """
     parts: dict[Ref, dict[Ref, str]] = {}
     for name, uses in region.weights.items():
@@ -172,18 +183,18 @@ def _refuse_unbounded_expert_rows(region: SplitRegion) -> None:
             raise PlanError(
                 "tokens that a program splits by expert cannot be sent to the experts' ranks",
                 op=f"{by.name} ({by.op})",
-                given=f"rows of {table} in {len(found)} parts, as large as the run finds; {product} and others "
-                "multiply each by a weight of wh.split",
-                expected="weights [experts, ...] and slots [experts, capacity, width]; the run may say the capacity",
+                given=f"rows of {table} in {len(found)} parts whose sizes are known only at run time; {product} and "
+                "others multiply each part by a weight of its own under wh.split",
+                expected="the experts' weights as one tensor [experts, ...], and their tokens as one tensor "
+                "[experts, capacity, width], whose capacity may be known only at run time",
                 action="use wh.layers.MoE(experts, hidden, capacity_factor=None), which drops no token, or "
                 "tf.scatter_nd and tf.gather_nd as in docs/guides/giant.md",
             )
 
 
 def _part_behind(region: SplitRegion, ref: Ref) -> Ref | None:
-    """Follows a tensor of dynamic size back to the result of the op that selected its rows from a tensor of known size.
-
-    Returns None where there is no such op.
+    """Follows a tensor of dynamic size back to the op (DynamicPartition, slices) that takes its rows from a tensor of
+    known size; returns the op's result, None if there is no such op.
     """
     program = region.program
     while None in (program.find_type(ref).shape or ())[:1]:

@@ -1,4 +1,4 @@
-"""Collects the nodes under split scopes whose layouts are chosen, their variables, and the weights among these."""
+"""Collects the nodes under split scopes whose layouts are to be chosen, their variables, and their weights."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from whale.passes.autoshard.sequence import context_seeds, layers_in_context, wi
 from whale.passes.propagation.graph_layout import GraphLayout
 from whale.sharding_rules import find_rule
 
-_IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # whose rows and columns may be divided
+_IMAGES = frozenset({"Conv2D", "DepthwiseConv2dNative"})  # ops whose image rows or columns may be sharded
 
 
 class SplitRegion:
-    """All split scopes of a program.
+    """Describes all split scopes of a program: what the choice of layouts is about.
 
     Attributes:
-      outside: the layout of the program when no scope is split.
+      outside: the layout of the program if no scope is split.
       parts: number of ranks.
-      known: placements of variables, by handle node, that earlier programs of the run have fixed.
-      at_rest: whether variables that are not known yet may be split between steps.
-      tables: whether tables may be whole on one rank.
-      nodes: whose layouts are chosen, by name; handles: the variables whose placements are, by handle node.
-      weights: products and lookups -> (operand that is a weight, or is made from weights alone; the handle of one).
-      layers: the like under scopes that divide every layer along the sequence and leave weights whole -> the dimension.
-      context: wanted placements of the activations around these.
-      read: as ``weights``, of those as well.
-      carriers: the tensors under these scopes in which the sequence stands.
-      unknown_rows: the most rows that a tensor may have of which only the run knows how many: ids that are taken once.
-      group: node -> the ranks that divide it; groups: all of these, and that of all ranks.
+      known: placements of variables, by handle node, that programs planned earlier in the run have fixed.
+      at_rest: whether variables that are not known yet may be sharded between steps.
+      tables: whether embedding tables may be whole on one rank.
+      nodes: the nodes whose layouts are chosen, by name.
+      handles: the variables whose placements are chosen, by handle node.
+      read: name of a matrix product or lookup -> pairs of (an operand that is a weight, or is computed from weights
+        alone; the handle of such a weight).
+      layers: products and lookups of ``read`` under scopes with ``context=``, which shard every layer along the
+        sequence and replicate weights -> the sequence dimension.
+      weights: the rest of ``read``, whose weights are sharded.
+      context: wanted placements of the activations around ``layers``.
+      carriers: the tensors under these scopes that contain the sequence dimension.
+      unknown_rows: upper limit for the rows of tensors whose number only the run knows (ids without repeats).
+      group: node -> the ranks that divide it.
+      groups: all sets of ranks in ``group``, and the set of all ranks.
     """
 
     def __init__(
@@ -58,8 +62,8 @@ class SplitRegion:
         self.groups = {everyone, *self.group.values()}
 
     def cut_of_image(self, name: str) -> Shard | None:
-        """Returns the split of a convolution's result if its scope names image rows or columns; the weight is then
-        replicated.
+        """Returns the split of a convolution's result if its scope names image rows or columns, else None; in that case
+        the weight is replicated.
         """
         node, scope = self.nodes[name], split_scope(self.nodes[name].scope)
         shape = node.outputs[0].shape
@@ -74,16 +78,16 @@ class SplitRegion:
         return shard(at, sizes_within(size, group, self.parts)) if size is not None and size >= len(group) else None
 
     def count_touched_bytes(self, node: Node) -> int:
-        """Returns the bytes of a node's operands and results."""
+        """Returns the bytes of a node's operands and results, for the cost of memory-bound work."""
         return sum(self.program.find_type(r).bytes for r in node.inputs) + sum(t.bytes for t in node.outputs)
 
     def flops(self, node: Node) -> int:
-        """Returns the FLOPs of a node that is a product; 0 for others."""
+        """Returns the FLOPs of a node that is a matrix product or convolution; 0 for others."""
         return count_matmul_flops(node, [self.program.find_type(r) for r in node.inputs])
 
     def _can_choose(self, node: Node) -> bool:
-        """Tells whether the node's layout may be chosen here: it has a rule, and its operands are tensors and variables
-        only.
+        """Returns True if the node's layout may be chosen here: its op has a rule, it reads only tensors that can be
+        sent and variables, and it does not run on the first rank only.
         """
         program, rule = self.program, find_rule(node.op)
         if rule is None or node.op in HAS_BODIES or node.op == "Placeholder":
@@ -99,12 +103,12 @@ class SplitRegion:
         return self.outside.strategies[node.name].once is False
 
     def communicates(self, name: str) -> bool:
-        """Tells whether a node is the communicator of ops over another mesh axis."""
+        """Returns True if a node is the communicator handle that communication ops over another mesh axis read."""
         return self.program.by_name[name].op == "WhaleCommunicator"
 
     def _belongs(self, variable: Variable) -> bool:
-        """Tells whether a split scope may decide the variable's placement: it belongs to the scope, or nothing else
-        uses it.
+        """Returns True if split scopes may decide the variable's placement: it was created under one, or only their
+        nodes use it.
         """
         readers = {n.name for n, _ in self.program.consumers.get(Ref(variable.node), ())}
         if split_scope(variable.scope):
@@ -112,7 +116,9 @@ class SplitRegion:
         return not variable.scope and bool(readers) and readers <= self.nodes.keys()
 
     def _weights(self) -> dict[str, list[tuple[int, str]]]:
-        """Maps products and lookups to (operand computed from variables of rank 2 or more only; handles of these)."""
+        """Maps each product and lookup to its operands that are computed from variables alone, as (operand, handle of a
+        variable of rank 2 or more).
+        """
         found: dict[str, list[tuple[int, str]]] = {}
         alone = self._find_made_from_weights()
         for node in self.nodes.values():
@@ -125,10 +131,8 @@ class SplitRegion:
         return {name: uses for name, uses in found.items() if uses}
 
     def _find_made_from_weights(self) -> set[str]:
-        """Returns variables, constants, and nodes computed from these alone: normalised or scaled weights, and their
-        sums.
-
-        A weight that is gathered along an earlier axis where it is read is among them.
+        """Returns the names of variables, constants, and nodes computed from these alone: normalised or scaled weights,
+        sums of weights, weights that are gathered along an earlier mesh axis.
         """
         program = self.program
         found: set[str] = set()
@@ -142,11 +146,11 @@ class SplitRegion:
         return found
 
     def _find_weights_behind(self, ref: Ref) -> list[str]:
-        """Returns the weights from which a tensor is computed element by element, without those that products and
-        lookups read.
+        """Returns the handles of weights from which an operand is computed element by element.
 
-        Weights are variables of rank 2 or more, and as large as the tensor if any is; so low-rank factors, scales of
-        columns and masks are not.
+        Weights are variables of rank 2 or more; if any is as large as the operand, only those are returned. So low-rank
+        factors, scales of columns and masks are left out. The search stops at products and lookups, which read weights
+        of their own.
         """
         program, seen = self.program, {ref.node}
         stack, found = [ref.node], []

@@ -1,5 +1,5 @@
-"""Imposes shardings that cost must not decide: weights are split and read split, and products are divided where
-possible.
+"""Imposes shardings that must not depend on cost: weights are sharded, their readers take them sharded, and products
+are divided where possible.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from whale.sharding_rules.nn.attention import RINGS
 
 
 def require_shardings(region: SplitRegion, candidates: Candidates) -> None:
-    """Keeps the options that split weights and read them split, along the named dimension of the result where there is
-    one.
+    """Removes candidates that replicate weights or products; if a scope names a dimension (``dim=``), also those that
+    split a result along another one.
 
     Raises:
-      PlanError: nothing under a scope can be divided, or not as the scope says.
+      PlanError: nothing under a scope can be divided, or not along the dimension that the scope names.
     """
     divided: dict[str, bool] = {}
     first: set[str] = set()
     whole = {handle for name, uses in region.weights.items() if region.cut_of_image(name) for _, handle in uses}
-    # Factors of a weight, as in W + A B: it is enough that their product is split, the smaller one may be whole.
+    # Weights that meet in one product of weights, such as A and B in W + A B: one of the operands has to be sharded,
+    # the smaller one may be replicated.
     factors = {h for uses in region.weights.values() if len({i for i, _ in uses}) > 1 for _, h in uses}
     for handle in whole:
         candidates.keep(handle, lambda o: o.outputs[0] == B)
@@ -56,7 +57,7 @@ def require_shardings(region: SplitRegion, candidates: Candidates) -> None:
                 if region.program.find_type(node.inputs[i]).shape == region.handles[handle].type.shape:
                     candidates.keep(handle, lambda o, read=read: o.outputs[0] in read)  # type: ignore[misc]
             if scope[1] == 0 and node.op == "ResourceGather":
-                # A table by rows, of which each rank gets those of its ids.
+                # dim=0 shards a table by rows: ranks exchange the rows of their ids.
                 rule, op = find_rule(node.op), make_op_view(region.program, node, region.parts)
                 assert rule is not None, node
                 candidates.keep(name, partial(rule.is_exchanging_rows, op))
@@ -72,9 +73,9 @@ def require_shardings(region: SplitRegion, candidates: Candidates) -> None:
     for path, something in divided.items():
         if not something:
             raise _make_nothing_error(region, path)
-    # A scope of its own around a loss has no weights, nor have runs that only initialise variables; but where a
-    # batch is computed on, some scope must have. Those that something else decides on, as a branch that updates them,
-    # are read whole.
+    # A scope around a loss alone has no weights, nor has a program that only initialises variables; but a program
+    # with a sharded batch must have some under a split scope. Products that read variables are accepted all the same:
+    # something else, such as a branch that updates the variables, keeps these replicated.
     batch = any(isinstance(p, Shard) for p in region.outside.produced.values())
     if not divided and not region.layers and batch and not _reads_variables(region):
         raise _make_nothing_error(region, next(iter(region.nodes.values())).scope if region.nodes else "wh.split")
@@ -87,7 +88,9 @@ def _reads_variables(region: SplitRegion) -> bool:
 
 
 def _along_context(region: SplitRegion, candidates: Candidates) -> None:
-    """Makes products that read a weight yield parts of the sequence, in scopes that divide every layer along it."""
+    """Keeps, under scopes with ``context=``, only candidates that shard the results of products along the sequence and
+    replicate the weights.
+    """
     split_elsewhere = {handle for uses in region.weights.values() for _, handle in uses}
     lengths = list(dict.fromkeys(region.context.values()))
     found = False
@@ -120,7 +123,7 @@ def _along(region: SplitRegion, candidates: Candidates, node: Node, handle: str,
         "a result cannot be split along the dimension that wh.split names",
         op=f"{node.name} ({node.op}), which reads {region.handles[handle].name}",
         given=f"dim={dim} of {list(shape)}" + (f", of size {size} over {parts} ranks" if size else ""),
-        expected=f"a size of {parts} or more" if size and size < parts else f"one of dimensions {works}",
+        expected=f"a dimension of size {parts} or more" if size and size < parts else f"one of dimensions {works}",
         action="name another dimension, leave dim out, or use fewer ranks",
     )
 
@@ -139,12 +142,12 @@ def _make_nothing_error(region: SplitRegion, scope: str) -> PlanError:
             "nothing under a split scope can be divided",
             op=scope,
             given="no product or lookup that reads a variable",
-            expected="a dense, convolution, attention or embedding layer called under the scope",
-            action="enter the scope where such a layer is called, or take it away",
+            expected="a dense, convolution, attention or embedding layer called under `with wh.split():`",
+            action="enter the scope where such a layer is called (not only where it is created), or remove the scope",
         )
     return PlanError(
         "nothing under a split scope can be divided",
         given="; ".join(list(rows.values())[:4]),
         expected=f"weights with a dimension of size {parts} or more",
-        action="use fewer ranks or larger layers, or take the scope away",
+        action="use fewer ranks or larger layers, or remove the scope",
     )

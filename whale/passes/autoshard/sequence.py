@@ -1,15 +1,16 @@
-"""Sequence and context parallelism: activations are divided along the sequence.
+"""Implements sequence and context parallelism: activations are sharded along the sequence.
 
 Sequence parallelism (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section
-4.2) is about what lies between the products of a split scope: normalisations, residual sums and dropout work on parts
-of the sequence. The sum behind a product becomes a reduce-scatter, and an all-gather stands before the next one: the
-same bytes, one transfer more, so what is communicated does not ask for it.
+4.2) is about the nodes between the products of a split scope: normalisations, residual sums and dropout work on parts
+of the sequence. The all-reduce behind a product becomes a reduce-scatter, and an all-gather precedes the next one: the
+same bytes, one transfer more. So communication cost alone would not choose it, and a surcharge on activations that are
+not sharded does.
 
-Under context parallelism every layer is divided along the sequence, and weights are replicated. What a product that
-reads a weight makes lies along the sequence, forward and backward; all between follows, since nothing has to move
-there. Between the layers stands attention, whose scores need every key: the choice by what is communicated brings the
-ranks heads for their parts of the sequence (Jacobs et al., "DeepSpeed Ulysses", 2023), and a surcharge keeps it from
-bringing all keys and values to every rank, which moves no more among few ranks.
+Under context parallelism every layer is sharded along the sequence, and weights are replicated. A product that reads a
+weight yields parts of the sequence, forward and backward; the nodes between products follow, since nothing has to move
+there. Attention is different, since its scores need every key. The choice by cost reshards from sequence to heads for
+it (Jacobs et al., "DeepSpeed Ulysses", 2023); a surcharge keeps it from gathering all keys and values on every rank,
+which moves no more among few ranks.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import make_op_view
 
 _REDUCTIONS = frozenset({"Sum", "Mean", "BiasAddGrad"})  # a normalisation's statistics, and gradients of its weights
-_RANK = 3  # least rank of activations: batch and sequence in either order, features
-_WHOLE = 4.0  # transfers of an activation; to divide it takes two at most
+_RANK = 3  # least rank of an activation: batch and sequence in either order, features
+_WHOLE = 4.0  # surcharge in transfers of the activation; sharding it costs two transfers at most
 
 
 def along_sequence(
     program: Program, nodes: Mapping[str, Node], groups: Mapping[str, frozenset[int]], parts: int,
     weights: Collection[Dims], strategies: Mapping[str, Strategy],
 ) -> dict[Ref, Shard]:  # fmt: skip
-    """Returns the placements of the activations between products, in the scopes that name a sequence.
+    """Returns the placements that activations between products should have, in scopes with ``sequence=``.
 
     Args:
-      nodes: those of split scopes, by name; ``groups``: the ranks that divide them.
-      weights: shapes of the variables that products read. A tensor with features has as many as one of their
-        dimensions; one of just such a shape is a weight, or its gradient.
-      strategies: the choice by what is communicated; what it divides by features is no tensor between products.
+      nodes: the nodes of split scopes, by name.
+      groups: node -> the ranks that divide it.
+      weights: shapes of the variables that products read. A tensor is taken for an activation if its last dimension is
+        one of their sizes; a tensor of just such a shape is a weight, or its gradient.
+      strategies: the choice by cost alone; a tensor that it shards by features is not between products, and left out.
     """
     widths = {size for shape in weights for size in shape}
     found: dict[Ref, Shard] = {}
@@ -60,7 +62,9 @@ def along_sequence(
 
 
 def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Shard], option: Strategy) -> float:
-    """Returns the surcharge of an option that does not divide the sequence; a product may pass its partial sum on."""
+    """Returns the surcharge of an option that leaves activations in ``wanted`` unsharded along their sequence; reshapes
+    of partial sums are free.
+    """
     pairs = [
         *zip(node.list_refs(), option.outputs),
         *(zip(node.inputs, option.inputs) if node.op in _REDUCTIONS else ()),
@@ -75,8 +79,8 @@ def surcharge(program: Program, node: Node, wanted: Mapping[Ref, Shard], option:
 
 
 def _price_kept_whole(activation: TensorType) -> float:
-    """Returns the surcharge of an activation that is not divided along its sequence: the cost of sending it several
-    times.
+    """Returns the surcharge for an activation that is not sharded along its sequence: several times the cost of sending
+    it.
     """
     return _WHOLE * (LATENCY + activation.bytes)
 
@@ -84,9 +88,12 @@ def _price_kept_whole(activation: TensorType) -> float:
 def check_sequences(
     program: Program, nodes: Iterable[Node], wanted: Mapping[Ref, Shard], strategies: Mapping[str, Strategy]
 ) -> None:
-    """Raises PlanError where scopes name a sequence but no activation is divided along it.
+    """Checks that some activation is sharded along its sequence, if scopes name one.
 
-    One scope that divides its sequence is enough: others are around a loss, or make the variables.
+    A single scope that succeeds is enough: other scopes may surround a loss, or create the variables.
+
+    Raises:
+      PlanError: there is no such activation.
     """
     shapes: dict[str, None] = {}
     named: list[str] = []
@@ -106,13 +113,13 @@ def check_sequences(
             "the layers under a split scope cannot be divided along their sequence",
             op=named[0],
             given=f"sequence={at}; " + (", ".join(list(shapes)[:4]) or "no tensor of rank 3"),
-            expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",
-            action="name the other dimension, leave sequence out, or use fewer ranks",
+            expected=f"activations of rank 3 around products, with at least one index of dimension {at} per rank",
+            action="name the other dimension (`sequence=`), leave it out, or use fewer ranks",
         )
 
 
 def layers_in_context(products: Mapping[str, Node]) -> dict[str, int]:
-    """Maps products and lookups that read weights under scopes that divide every layer to the divided dimension."""
+    """Maps products and lookups under scopes with ``context=`` to the sequence dimension that the scope names."""
     found = {name: context_of(node.scope) for name, node in products.items()}
     return {name: at for name, at in found.items() if at is not None}
 
@@ -121,12 +128,14 @@ def context_seeds(
     program: Program, layers: Mapping[str, int], read: Mapping[str, Sequence[tuple[int, str]]],
     groups: Mapping[str, frozenset[int]], parts: int,
 ) -> dict[Ref, Shard]:  # fmt: skip
-    """Returns the activations around products under context parallelism with the placements they should have.
+    """Returns the activations around products under context parallelism with the placements that they should have.
 
-    For a flattened activation it is the tensor from before the reshape.
+    If a product reads or yields a flattened activation, the activation before the reshape is returned in its place.
 
     Args:
-      read: the operands of products that are weights, and the handles of these.
+      layers: product -> sequence dimension, as of ``layers_in_context``.
+      read: product -> its operands that are weights, with the weights' handles.
+      groups: node -> the ranks that divide it.
     """
     found: dict[Ref, Shard] = {}
     for name, at in layers.items():
@@ -142,9 +151,7 @@ def context_seeds(
 
 
 def _unflatten(program: Program, ref: Ref) -> Ref:
-    """Returns the tensor of rank 3 or more of which a tensor of lower rank is a view; the tensor itself if there is
-    none.
-    """
+    """Returns the tensor of rank 3 or more that ``ref`` is a reshape of; ``ref`` itself if there is none."""
     first = ref
     while len(program.find_type(ref).shape or ()) < _RANK:
         node = program.by_name[ref.node]
@@ -155,10 +162,11 @@ def _unflatten(program: Program, ref: Ref) -> Ref:
 
 
 def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Shard]) -> bool:
-    """Tells whether a tensor of this shape is divided along its sequence only.
+    """Returns True if ``placement`` shards a tensor of this shape along its sequence and nothing else.
 
     Args:
-      lengths: how the sequences of the scope's activations are divided.
+      at: the sequence dimension of the activation, which may be flattened into rows in this tensor.
+      lengths: the splits of sequences of the scope's activations.
     """
     if not isinstance(placement, Shard):
         return False
@@ -166,7 +174,7 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Shard
         return placement.dim == at
     if placement.dim != 0:
         return False
-    if at == 1:  # [rows x sequence], in runs of a sequence
+    if at == 1:  # flattened to [batch x sequence, ...]: a run of indices for each sequence
         return any(placement.sizes == one.sizes for one in lengths)
     return any(find_multiple(placement.sizes, one.sizes) for one in lengths)
 
@@ -174,10 +182,13 @@ def is_along(placement: Placement, shape: Dims, at: int, lengths: Iterable[Shard
 def with_sequence(
     program: Program, nodes: Mapping[str, Node], seeds: Mapping[Ref, Shard], parts: int
 ) -> frozenset[Ref]:
-    """Returns the tensors that contain the sequence dimension, under scopes that divide every layer along it.
+    """Returns the tensors that contain the sequence dimension, under scopes with ``context=``.
+
+    The search starts from ``seeds`` and goes forward through all ops, then backward through reshapes and transposes.
 
     Args:
-      nodes: those of split scopes, by name.
+      nodes: the nodes of split scopes, by name.
+      seeds: activations that contain the sequence, with their placements.
     """
     found: dict[Ref, Placement] = dict(seeds)
     inside = [(n, rule) for n in nodes.values() if context_of(n.scope) is not None and (rule := find_rule(n.op))]
@@ -188,7 +199,7 @@ def with_sequence(
         options = rule.strategies(make_op_view(program, node, parts), current)
         fit = (o for o in options if all(p == c for p, c in zip(o.inputs, current) if c != B))
         _note(found, node.list_refs(), next(fit, options[-1]).outputs)
-    for node, rule in reversed(inside):  # gradients of keys are sums over queries: they get it from who reads them
+    for node, rule in reversed(inside):  # backward: gradients of keys, sums over queries, are found from their readers
         wanted = [found.get(ref) for ref in node.list_refs()]
         if node.op in VIEWS or node.op == "Transpose":
             for option in rule.strategies(make_op_view(program, node, parts), [B] * len(node.inputs), wanted):
@@ -204,7 +215,8 @@ def _note(found: dict[Ref, Placement], refs: Iterable[Ref], placements: Iterable
 
 
 def price_whole_activations(program: Program, node: Node, carriers: Collection[Ref], option: Strategy) -> float:
-    """Returns the surcharge of an option that takes whole activations, or produces partial sums of them.
+    """Returns the surcharge of an option that reads replicated activations, or yields partial sums of them, under
+    context parallelism.
 
     Args:
       carriers: the tensors that contain the sequence dimension.
@@ -215,7 +227,9 @@ def price_whole_activations(program: Program, node: Node, carriers: Collection[R
 
 
 def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:
-    """Creates the error for scopes in which no tensor around the products has a sequence that can be divided."""
+    """Creates the error for scopes with ``context=`` in which no tensor around products has a sequence that can be
+    sharded.
+    """
     first = program.by_name[next(iter(layers))]
     shapes = dict.fromkeys(f"{program.by_name[n].op} {list(program.by_name[n].outputs[0].shape or ())}" for n in layers)
     at = layers[first.name]
@@ -223,6 +237,6 @@ def nothing_along(program: Program, layers: Mapping[str, int]) -> PlanError:
         "the layers under a split scope cannot be divided along their sequence",
         op=first.scope,
         given=f"context={at}; " + ", ".join(list(shapes)[:4]),
-        expected=f"activations of rank 3 around products, with a part of dimension {at} for each rank",
-        action="name the other dimension, use fewer ranks, or take the scope away",
+        expected=f"activations of rank 3 around products, with at least one index of dimension {at} per rank",
+        action="name the other dimension (`context=`), use fewer ranks, or remove the scope",
     )

@@ -1,12 +1,13 @@
 """Chooses which embedding tables may be whole, each on one rank, and on which rank.
 
-Such a table's ids go to its rank, which looks rows up and adds them up to bags; one row of each bag comes back. By rows
-all rows of a bag would travel, and by columns all ids would go to all ranks. Where nothing is added up it moves what
-other layouts move. Cost decides (``choose``); here stands what may be chosen, so that no rank is left with more than
-others: tables that are no more than a rank's share of all of them, spread by bytes and lookups.
+The ids of such a table go to its rank, which looks rows up and adds them up to bags; one row of each bag comes back.
+With a table sharded by rows all rows of a bag would travel, and with one sharded by columns all ids would go to all
+ranks. Where nothing is added up, a whole table moves as much as other layouts. Cost decides (``choose``). This module
+limits the choice so that no rank gets more than others: to tables that are no larger than a rank's share of all of
+them, spread over ranks by bytes and lookups.
 
-Largest first, each to the rank on which the larger of its two loads becomes least (Graham, "Bounds on multiprocessing
-timing anomalies", 1969, for one load).
+They are placed largest first, each on the rank on which the larger of its two loads becomes least (Graham, "Bounds on
+multiprocessing timing anomalies", 1969, for one load).
 
 Decision: 0119.
 """
@@ -22,13 +23,13 @@ from whale.passes.autoshard.region import SplitRegion
 
 
 def find_whole_tables(region: SplitRegion, only: Collection[str] | None = None) -> dict[str, int]:
-    """Maps the handles of tables that may be whole on one rank to that rank.
+    """Maps the handle of each table that may be whole on one rank to that rank.
 
-    Such tables are read by lookups alone, under scopes that name no dimension and no ranks, or one rank. Where earlier
-    programs have put a table on a rank it stays there.
+    Such tables are read by lookups alone, under scopes that name no dimension, and name no ranks or a single one. A
+    table that earlier programs of the run have put on a rank stays there.
 
     Args:
-      only: the handles that it is about; None: all.
+      only: handles of the tables to spread; None: all.
     """
     if not region.tables:
         return {}
@@ -45,7 +46,11 @@ def find_whole_tables(region: SplitRegion, only: Collection[str] | None = None) 
 
 
 def spread(loads: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Assigns each name to a rank so that every kind of load is balanced."""
+    """Assigns each name to one of ``ranks`` ranks so that every kind of load is balanced.
+
+    Args:
+      loads: name -> its load of each kind, such as (bytes of the table, bytes of looked-up rows).
+    """
     totals = [max(1, sum(kind)) for kind in zip(*loads.values())]
     shares = {name: [n / total for n, total in zip(load, totals)] for name, load in loads.items()}
     have = [[0.0] * len(totals) for _ in range(ranks)]
@@ -58,14 +63,14 @@ def spread(loads: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
 
 
 def is_whole(placement: object) -> bool:
-    """Tells whether one rank has all of a tensor, and the others nothing."""
+    """Returns True if ``placement`` puts all of a tensor on one rank, and nothing on the others."""
     return isinstance(placement, Shard) and len(placement.sizes) > 1 and len(placement.holders) == 1
 
 
 def _lookups(region: SplitRegion) -> dict[str, list[str]]:
-    """Maps tables that only lookups with a known number of ids read to these lookups.
+    """Maps tables that are read by lookups with a known number of ids only to the names of these lookups.
 
-    Updates of the table's rows may read them as well, wherever the table is.
+    Updates of the table's rows may read the table as well, wherever it is.
     """
     readers: dict[str, list[str]] = {}
     for name, uses in region.weights.items():
@@ -84,7 +89,9 @@ def _reads_rows(region: SplitRegion, name: str, handle: str) -> bool:
 
 
 def _find_given_rank(region: SplitRegion, handle: str, lookups: Collection[str]) -> int | None:
-    """Returns the rank that already has the table, or that the scopes of all its lookups name; else None."""
+    """Returns the rank that has the table already, or the single rank that the scopes of all its lookups name; else
+    None.
+    """
     known = region.known.get(handle)
     if isinstance(known, Shard) and is_whole(known):
         return next(iter(known.holders))
@@ -95,7 +102,9 @@ def _find_given_rank(region: SplitRegion, handle: str, lookups: Collection[str])
 
 
 def _is_free(region: SplitRegion, readers: Collection[str]) -> bool:
-    """Tells whether the lookups' scopes leave the table's placement to cost."""
+    """Returns True if the lookups' scopes name neither ranks nor a dimension, so that cost decides the table's
+    placement.
+    """
     scopes = [split_scope(region.nodes[name].scope) for name in readers]
     alone = all(len(region.group[name]) == region.parts for name in readers)
     return alone and all(scope is not None and scope[1] is None for scope in scopes)

@@ -1,1 +1,3 @@
-"""Reads elementwise arithmetic of a program, and writes it as the text of operations of ours; updates as units."""
+"""Finds elementwise arithmetic in a program, groups it (optimizer updates above all), and writes it as the text of
+Whale's fused kernels.
+"""

@@ -1,7 +1,8 @@
-"""Tells which nodes are elementwise arithmetic, and writes them as text (whale_ops/core/compute/update_program.h).
+"""Recognises elementwise arithmetic, and writes it as text for Whale's kernels
+(whale_ops/core/compute/update_program.h).
 
-The text consists of instructions on registers, and of results. An operand is broadcast to the result as a whole tensor,
-a scalar, a row or a column.
+The text consists of instructions on registers, and of results: ``Mul t0 v0 s0`` multiplies tensor 0 by scalar 0. An
+operand may have the result's shape, or be broadcast as a scalar, a row or a column.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from whale.ir.ops import CONVOLUTIONS, FILTER_GRADIENTS, IDENTITIES
 from whale.ir.program import COMPILED, Node, Program, Ref
 from whale.ir.values import TensorType, require_static_shape
 
-MOST_OF_A_KIND = 64  # operands that the text can name
-SUMS = ("Sum", "Mean")  # instructions that sum what they read over the first sizes
+MOST_OF_A_KIND = 64  # operands of each kind that the text can name
+SUMS = ("Sum", "Mean")  # instructions that reduce an operand over all but its last dimensions
 
-# Operations on elements -> their name in the text (whale_ops/core/update). They round as TensorFlow's do.
+# TensorFlow op -> its name in the text. Results are rounded as TensorFlow's are.
 UNARY = {"Neg": "Neg", "Abs": "Abs", "Sign": "Sign", "Square": "Square", "Sqrt": "Sqrt"}
 
-# TensorFlow computes these otherwise in float32: by approximation, which depends on the processor.
+# Of float64 only: in float32 TensorFlow approximates these, differently on each processor.
 UNARY_OF_DOUBLES = {"Rsqrt": "Rsqrt", "Reciprocal": "Reciprocal", "Inv": "Reciprocal"}
 BINARY = {
     "Add": "Add",
@@ -33,19 +34,25 @@ BINARY = {
     "Maximum": "Max",
     "Minimum": "Min",
 }
-ADDED_FROM_LEFT = 8  # of AddN's operands: so many are added one after the other
+ADDED_FROM_LEFT = 8  # AddN adds up to so many operands one after the other, from the left
 DTYPES = ("float32", "float64")
 _RECTIFIERS = {"Relu": "Relu", "Relu6": "Relu6"}
 _RECTIFIERS_GRADIENTS = {"ReluGrad": "ReluGrad", "Relu6Grad": "Relu6Grad"}
 REPEATS = frozenset(("Tile", "BroadcastTo"))
 _SUMS = {"Sum": "Sum", "Mean": "Mean", "BiasAddGrad": "Sum"}
-_LEAST_SUM, _LEAST_SUMMED = 8, 16  # elements of a sum, and of what each of them is a sum of
-_BIASED = (CONVOLUTIONS - FILTER_GRADIENTS) | {"MatMul"}  # whose kernels add a bias, or may come to
-_LEAST_RUN = 16  # elements for which one of a column stands: they are the processor's block
+_LEAST_SUM, _LEAST_SUMMED = 8, 16  # least number of elements of a sum, and of summands of each
+_BIASED = (CONVOLUTIONS - FILTER_GRADIENTS) | {"MatMul"}  # ops with which TensorFlow fuses a bias
+_LEAST_RUN = 16  # least number of elements over which one element of a column is repeated: a vector register's
 
 
 class Value(NamedTuple):
-    """The ``number``-th result of the instructions ("="), or an operand of kind v, s, r, c or o."""
+    """Represents a value in the instructions.
+
+    Attributes:
+      kind: "=": the result of an instruction; else the kind of operand: v (tensor), s (scalar), r (row), c (column), o
+        (old value of a variable).
+      number: number of the instruction, or of the operand among those of its kind.
+    """
 
     kind: str
     number: int
@@ -56,8 +63,8 @@ Step = tuple[str, tuple[Value, ...]]
 
 @dataclass
 class Instructions:
-    """Collects instructions, (operation, operands), whose results have no registers yet; a result has its instruction's
-    number.
+    """Collects instructions, as (operation, operands), whose results have no registers yet: a result is named by its
+    instruction's number.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -68,7 +75,7 @@ class Instructions:
         return Value("=", len(self.steps) - 1)
 
     def add_sum(self, operands: list[Value]) -> Value:
-        """Adds the instructions of a sum from left to right, as AddN adds, and returns the total."""
+        """Adds instructions that sum the operands from left to right, as AddN does, and returns the total."""
         total = operands[0]
         for one in operands[1:]:
             total = self.add("Add", total, one)
@@ -79,17 +86,22 @@ class Instructions:
 def place_instructions(
     steps: tuple[Step, ...], final: tuple[Value, ...], results: tuple[Value, ...]
 ) -> tuple[str, ...] | None:
-    """Returns the instructions as text, with registers for their results; None if there are too many temporary values.
+    """Returns the instructions as lines of text, with registers for their results; None if there are too many temporary
+    values.
 
-    Results of ``SUMS`` have registers of their own, in their order.
+    Args:
+      steps: the instructions.
+      final: the new value of each variable ("n0", "n1", ..).
+      results: the values that other nodes read ("y0", "y1", ..). Results of ``SUMS`` are written to "z0", "z1", .. in
+        their order.
     """
     last: dict[Value, int] = {}
     for i, (_, operands) in enumerate(steps):
         last.update(dict.fromkeys(operands, i))
-    last.update({value: len(steps) for value in results})  # they are copied at the end, if not computed in place
+    last.update({value: len(steps) for value in results})  # results may be copied after the last instruction
     places: dict[Value, str] = {}
     copies: list[str] = []
-    # A result can be read again where it lies; a variable can be written once nobody reads what it was.
+    # A result register can be read again; a variable can be written once its old value is no longer read.
     for i, value in enumerate(results):
         if value.kind == "=" and value not in places:
             places[value] = f"y{i}"
@@ -116,7 +128,7 @@ def place_instructions(
                 unused.append(count)
                 count += 1
             places[value] = f"t{unused.pop()}"
-            if value not in last and value not in ends:  # nobody needs it
+            if value not in last and value not in ends:  # nothing reads it
                 unused.append(int(places[value][1:]))
         lines.append(" ".join((op, places[value], *read)))
     for letter, values in (("y", results), ("n", final)):
@@ -131,7 +143,9 @@ def _format_value(value: Value, places: Mapping[Value, str]) -> str:
 
 
 def find_broadcast_kind(given: TensorType, whole: TensorType) -> str:
-    """Returns how a tensor is broadcast: v not at all, s as a scalar, r as a row, c as a column, "" otherwise."""
+    """Returns how an operand of type ``given`` is broadcast to ``whole``: "v" not at all, "s" as a scalar, "r" as a
+    row, "c" as a column; "" if in no such way.
+    """
     if given.shape == whole.shape:
         return "v"
     if given.elements == 1:
@@ -148,9 +162,7 @@ def find_broadcast_kind(given: TensorType, whole: TensorType) -> str:
 
 
 def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the result's type if a node is elementwise arithmetic with operands that ``find_broadcast_kind``
-    supports.
-    """
+    """Returns the type of the node's result if it is elementwise arithmetic that the text can express; else None."""
     if len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
     kind = node.outputs[0]
@@ -162,7 +174,7 @@ def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
     if any(t.dtype != kind.dtype or not t.is_static for t in operands):
         return None
     if op in REPEATS:
-        # Tile repeats what the sizes of the result do not tell, as [2, 2] of [1, 2] and of [2, 1].
+        # Not a Tile that repeats a dimension of size 2 or more: that is no broadcast.
         given = require_static_shape(operands[0])
         repeats = op == "BroadcastTo" or all(a in (1, b) for a, b in zip(given, require_static_shape(kind)))
         return kind if repeats and find_broadcast_kind(operands[0], kind) in ("s", "r", "c") else None
@@ -183,17 +195,17 @@ def find_elementwise_type(program: Program, node: Node) -> TensorType | None:
 
 
 def is_contraction_result(program: Program, node: Node) -> bool:
-    """Tells whether ``node`` reads a contraction's result, directly or behind its bias.
+    """Returns True if ``node`` reads the result of a product or convolution, directly or after its bias was added.
 
-    TensorFlow's own kernels fuse the bias, and the activation, into the contraction.
+    TensorFlow's own kernels fuse bias and activation into the product.
     """
     made = program.by_name[node.inputs[0].node]
     return made.op in _BIASED or (made.op == "BiasAdd" and is_contraction_result(program, made))
 
 
 def find_sum_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the type of the tensor that a node sums over its first dimensions; None if it does not, or it is too
-    small.
+    """Returns the type of the tensor that a node sums over its first dimensions; None if the node is no such sum, or
+    too small to gain.
     """
     if node.op not in _SUMS or len(node.outputs) != 1 or node.attrs.get(COMPILED) or node.marks.on_host:
         return None
@@ -218,7 +230,11 @@ def find_sum_type(program: Program, node: Node) -> TensorType | None:
 
 
 def emit_instructions(node: Node, code: Instructions, operand: Callable[[Ref], Value]) -> Value:
-    """Adds the instructions of ``node`` to ``code`` and returns its value."""
+    """Adds the instructions that compute ``node`` to ``code``, and returns its value.
+
+    Args:
+      operand: returns the value of an operand of the node.
+    """
     if node.op in IDENTITIES or node.op in REPEATS:
         return operand(node.inputs[0])
     if node.op in _SUMS:

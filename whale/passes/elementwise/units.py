@@ -1,9 +1,10 @@
-"""Finds the nodes that update variables element by element, groups them into units, and puts operations in their place.
+"""Finds the nodes that update variables element by element, groups them into units, and replaces units by operations.
 
 A unit becomes a part of one operation: writes of variables, and the arithmetic around them on tensors of the variable's
-shape, scalars, and long rows of its last sizes. No path leads out of a unit and back into it: nodes have levels, which
-rise where a path leaves a unit, and a unit's nodes have one level. Units of one level do not wait for each other
-either, so any of them may run together. Other fusions group nodes of a graph and replace them by the same functions.
+shape, scalars, and long rows of its last sizes. No path may lead out of a unit and back into it. To ensure that, nodes
+have levels, which rise where a path leaves a unit, and all nodes of a unit have the same level. Units of one level do
+not wait for each other either, so that any of them may run together. Other fusions use the same functions to group and
+replace nodes.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from whale.passes.elementwise.code import ADDED_FROM_LEFT, BINARY, DTYPES, UNARY
 
 _ARITHMETIC = frozenset((*UNARY, *UNARY_OF_DOUBLES, *BINARY, *IDENTITIES, "AddN"))
 _HANDED_ON = IDENTITIES | {"ReadVariableOp"}
-LARGE_BYTES = 1 << 20  # of variables from which on their memory counts
-LONG = 512  # elements of a row: one goes through the processor's cache in blocks of as many
+LARGE_BYTES = 1 << 20  # smaller variables are in the cache, where repeating a row for them costs little
+LONG = 512  # least number of elements of a row: the kernel works in blocks of as many
 _Place = TypeVar("_Place")
 
 
 @dataclass(frozen=True, slots=True)
 class Accesses:
-    """The reads and writes of each variable.
+    """Holds the reads and writes of each variable.
 
-    Control edges order a variable's writes and all other accesses, so the order of a program's nodes is a valid one,
-    and a variable's value is identified by the number of writes before it.
+    Control edges order a variable's writes and all other accesses, so the program's order of nodes is a valid one, and
+    a variable's value at a node is identified by the number of writes before it.
 
     Attributes:
       handle: node that reads or writes one variable -> the variable's handle node.
-      version: the same nodes -> number of writes of the variable up to and including it.
-      seen: handles that only such nodes and calls read, which pass them to no other node.
+      version: the same node -> number of writes of the variable up to and including this node.
+      seen: handles of variables whose every access is known; handles that are passed in, or on to other nodes, are not
+        among them.
     """
 
     handle: dict[str, str]
@@ -43,7 +45,7 @@ class Accesses:
 
 
 def find_accesses(program: Program) -> Accesses:
-    """Finds the accesses to the variables of ``program``'s own graph; a call that takes a handle counts as a write."""
+    """Finds the accesses to variables in the main graph of ``program``; a call with a handle counts as a write."""
     handles = dict.fromkeys((v.node for v in program.variables), 0)
     handle: dict[str, str] = {}
     version: dict[str, int] = {}
@@ -64,17 +66,20 @@ def find_accesses(program: Program) -> Accesses:
 
 
 def is_read(node: Node, found: Accesses) -> bool:
-    """Tells whether ``node`` reads the whole value of a variable whose updates may be fused."""
+    """Returns True if ``node`` reads the whole value of a variable whose every access is known, so that its updates may
+    be fused.
+    """
     return node.op == "ReadVariableOp" and found.handle.get(node.name, "") in found.seen
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Nodes that update variables of one shape, in the program's order.
+    """Represents a group of nodes that update variables of one shape.
 
     Attributes:
+      nodes: in the program's order.
       level: units of one level do not wait for each other.
-      type: of all its tensors but scalars and rows.
+      type: dtype and shape of all its tensors but scalars and rows.
     """
 
     nodes: tuple[Node, ...]
@@ -83,7 +88,7 @@ class Unit:
 
 
 def find_units(program: Program, found: Accesses) -> list[Unit]:
-    """Returns the units of ``program``'s own graph, in the order of their first nodes.
+    """Returns the units of the main graph of ``program``, in the order of their first nodes.
 
     An operation that updates one variable already (``whale.passes.normalize.collapse_updates``) is a unit of its own.
     """
@@ -91,7 +96,7 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
     if FUSED_UPDATE in program.ops:
         for node in program.nodes:
             if node.op == FUSED_UPDATE and len(node.attrs["shapes"]) == 1:
-                # Types are told apart as objects, so that this one is in no other unit.
+                # A new object: types are compared by identity, so that this node joins no other unit.
                 types[node.name] = TensorType(str(node.attrs["T"]), node.attrs["shapes"][0].dims)
     if not types:
         return []
@@ -110,7 +115,9 @@ def find_units(program: Program, found: Accesses) -> list[Unit]:
 
 
 def is_row(given: TensorType, whole: TensorType) -> bool:
-    """Tells whether an operand is a long row of ``whole`` (its last sizes), so that repeating it would cost much."""
+    """Returns True if an operand is a long row of a large tensor ``whole`` (its last sizes), which would be costly to
+    repeat.
+    """
     sizes, own = require_static_shape(whole), require_static_shape(given)
     while own and own[0] == 1:
         own = own[1:]
@@ -119,16 +126,16 @@ def is_row(given: TensorType, whole: TensorType) -> bool:
 
 
 def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorType]:
-    """Returns the nodes that belong to updates, each with the type of the tensors that it handles.
+    """Returns the names of the nodes that belong to updates, each with the type of the tensors that it handles.
 
-    These are writes, nodes computed from them or assigned by them, and nodes that only they use. Equal types
-    are one object.
+    These are writes of variables, nodes computed from them or assigned by them, and nodes that only these read. Equal
+    types are the same object.
     """
     by_name, consumers = program.by_name, program.consumers
     returned = {ref.node for ref in program.outputs}
-    known: dict[TensorType, TensorType] = {}  # equal types are one object in what follows, and told apart as such
+    known: dict[TensorType, TensorType] = {}  # makes equal types the same object, so that they compare by identity
     simple: dict[str, TensorType] = {}
-    alike: dict[tuple[object, ...], TensorType | None] = {}  # by op and types, as objects: updates are alike
+    alike: dict[tuple[object, ...], TensorType | None] = {}  # results by op and types: most updates are alike
     for node in program.nodes:
         if node.op in _ARITHMETIC:
             met = (node.op, *map(id, node.outputs), *[id(by_name[name].outputs[i]) for name, i in node.inputs])
@@ -148,7 +155,7 @@ def _find_updating_nodes(program: Program, found: Accesses) -> dict[str, TensorT
         value = node.inputs[1]
         kind = known.setdefault(program.find_type(value), program.find_type(value))
         arithmetic = simple.get(value.node) is kind and by_name[value.node].op not in _HANDED_ON
-        # A tensor that is only assigned becomes the variable's, which costs nothing.
+        # An assignment without arithmetic is left out: TensorFlow takes over the tensor without a copy.
         if _is_fitting(kind) and (node.op != "AssignVariableOp" or arithmetic):
             types[node.name] = kind
             if node.op == "AssignVariableOp":
@@ -178,7 +185,7 @@ def _is_fitting(kind: TensorType) -> bool:
 
 
 def _find_arithmetic_type(program: Program, node: Node) -> TensorType | None:
-    """Returns the type of the result of elementwise arithmetic; None if a fused unit cannot contain the node."""
+    """Returns the type of the result of elementwise arithmetic; None if a unit cannot contain the node."""
     if len(node.outputs) != 1 or not _is_fitting(node.outputs[0]):
         return None
     kind = node.outputs[0]
@@ -203,7 +210,7 @@ def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str,
         for name in (*before, *node.controls) if node.controls else before:
             reached = levels.get(name, 0)
             if reached >= level:
-                # On from a unit, either within it or out of it.
+                # An edge out of a unit (to a node that is in none, or has another type) raises the level.
                 left = types.get(name)
                 level = reached + (left is not None and left is not kind)
         levels[node.name] = level
@@ -211,16 +218,16 @@ def _find_levels(program: Program, types: Mapping[str, TensorType]) -> dict[str,
 
 
 def list_predecessors(node: Node) -> Iterable[str]:
-    """Returns the names of the nodes that ``node`` waits for."""
+    """Returns the names of the nodes that ``node`` waits for: producers of its operands, and control inputs."""
     return (*[name for name, _ in node.inputs], *node.controls)
 
 
 def join_places(
     program: Program, places: Mapping[str, _Place], alike: Callable[[_Place, _Place], bool]
 ) -> Callable[[str], str]:
-    """Groups connected nodes; returns a function from the name of a node in ``places`` to its group's name.
+    """Groups connected nodes; returns a function that maps the name of a node in ``places`` to the name of its group.
 
-    Nodes are in one group if one waits for the other and ``alike`` is true for their places.
+    Two nodes are in one group if one waits for the other and ``alike`` returns True for their places.
     """
     parent = {name: name for name in places}
 
@@ -240,11 +247,11 @@ def join_places(
 
 
 def replace_by_operations(program: Program, made: Mapping[str, Node], moved: dict[Ref, Ref]) -> Program:
-    """Replaces nodes by the operations made from them, each at the position of the last of its nodes.
+    """Replaces nodes of ``program`` by operations, each at the position of the last node that it replaces.
 
     Args:
-      made: replaced node -> its operation.
-      moved: tensor of such a node that others read -> its replacement.
+      made: name of a replaced node -> its operation.
+      moved: tensor of a replaced node that others read -> its replacement; completed in place.
     """
     last = {made[n.name].name: n.name for n in program.nodes if n.name in made}
     nodes: dict[str, Node] = {}

@@ -1,6 +1,7 @@
-"""Makes the operation that updates variables by the same arithmetic (WhaleUpdate), and reads its parts again.
+"""Creates the operation that updates variables (WhaleUpdate) from units of nodes, and reads such an operation again.
 
-The arithmetic of a unit is written as the text of an update (whale_ops/core/compute/update_program.h).
+The arithmetic of a unit is written as the text of an update (whale_ops/core/compute/update_program.h). Units with equal
+text become one operation.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ from whale.passes.elementwise.units import Accesses, Unit, is_row
 
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
-    """The part of an operation for one variable (or several that have to be updated together)."""
+    """Represents the part of an operation for one variable (or several that have to be updated together): a unit and
+    its arithmetic.
+    """
 
     unit: Unit
     does: Arithmetic
 
 
 def find_part(program: Program, unit: Unit, found: Accesses) -> UpdatePart | None:
-    """Returns what an operation does in the place of a unit's nodes; None if no operation can do it."""
+    """Returns a unit with its arithmetic as text; None if the text cannot express it."""
     ready = unit.nodes[0]
     does = _read_arithmetic(program, ready) if ready.op == FUSED_UPDATE else _write_arithmetic(program, unit, found)
     return None if does is None else UpdatePart(unit, does)
 
 
 def _read_arithmetic(program: Program, node: Node) -> Arithmetic:
-    """Returns the arithmetic of an operation of one part."""
+    """Returns the arithmetic of an update operation that has one part, from its attributes."""
     count, (shape,) = node.attrs["H"], node.attrs["shapes"]
     values = [node.inputs[count + place] for place in node.attrs["operands"]]
     whole = [program.find_type(ref).shape == shape.dims for ref in values]
@@ -50,10 +53,11 @@ def _read_arithmetic(program: Program, node: Node) -> Arithmetic:
 
 
 def make_update(name: str, parts: Sequence[UpdatePart], nodes: Mapping[str, Node]) -> Node:
-    """Makes the operation of some parts, whose arithmetic is the same.
+    """Creates the operation that runs several parts with the same arithmetic.
 
     Args:
-      nodes: of the program, by name.
+      name: name of the operation.
+      nodes: the nodes of the program, by name.
     """
     replaced = {name for part in parts for name in part.does.replaced}
     handles = [Ref(handle) for part in parts for handle in part.does.handles]
@@ -77,13 +81,14 @@ def make_update(name: str, parts: Sequence[UpdatePart], nodes: Mapping[str, Node
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The arithmetic of a unit, as the text of an update, with its operands.
+    """Represents the arithmetic of a unit as the text of an update, with its operands.
 
     Attributes:
-      lines: its program; units with equal programs can be fused.
-      handles: of the variables that it writes, in the program's numbering; so are ``tensors``, ``scalars``, ``rows``.
+      lines: the text; units with equal text can be fused.
+      handles: handle nodes of the variables that it writes, in the order in which the text numbers them.
+      tensors, scalars, rows: its other operands, numbered likewise.
       results: its values that other nodes read.
-      replaced: names of the nodes that it replaces. Reads of variables that other nodes need stay.
+      replaced: names of the nodes that it replaces. Reads of variables that other nodes need are not replaced.
     """
 
     lines: tuple[str, ...]
@@ -96,9 +101,10 @@ class Arithmetic:
 
 
 def _write_arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmetic | None:
-    """Writes ``unit`` as an update.
+    """Writes the arithmetic of ``unit`` as text.
 
-    Returns None if it needs too many operands, or assigns one variable's old value to another.
+    Returns None if it needs too many operands, reads an intermediate value of a variable, or assigns one variable's old
+    value to another.
     """
     reading = _UnitReader(program, unit, found)
     for node in unit.nodes:
@@ -125,7 +131,7 @@ def _write_arithmetic(program: Program, unit: Unit, found: Accesses) -> Arithmet
 
 
 class _UnitReader:
-    """Converts a unit's nodes one by one to instructions."""
+    """Converts a unit's nodes, one by one, to instructions."""
 
     def __init__(self, program: Program, unit: Unit, found: Accesses):
         self.program, self.unit, self.found = program, unit, found
@@ -135,8 +141,8 @@ class _UnitReader:
         self.scalars: dict[Ref, Value] = {}
         self.rows: dict[Ref, Value] = {}
         self.computed: dict[Ref, Value] = {}
-        self.external: set[str] = set()  # its own reads that it takes as tensors
-        # Handle -> the versions of the variable before its first and after its last write here.
+        self.external: set[str] = set()  # names of reads in the unit whose value is an operand of the operation
+        # Handle -> versions of the variable before its first and after its last write in this unit.
         self.written: dict[str, tuple[int, int]] = {}
         self.values: dict[tuple[str, int], Value] = {}
         for node in unit.nodes:
@@ -185,14 +191,21 @@ class _UnitReader:
         return table.setdefault(ref, Value(kind, len(table)))
 
     def _find_written_value(self, ref: Ref) -> Value | None:
-        """Returns the value that a read sees of a variable that this unit writes; None: it reads another variable."""
+        """Returns the value that a read sees of a variable that this unit writes; None if it is no read, or of another
+        variable.
+        """
         if self.program.by_name[ref.node].op != "ReadVariableOp":
             return None
         handle = self.found.handle.get(ref.node, "")
         return self.values.get((handle, self.found.version.get(ref.node, -1)))
 
     def list_kept_reads(self, outputs: Collection[str]) -> set[str] | None:
-        """Returns the unit's reads that stay nodes; None: one of them sees an intermediate value that is not stored."""
+        """Returns the names of the unit's reads that stay nodes, since others need them; None if one of them reads an
+        intermediate value, which is never stored.
+
+        Args:
+          outputs: names of nodes whose results the program returns.
+        """
         kept: set[str] = set()
         for node in self.unit.nodes:
             if node.op != "ReadVariableOp":

@@ -1,3 +1,1 @@
-"""Decides which tensors are kept, where, and for how long: ZeRO, gathering at use, offload, recomputation, memory
-categories.
-"""
+"""Decides which tensors are kept in memory, where, and for how long: ZeRO, gathering at use, offload, recomputation."""

@@ -1,13 +1,14 @@
-"""Gathers split weights separately for each use (ZeRO-3): every use gets its own copy, which is freed after it.
+"""Gathers sharded weights separately for each use (ZeRO-3): every use gets a gathered copy, which is freed after it.
 
-A program reads a weight once and uses the value twice or more: in the forward product, and in the backward one.
-Gathered once, it would stay in memory from the beginning of a step to its end. Here every use has a copy, and so its
-own all-gather, except where the shards suffice. An all-gather waits for the product before the last one, or all weights
-would be gathered when the step begins. The order is that of the program, the same on all ranks.
+A program reads a weight once and uses the value at least twice: in a forward product and in a backward one. If it were
+gathered once, it would stay in memory from the beginning of a step to its end. ``gather_at_use`` gives every use a
+copy, and so its own all-gather, except uses for which the shards suffice. An all-gather waits, by a control edge, for a
+product a few uses earlier (``ahead``); otherwise all weights would be gathered when the step begins. The order is that
+of the program, the same on all ranks.
 
 Loops and branches are the exception. A body that takes a variable's handle reads it in every iteration; each read would
-be an all-gather, by ranks that need not be in the same iteration. So before the plan is made, reads are hoisted: the
-body takes the value instead, which is gathered once for the loop, and stays in memory as long as that runs.
+be an all-gather, by ranks that need not be in the same iteration. So ``hoist_reads`` changes the body before planning
+to take the value instead, which is gathered once for the loop and stays in memory while the loop runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from whale.sharding_rules.graph import list_called_functions
 
 @dataclass(frozen=True)
 class _Use:
-    """A reader of a variable's value, and the nodes that pass the value on to it, in order."""
+    """Represents one use of a variable's value.
+
+    Attributes:
+      read: the node that reads the variable.
+      chain: the nodes that hand the value on to the reader (casts, reshapes), in order.
+      reader: the node that uses the value.
+      operand: number of the operand of ``reader`` that is the value.
+    """
 
     read: Node
     chain: tuple[Node, ...]
@@ -39,11 +47,11 @@ class _Use:
 
 
 def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
-    """Gives each use of a variable's value in ``program`` a copy of it.
+    """Gives each use of a weight's value its own copy, marked as the place where the weight is gathered.
 
     Args:
-      min_bytes: smaller variables stay whole and keep one value.
-      ahead: how many weights may be gathered while another is used.
+      min_bytes: smaller variables stay replicated and keep one value.
+      ahead: how many weights may be gathered while another one is used.
     """
     position = {node.name: i for i, node in enumerate(program.nodes)}
     kept = {c for n in program.nodes for c in n.controls} | {*program.effects, *(r.node for r in program.outputs)}
@@ -74,9 +82,9 @@ def gather_at_use(program: Program, min_bytes: int, ahead: int) -> Program:
 
 
 def _is_of_parts(program: Program, reader: Node) -> bool:
-    """Tells whether shards suffice for ``reader``: only a scalar computed from them reaches products or lookups.
+    """Returns True if shards suffice for ``reader``: products and lookups depend on its result only through a scalar.
 
-    Examples are the norm of a weight in a loss, and its gradient.
+    Examples are the norm of a weight in a loss, and the gradient of that norm.
     """
     waiting, seen = [reader], {reader.name}
     while waiting:
@@ -94,7 +102,9 @@ def _is_of_parts(program: Program, reader: Node) -> bool:
 
 
 def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collection[str]) -> Iterator[_Use]:
-    """Yields the readers of the value, through nodes that only pass it on; nodes in ``kept`` are readers themselves."""
+    """Yields the uses of a value, looking through nodes that only hand it on; nodes in ``kept`` count as uses
+    themselves.
+    """
     value = Ref((chain or (read,))[-1].name)
     for reader, operand in program.consumers.get(value, ()):
         passes_on = reader.op in PASSED_ON and operand == 0 and not reader.controls and reader.name not in kept
@@ -105,8 +115,14 @@ def _uses(program: Program, read: Node, chain: tuple[Node, ...], kept: Collectio
 
 
 def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]:
-    """Yields the nodes that copy the value for one use, with marks before, at and behind the point where it is
-    gathered.
+    """Yields the nodes of the copy for one use: the nodes of its chain, and an Identity marked ``gathered_at_use``
+    before, between and after them.
+
+    Propagation chooses at which Identity the weight is gathered, for example after a cast to 16 bits.
+
+    Args:
+      number: number of the use, for unique names.
+      controls: nodes that the copy waits for.
     """
     scope = use.reader.scope
     value = Ref(use.read.name)
@@ -123,13 +139,13 @@ def _copies(use: _Use, number: int, controls: tuple[str, ...]) -> Iterator[Node]
 
 
 def hoist_reads(program: Program, min_bytes: int) -> Program:
-    """Gives loops and branches of ``program`` the values of variables that they only read.
+    """Makes loops and branches take the values of variables that they only read, instead of the handles.
 
     Args:
-      min_bytes: smaller variables stay whole, and are read where they were.
+      min_bytes: smaller variables stay replicated, and are read where they were.
     """
     functions = dict(program.functions)
-    handles: dict[Ref, Ref] = {}  # results of loops that are the handles which they were given
+    handles: dict[Ref, Ref] = {}  # result of a loop that is a handle it was given -> that handle
     nodes: list[Node] = []
     for node in program.nodes:
         if not handles.keys().isdisjoint(node.inputs):
@@ -153,8 +169,8 @@ def hoist_reads(program: Program, min_bytes: int) -> Program:
 
 
 def _operands(node: Node) -> range:
-    """Returns the numbers of the operands that are passed to the functions; a branch's first operand selects the
-    function.
+    """Returns the numbers of the operands that a loop or branch passes to its functions (not the one that selects a
+    branch); none for other ops.
     """
     if node.op in LOOPS:
         return range(len(node.inputs))
@@ -166,7 +182,9 @@ def _argument(node: Node, operand: int, function: Program) -> str:
 
 
 def _is_only_read(program: Program, node: Node, operand: int) -> bool:
-    """Tells whether the functions do nothing to the handle but read it, and pass it on to the next iteration."""
+    """Returns True if the functions of a loop or branch only read the variable whose handle is ``operand``, or hand it
+    on to the next iteration.
+    """
     for func in list_called_functions(node):
         function = program.functions[func.name]
         handles = [Ref(_argument(node, operand, function))]
@@ -184,15 +202,18 @@ def _is_only_read(program: Program, node: Node, operand: int) -> bool:
 
 
 def _shape(node: Node, kind: TensorType) -> Node:
-    """Replaces a node that asks for a variable's shape by a constant."""
+    """Returns the constant that replaces a node which asks for a variable's shape."""
     (t,) = node.outputs
     value = Tensor.from_numpy(np.array(kind.shape, t.dtype))
     return Node(node.name, "Const", (), node.controls, {"dtype": DType(t.dtype), "value": value}, (t,), node.scope)
 
 
 def _adapt(node: Node, kinds: dict[int, TensorType], functions: dict[str, Program]) -> Node:
-    """Adapts a loop or branch, and its functions, to operands (the numbers in ``kinds``) that are now values instead of
-    handles.
+    """Adapts a loop or branch, and its functions, to operands that are now values instead of handles.
+
+    Args:
+      kinds: number of such an operand -> type of the value.
+      functions: the adapted functions are added, under new names.
     """
     attrs: dict[str, Any] = dict(node.attrs)
     types = "T" if node.op in LOOPS else "Tin"
@@ -223,7 +244,11 @@ def _adapt(node: Node, kinds: dict[int, TensorType], functions: dict[str, Progra
 
 
 def _with_values(function: Program, arguments: dict[str, TensorType], functions: dict[str, Program]) -> Program:
-    """Rewrites ``function`` to take values for ``arguments`` where it took handles."""
+    """Returns ``function`` with values in place of handles as arguments.
+
+    Args:
+      arguments: name of such an argument -> type of the value.
+    """
     values = {Ref(name): kind for name, kind in arguments.items()}
     nodes = []
     for node in function.nodes:
@@ -245,6 +270,6 @@ def _with_values(function: Program, arguments: dict[str, TensorType], functions:
 
 
 def _drop_effects(effects: Collection[str], nodes: list[Node]) -> tuple[str, ...]:
-    """Drops effects of nodes that now only pass a value on or yield a constant, and need not be executed any more."""
+    """Returns ``effects`` without nodes that have become an Identity or a constant, and need not run any more."""
     plain = {n.name for n in nodes if n.op in ("Identity", "Const") and not n.stateful}
     return tuple(name for name in effects if name not in plain)

@@ -1,10 +1,9 @@
-"""Offloads variables to the host's memory, while the model is computed on an accelerator.
+"""Offloads variables to host memory, while the model is computed on an accelerator (``memory.offload``).
 
-Of tables, only the rows that a step looks up, and the gradients of these, are moved.
-
-Ren et al., "ZeRO-Offload: democratizing billion-scale model training", USENIX ATC 2021: the update is computed where
-the optimizer's state lies, so that a step moves each gradient to the host and each change of a weight back, and the
-state never. What moves passes through ``WhaleOffload``, which counts its bytes.
+Follows Ren et al., "ZeRO-Offload: democratizing billion-scale model training", USENIX ATC 2021: updates are computed on
+the host, where the optimizer state is, so that a step copies each gradient to the host and each change of a weight
+back, and never the state. Of embedding tables only the rows that a step looks up, and their gradients, are copied.
+Copies are ``WhaleOffload`` nodes, which count their bytes.
 
 Decision: 0030.
 """
@@ -34,23 +33,27 @@ from whale.passes.analysis.uses import OPTIMIZER_STATE, is_model, leading_to, va
 from whale.sharding_rules.graph import Use, iterate_variable_uses, list_called_functions
 
 COPY = "WhaleOffload"
-TABLES = "tables"  # the level at which tables, and their state, lie in the host's memory
+TABLES = "tables"  # value of memory.offload that keeps embedding tables, and their state, in host memory
 LEVELS = {
     "optimizer": (OPTIMIZER_STATE,),
     "parameters": (OPTIMIZER_STATE, "parameters"),
-}  # the kinds that do at another level
+}  # value of memory.offload -> categories of variables that are kept in host memory
 _BY_ROWS = READS_ROWS | SCATTERS | APPLIES_ROWS
-_RUNS_PARTS = BRANCHES | CALLS  # some nodes of their functions may be computed there
+_RUNS_PARTS = BRANCHES | CALLS  # ops in whose functions some nodes may be computed on the host
 
 
 def find_offloaded(program: Program, level: str) -> tuple[str, ...]:
-    """Returns the handle nodes of the variables to offload to the host's memory; what one op updates stays together.
+    """Returns the handle nodes of the variables to keep in host memory; variables that one op updates together are all
+    offloaded, or none.
+
+    Args:
+      level: value of ``memory.offload``: "optimizer", "parameters", "tables", or "" for none.
 
     Raises:
-      PlanError: a loop takes such a variable, or a step changes every row of a table.
+      PlanError: a loop takes such a variable, or a step updates all rows of a table.
     """
     if not level or not any(is_model(program, node) for node in program.nodes):
-        return ()  # a run that sets variables to their first values, say: it does not show which ones are state
+        return ()  # without a model (such as a program that initialises variables) it is unknown which ones are state
     variables, uses = program.variable_of, list(iterate_variable_uses(program))
     if level == TABLES:
         found = _tables(program, uses)
@@ -72,20 +75,20 @@ def find_offloaded(program: Program, level: str) -> tuple[str, ...]:
         node, taken = use.node, [name for name in use.handles if name in found]
         if taken and (_is_call(node) or not all(variables[name].type.shape for name in taken)):
             raise PlanError(
-                "a variable cannot lie in the host's memory",
+                "a variable cannot be kept in host memory",
                 op=f"{node.name} ({node.op}), which uses {variables[taken[0]].name}",
                 given=f'memory.offload="{level}"',
                 expected="reads and updates outside of loops, of variables that are no scalars",
-                action="update it behind the loop, or leave memory.offload out",
+                action="read and update the variable outside of the loop, or leave memory.offload out",
             )
     return tuple(v.node for v in program.variables if v.node in found)
 
 
 def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
-    """Returns the variables of which a step only reads and changes rows, by ids.
+    """Returns the handle nodes of variables that a step only reads and updates row by row, by ids.
 
     Raises:
-      PlanError: rows of a variable are read, and all of it is changed.
+      PlanError: rows of a variable are looked up, but all of it is updated.
     """
     found: set[str] = set()
     whole: dict[str, Use] = {}
@@ -100,26 +103,29 @@ def _tables(program: Program, uses: Iterable[Use]) -> set[str]:
                 read.add(handle)
     for handle in found & whole.keys() - read:
         raise PlanError(
-            "a table cannot lie in the host's memory",
+            "a table cannot be kept in host memory",
             op=f"{whole[handle].node.name} ({whole[handle].node.op}), which changes all of "
             f"{program.variable_of[handle].name}",
             given=f'memory.offload="{TABLES}"',
-            expected="an optimizer that reads and changes the rows in use alone",
+            expected="an optimizer that reads and changes only the rows that a step looks up",
             action="wrap an optimizer of Keras 3: wh.optimizers.lazy(optimizer); or take one that updates single rows "
-            '(SGD, Momentum, Adagrad, Ftrl); or memory.offload="parameters", which moves whole gradients',
+            '(SGD, Momentum, Adagrad, Ftrl); or set memory.offload="parameters", which copies whole gradients',
         )
     return found - whole.keys() - read
 
 
 def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
-    """Maps variables outside of the host's memory whose rows a step looks up to an op that needs all of their rows.
+    """Finds tables that stay on the accelerator although a step looks up their rows, for a warning.
 
     Args:
       program: normalised.
-      handles: of the variables in the host's memory.
+      handles: handle nodes of the variables in host memory.
+
+    Returns:
+      Name of the table -> the op that needs all of its rows.
     """
     looked_up: set[str] = set()
-    lookups: dict[str, str] = {}  # lookups that could not be made in the variable itself
+    lookups: dict[str, str] = {}  # handle -> a lookup in the variable's value, not in the variable itself
     others: dict[str, str] = {}
     for use in iterate_variable_uses(program):
         node = use.node
@@ -143,29 +149,30 @@ def not_by_rows(program: Program, handles: Collection[str]) -> dict[str, str]:
 
 
 def _find_looked_up(program: Program, loop: Node) -> set[int]:
-    """Returns those operands of a loop in which its functions look rows up."""
+    """Returns the numbers of those operands of a loop that are tables its body looks rows up in."""
     bodies = [program.functions[f.name] for f in list_called_functions(loop)] if loop.op in LOOPS else []
     gathers = [(body, node) for body in bodies for node in body.nodes if node.op in READS_ROWS]
     return {body.inputs.index(n.inputs[0].node) for body, n in gathers if n.inputs[0].node in body.inputs}
 
 
 def offload(program: Program, handles: Collection[str]) -> Program:
-    """Marks what ``program`` (one rank's) computes in the host's memory, and adds copies where tensors cross.
+    """Marks the nodes of one rank's program that are computed on the host, and adds copies where tensors go to the
+    other side.
 
     Args:
-      handles: of the variables that lie there.
+      handles: handle nodes of the variables in host memory.
     """
     if program.variable_of.keys().isdisjoint(handles):
         return program
     crossing = _Crossings(program, handles, False).run()
-    # What was called before has been rewritten under other names.
+    # Called functions were rewritten under new names: drop the old ones.
     return replace(crossing, functions=find_called_functions(crossing.nodes, crossing.functions))
 
 
 def crossing_bytes(program: Program) -> tuple[int, int]:
-    """Returns (bytes to the host, bytes from it) that a step of a rank's program copies.
+    """Returns the bytes that a step of a rank's program copies to the host, and from it.
 
-    Of branches it takes the most; sizes that are only known in the run count as 0.
+    Of a conditional the branch with most bytes counts; tensors of dynamic shape count as 0.
     """
     to_host = from_host = 0
     for node in program.nodes:
@@ -189,9 +196,10 @@ def _is_call(node: Node) -> bool:
 
 
 def _find_computed_on_host(program: Program, handles: Collection[str]) -> set[str]:
-    """Returns the nodes to compute on the host: those that use an offloaded variable, its state, and cheap producers.
+    """Returns the names of the nodes to compute on the host.
 
-    The last are nodes that are computed for these alone and would have more bytes to move behind them than before them.
+    These are nodes that use an offloaded variable, nodes computed from offloaded optimizer state, and producers that
+    only these read and whose operands have fewer bytes to copy than their results.
     """
     there: set[str] = set()
     of_state: set[str] = set()
@@ -199,7 +207,7 @@ def _find_computed_on_host(program: Program, handles: Collection[str]) -> set[st
     for node in program.nodes:
         taken = [r.node for r in node.inputs if r.node in program.variable_of]
         if node.op in _RUNS_PARTS:
-            continue  # its functions are looked at by themselves
+            continue  # its functions are rewritten by themselves
         if any(h in handles for h in taken):
             there.add(node.name)
             if any(h in state for h in taken):
@@ -208,7 +216,7 @@ def _find_computed_on_host(program: Program, handles: Collection[str]) -> set[st
             there.add(node.name)
             of_state.add(node.name)
         elif node.marks.gathered_at_use and node.inputs[0].node in there:
-            there.add(node.name)  # a weight for one of its uses: copied for each
+            there.add(node.name)  # the copy of a weight for one use
     kept = {*program.effects, *(r.node for r in program.outputs), *program.inputs, *program.variable_of}
     while more := _cheaper_there(program, there, kept):
         there |= more
@@ -216,7 +224,9 @@ def _find_computed_on_host(program: Program, handles: Collection[str]) -> set[st
 
 
 def _only_for_updates(program: Program) -> set[str]:
-    """Returns the nodes of `only_state`, and the state whose rows a lazy update reads."""
+    """Returns the nodes that contribute to nothing but updates, as `only_state` does, also if a lazy optimizer looks
+    rows of its state up.
+    """
     fetched = {ref.node for ref in program.outputs}
     other = leading_to(
         program, lambda node: node.name in fetched or (node.op not in READS_ROWS and is_model(program, node))
@@ -225,8 +235,12 @@ def _only_for_updates(program: Program) -> set[str]:
 
 
 def _cheaper_there(program: Program, there: Collection[str], kept: Collection[str]) -> set[str]:
-    """Returns nodes whose readers are all on the host, and whose operands have fewer bytes to move than their
-    results.
+    """Returns the names of nodes whose readers are all on the host, and whose operands have fewer bytes to copy than
+    their results.
+
+    Args:
+      there: names of nodes on the host.
+      kept: names of nodes that must stay on the accelerator.
     """
     crossing = {ref for node in program.nodes if node.name in there for ref in node.inputs}
     found: set[str] = set()
@@ -249,10 +263,11 @@ def _cheaper_there(program: Program, there: Collection[str], kept: Collection[st
 
 
 class _Crossings:
-    """Rewrites one graph for offload: inserts copies between the host and the accelerator.
+    """Rewrites one graph for offload: marks nodes on the host, and inserts copies between host and accelerator.
 
     Args:
-      inside: whether it is the body of a branch or micro-batch, whose arguments and results are on the accelerator.
+      inside: whether the graph is the body of a branch or micro-batch, whose arguments and results are on the
+        accelerator.
     """
 
     def __init__(self, program: Program, handles: Collection[str], inside: bool):
@@ -277,7 +292,7 @@ class _Crossings:
         return self.program.replace_nodes(tuple(self.nodes), outputs=outputs, functions=self.functions)
 
     def _caller(self, node: Node) -> Node:
-        """Rewrites the functions of a call or branch so that their offloaded parts are computed on the host."""
+        """Returns a call or branch with functions whose offloaded parts are computed on the host."""
         operands = node.inputs if node.op in CALLS else node.inputs[1:]
 
         def rewritten(func: Func) -> Func:
@@ -308,7 +323,7 @@ class _Crossings:
         if source.name in self.program.variable_of or (source.name in self.there) == on_host:
             return ref
         if source.name in self.program.inputs and not self.inside:
-            return ref  # an argument is where the caller has it
+            return ref  # TensorFlow copies arguments of the program itself
         if (ref, on_host) not in self.made:
             made = self._again(source) if source.op in ("Const", "WhaleCommunicator") else self._copy(ref, on_host)
             self.nodes.append(made)

@@ -1,15 +1,16 @@
-"""Recomputes activations for the backward pass (``memory.recompute``), so that they are not held until then.
+"""Recomputes activations for the backward pass (``memory.recompute``), instead of keeping them in memory until then.
 
-Chen et al., "Training deep nets with sublinear memory cost", 2016. Some tensors of the forward pass, the checkpoints,
-are held; they cut it into segments. What the backward pass reads of a segment, it reads from a copy of the segment's
-nodes, computed from the checkpoints. The copies wait, by control edges, for the gradient that arrives at the segment's
-end: TensorFlow would compute them at once otherwise. What follows the last checkpoint is read as soon as it is made,
-and has no copy; nor have nodes with effects, random ones, loops and branches, whose results are held.
+Follows Chen et al., "Training deep nets with sublinear memory cost", 2016. Some tensors of the forward pass, the
+checkpoints, are kept; they cut the forward pass into segments. When the backward pass reads a tensor of a segment, it
+reads it from a copy of the segment's nodes, computed from the checkpoints. The copies wait, by control edges, for the
+gradient that arrives at the segment's end; otherwise TensorFlow would compute them at once. Not copied, so that their
+results are kept: nodes after the last checkpoint, whose results are read soon; nodes with side effects; random ops;
+loops and branches.
 
-Marks may also say what is computed again (``wh.recompute``); then everything else is a checkpoint.
+Marks may also say what is recomputed (``wh.recompute``); then everything else is a checkpoint.
 
-A copy stands in the program before the first node that reads it, and waits for nodes further up only: there are no
-circles, whatever the program is.
+A copy is placed in the program before the first node that reads it, and waits only for nodes before that place, so that
+no cycle can arise.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from whale.ir.program import (
 from whale.ir.values import UNMOVABLE
 from whale.passes.analysis.stages import stage_of
 
-_MOST_SEGMENTS = 64
+_MOST_SEGMENTS = 64  # the largest number of segments that ``auto`` tries
 
 
 def recompute(program: Program, kind: str) -> Program:
-    """Adds copies of the forward nodes that the backward nodes of ``program`` read.
+    """Adds copies of forward nodes for the backward nodes of ``program`` to read, so that activations need not be kept.
 
     Args:
-      kind: ``marked``: the checkpoints are those that the user marked, or all but what the user marked to be
-        computed again; ``auto``: they are chosen by bytes;
-        ``stage``: they are what one stage sends to another one.
+      kind: how the checkpoints (tensors that are kept) are chosen. ``marked``: the user has marked them, or has marked
+        what is recomputed instead. ``auto``: by bytes. ``stage``: tensors that one pipeline stage sends to another.
 
     Raises:
-      PlanError: gradients are computed, and no tensor is marked, or there are marks of both kinds.
+      PlanError: with gradients in the program, no tensor is marked, or there are marks of both kinds, or there are no
+        stages.
     """
     forward = _Forward(program)
     if not forward.backward or any(n.marks.recomputed for n in program.nodes):
@@ -51,35 +52,35 @@ def recompute(program: Program, kind: str) -> Program:
     numbers = ways[kind]()
     if kind == "stage" and not numbers:
         raise PlanError(
-            "the model has no stages whose activations could be recomputed",
+            "the model has no pipeline stages whose activations could be recomputed",
             op=program.name,
             given='memory.recompute="stage"',
-            expected="two stages or more",
+            expected="two stages or more, one of which sends a tensor to another",
             action='build the parts of the model under wh.stage(), or set memory.recompute="auto"',
         )
     if kind == "marked" and not numbers:
         raise PlanError(
-            "no activation is marked to be kept",
+            "no activation is marked to be kept or to be recomputed",
             op=program.name,
             given='memory.recompute="marked"',
             expected="marked tensors of the forward pass",
-            action='mark them with wh.checkpoint(tensor) or tf.compat.v1.add_to_collection("checkpoints", tensor), '
-            "or what is computed again with wh.recompute(), "
+            action="mark tensors to keep with wh.checkpoint(tensor) or "
+            'tf.compat.v1.add_to_collection("checkpoints", tensor), or layers to recompute with wh.recompute(), '
             'or set memory.recompute="auto"',
         )
     return _Copies(forward, numbers).run() if numbers else program
 
 
 class _Forward:
-    """The forward pass of a program: which nodes belong to it, and which of these may be computed twice."""
+    """Describes the forward pass of a program: which nodes belong to it, and which of them may be computed twice."""
 
     def __init__(self, program: Program):
         self.program = program
         self.position = {n.name: i for i, n in enumerate(program.nodes)}
         self.backward: set[str] = set()
-        self.fixed: set[str] = set()  # made from variables and constants only
+        self.fixed: set[str] = set()  # nodes that depend on variables and constants only
         for node in program.nodes:
-            # A gradient of a loop has its forward pass fill lists, which it makes for that.
+            # An empty list does not count: the gradient of a loop creates lists for the forward pass to fill.
             reads = [r.node for r in node.inputs if program.by_name[r.node].op != "EmptyTensorList"]
             if node.marks.backward or not self.backward.isdisjoint(reads):
                 self.backward.add(node.name)
@@ -91,7 +92,7 @@ class _Forward:
         self.twice = {n.name for n in program.nodes if self._may_run_twice(n)}
 
     def _find_drawn(self) -> set[str]:
-        """Returns nodes computed from random numbers only, such as dropout masks."""
+        """Returns the names of nodes computed from random numbers only, such as dropout masks."""
         found: set[str] = set()
         for node in self.program.nodes:
             made = node.op in RANDOM or (bool(node.inputs) and not node.stateful)
@@ -114,7 +115,10 @@ class _Forward:
         return not any(t.dtype in UNMOVABLE for t in types)
 
     def number_marked(self) -> dict[str, int]:
-        """Returns the user's checkpoints, numbered in program order, with nodes that only pass a checkpoint on.
+        """Maps the user's checkpoints to numbers in program order; nodes that a checkpoint is only a reshape of get its
+        number.
+
+        If the user marked what is recomputed instead, all other nodes are checkpoints.
 
         Raises:
           PlanError: the user marked both tensors to keep and tensors to recompute.
@@ -127,8 +131,8 @@ class _Forward:
                 "activations are marked both to be kept and to be recomputed",
                 op=names[0],
                 given="wh.checkpoint and wh.recompute in one step",
-                expected="one of the two",
-                action="take the marks of one kind away",
+                expected="only one of the two in a step",
+                action="remove wh.checkpoint or wh.recompute",
             )
         if again:
             return self._around(again)
@@ -142,12 +146,14 @@ class _Forward:
         return found
 
     def _around(self, again: set[str]) -> dict[str, int]:
-        """Maps each node that is not in ``again``, the recomputed nodes, to the number of recomputed segments before
-        it.
+        """Maps each node that is not recomputed to the number of recomputed segments on the way to it.
+
+        Args:
+          again: names of the recomputed nodes.
         """
         found: dict[str, int] = {}
         level: dict[str, int] = {}
-        behind: set[str] = set()  # nodes that read results that are computed again
+        behind: set[str] = set()  # kept nodes that read recomputed results
         for node in self.program.nodes:
             name = node.name
             if name in self.backward or name in self.fixed:
@@ -162,7 +168,9 @@ class _Forward:
         return found
 
     def number_sent(self) -> dict[str, int]:
-        """Returns the tensors that a stage sends to another one, numbered by stage in program order."""
+        """Maps the tensors that a stage sends to another one, as checkpoints, to numbers of their stages in program
+        order.
+        """
         found: dict[str, int] = {}
         numbers: dict[str, int] = {}
         for node in self.program.nodes:
@@ -175,7 +183,9 @@ class _Forward:
         return found
 
     def choose(self) -> dict[str, int]:
-        """Chooses the checkpoints with the lowest peak memory: all tensors alive at some points of the forward pass."""
+        """Chooses checkpoints so that peak memory is least: all tensors that are alive at some points of the forward
+        pass. Maps each to the number of its point.
+        """
         nodes = [n for n in self.program.nodes if n.name not in self.backward and n.name not in self.fixed]
         place = {n.name: i for i, n in enumerate(nodes)}
         last = list(range(len(nodes)))  # where a node is read last in the forward pass
@@ -213,7 +223,12 @@ class _Forward:
 
 
 def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
-    """Returns where segments of about ``wanted`` bytes end, at positions where few bytes are alive."""
+    """Returns the positions at which segments of about ``wanted`` bytes end, where few bytes are alive.
+
+    Args:
+      held: for each position of the forward pass, bytes that the backward pass reads of its node.
+      alive: for each position, bytes of the tensors that later nodes read.
+    """
     found: list[int] = []
     total, best = 0, -1
     i = 0
@@ -229,7 +244,7 @@ def _cuts(held: list[int], alive: list[int], wanted: float) -> list[int]:
 
 
 def _peak_held(held: list[int], alive: list[int], cuts: list[int]) -> int:
-    """Returns the peak bytes of the checkpoints so far and one recomputed segment."""
+    """Returns the peak bytes during the backward pass: checkpoints so far and one recomputed segment."""
     most = checkpoints = start = 0
     for cut in (*cuts, len(held) - 1):
         most = max(most, checkpoints + sum(held[start : cut + 1]))
@@ -239,7 +254,13 @@ def _peak_held(held: list[int], alive: list[int], cuts: list[int]) -> int:
 
 @dataclass
 class _Segment:
-    """A segment that is recomputed: its nodes in program order, its first reader, and the nodes that it waits for."""
+    """Represents a segment that is recomputed.
+
+    Attributes:
+      nodes: its nodes in program order.
+      first_reader: position in the program of the first backward node that reads it.
+      waits_for: names of the gradients that the copies wait for.
+    """
 
     nodes: list[Node]
     first_reader: int
@@ -247,7 +268,11 @@ class _Segment:
 
 
 class _Copies:
-    """Builds the program with the copies."""
+    """Builds the program with the copies of recomputed nodes.
+
+    Args:
+      numbers: the checkpoints with their numbers.
+    """
 
     def __init__(self, forward: _Forward, numbers: Mapping[str, int]):
         self.forward, self.program, self.numbers = forward, forward.program, numbers
@@ -271,7 +296,7 @@ class _Copies:
         for s in segments:
             for node in s.nodes:
                 inputs = tuple(map(rewrite_ref, node.inputs))
-                # The others wait for what they read.
+                # Copies that read other copies wait for these already.
                 controls = node.controls if inputs != node.inputs else (*node.controls, *s.waits_for)
                 copy = replace(
                     node,
@@ -290,8 +315,8 @@ class _Copies:
         return self.program.replace_nodes(sort_nodes(nodes))
 
     def _segments(self) -> dict[str, int]:
-        """Maps each forward node to the number of the first checkpoint that it leads to; those that follow the last one
-        are missing.
+        """Maps each forward node to its segment: the number of the first checkpoint that depends on it. Nodes after the
+        last checkpoint are left out.
         """
         found: dict[str, int] = {}
         for node in reversed(self.program.nodes):
@@ -304,7 +329,9 @@ class _Copies:
         return found
 
     def _depths(self) -> dict[str, int]:
-        """Maps each node to the last segment that it depends on; -1 for nodes that depend on variables only."""
+        """Maps each node to the number of the last segment that it depends on; to -1 if it depends on variables and
+        constants only.
+        """
         end = max(self.numbers.values()) + 1
         found: dict[str, int] = {}
         for node in self.program.nodes:
@@ -315,7 +342,9 @@ class _Copies:
         return found
 
     def _is_copied(self, name: str) -> bool:
-        """Tells whether a forward node is recomputed where it is needed; tensors that other segments read are kept."""
+        """Returns True if a forward node is recomputed for the backward pass; a tensor that recomputed nodes of another
+        segment read is kept.
+        """
         if name not in self.segment or name in self.numbers or name not in self.forward.twice:
             return False
         for ref in self.program.by_name[name].list_refs():
@@ -334,8 +363,12 @@ class _Copies:
                 stack += [r.node for r in self.program.by_name[name].inputs if self._is_copied(r.node)]
 
     def _segment(self, number: int, names: set[str]) -> _Segment | None:
-        """Returns the copies of a segment and the nodes they wait for; None if they would not have to wait for a
-        gradient.
+        """Returns a segment's nodes to copy and the gradients that the copies wait for; None if no gradient arrives
+        before they are read.
+
+        Args:
+          number: number of the segment.
+          names: names of the nodes to copy.
         """
         reached, first = set(names), -1
         for i, node in enumerate(self.program.nodes):
@@ -351,8 +384,12 @@ class _Copies:
         return None
 
     def _arrives(self, name: str, number: int, reached: set[str], first: int) -> bool:
-        """Tells whether a node provides a gradient from behind the segment, without depending on the segment's
+        """Returns True if a node yields a gradient from after segment ``number``, without depending on the segment's
         copies.
+
+        Args:
+          reached: names of backward nodes, and copied nodes, that depend on the copies.
+          first: position of the first node that reads a copy.
         """
         return (
             name in self.forward.backward

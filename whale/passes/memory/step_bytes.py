@@ -1,8 +1,7 @@
 """Computes a rank's peak memory in a step, by category; all decisions about memory use this figure.
 
-step_bytes              of its tensors
-predict_taken_bytes     with NCCL's memory added
-predict_at_most_bytes   an upper bound, found without a simulation
+step_bytes              of the tensors of one rank step_bytes_of_ranks     of several ranks, simulating equal programs
+once predict_taken_bytes     with NCCL's memory added predict_at_most_bytes   an upper limit, found without a simulation
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ _KINDS = ("activations", *(name for name in CATEGORIES if name != "activations")
 
 
 def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int = 0) -> dict[str, int]:
-    """Returns the bytes of ``rank`` at the memory peak of a step of its ``program``, by category.
+    """Returns the bytes that ``rank`` holds at the memory peak of a step of its ``program``, by category
+    (``uses.CATEGORIES``).
 
     Args:
       size: number of ranks.
@@ -41,7 +41,9 @@ def step_bytes(program: Program, rank: int, size: int, counted_from_bytes: int =
 
 
 def step_bytes_of_ranks(programs: Sequence[Program], size: int) -> list[dict[str, int]]:
-    """Returns `step_bytes` of the first ranks of ``size``, by their programs; equal ones are simulated once."""
+    """Returns `step_bytes` of each rank with a program in ``programs``, which may be the first ones of ``size`` ranks;
+    equal programs are simulated once.
+    """
     found: dict[int, dict[str, int]] = {}
     for rank, first in enumerate(alike := find_alike(programs)):
         if first == rank:
@@ -50,13 +52,13 @@ def step_bytes_of_ranks(programs: Sequence[Program], size: int) -> list[dict[str
 
 
 def predict_taken_bytes(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """Returns the peak of `step_bytes` with NCCL's memory on the rank's GPU added as a category."""
+    """Returns `step_bytes`, with the memory that NCCL takes on the rank's GPU as one more category."""
     return step_bytes(program, rank, settings.size) | nccl_memory(program, rank, settings)
 
 
 def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str, int]:
-    """Returns NCCL's memory for the communication of ``rank``, as a category; nothing where the user has set a
-    limit.
+    """Returns {"NCCL": bytes that it takes for the communication of ``rank``}; {} without NCCL, or if the user has set
+    a memory limit.
     """
     if settings.exchange.backend != "nccl" or settings.size == 1 or settings.memory.limit_bytes:
         return {}
@@ -64,10 +66,8 @@ def nccl_memory(program: Program, rank: int, settings: PlanSettings) -> dict[str
 
 
 def predict_at_most_bytes(program: Program, rank: int, settings: PlanSettings) -> int:
-    """Returns an upper bound on the memory of ``rank``: all tensors of a step at once, fragmented to twice their size,
-    and NCCL.
-
-    It needs no simulation.
+    """Returns an upper limit for the memory of ``rank``, without a simulation: all tensors of a step at once, twice for
+    fragmentation, and NCCL's memory.
     """
     called = (times * _sum_bytes(program.functions[name]) for name, times in count_executions(program).items())
     tensors = 2 * (_sum_bytes(program) + sum(called) + sum(2 * v.type.bytes for v in program.variables))

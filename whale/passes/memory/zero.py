@@ -1,17 +1,18 @@
-"""ZeRO: splits the optimizer's state between steps, although the computation is data parallel.
+"""Implements ZeRO: shards optimizer state between steps, although the computation is data-parallel.
 
-Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020; for the update's
-time, Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020. Here it is a
-matter of layouts: where the state of an update is split, propagation finds that the gradient is wanted split (a
-reduce-scatter in place of an all-reduce), that the update is computed on a part, and that a replicated weight
-takes the parts of all ranks (an all-gather). An update that is one op (``ResourceApplyAdam``) takes its weight and
-its state in one layout, so such a weight is split as well, and is gathered where it is read.
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020; for the time of
+updates, Xu et al., "Automatic cross-replica sharding of weight update in data-parallel training", 2020.
 
-Left to the costs of single nodes, propagation would gather the state as readily as it scatters the gradient. So the
-nodes of an update that every rank would run alike, whole, get the state's layout here.
+Here ZeRO is a matter of layouts. If the state of an update is sharded, propagation finds that the gradient is wanted
+sharded (a reduce-scatter instead of an all-reduce), that the update is computed on a shard, and that a replicated
+weight needs the shards of all ranks (an all-gather). An update that is one op (``ResourceApplyAdam``) takes weight and
+state in one layout, so such a weight is sharded as well, and gathered where it is read.
 
-    state_at_rest       which variables are split, and how
-    update_strategies   which nodes of the updates are computed in parts
+By the costs of single nodes alone, propagation would gather the state as readily as scatter the gradient. So the nodes
+of an update that every rank would run redundantly get the state's layout here:
+
+    state_at_rest       which variables are sharded between steps, and how
+    update_strategies   which nodes of the updates are computed on shards
 
 Decision: 0031.
 """
@@ -44,22 +45,23 @@ def state_at_rest(
     weights: bool = False,
     avoid: Mapping[str, frozenset[int]] = MappingProxyType({}),
 ) -> dict[str, Shard]:
-    """Returns the placements of the variables that are split between steps, by handle node.
+    """Returns the placements of the variables that ZeRO shards between steps, by handle node.
 
     Args:
-      parts: ranks that share the state.
-      min_bytes: variables below that size stay whole: moving their parts takes longer than updating them.
-      taken: variables whose layout something else decides.
-      known: placements that earlier programs of the run have fixed; what is updated with one is placed like it.
-      weights: whether the variables that a model reads are split as well.
-      avoid: dimensions of variables along which later axes of the mesh divide them.
+      parts: number of ranks that share the state.
+      min_bytes: smaller variables stay replicated: moving their shards takes longer than updating them.
+      taken: handle nodes of variables whose layout a split scope decides.
+      known: placements that earlier programs of the run have fixed, by handle node; variables updated together with one
+        get the same.
+      weights: whether weights are sharded as well (ZeRO-3).
+      avoid: handle node -> dimensions that later axes of the mesh shard.
 
     Raises:
-      PlanError: a weight that is to be split cannot be.
+      PlanError: a weight that should be sharded cannot be.
     """
     variables = {v.node: v for v in program.variables if v.node not in taken}
     if not any(is_model(program, node) for node in program.nodes):
-        return {}  # a run that sets variables to their first values, say: it does not show which ones are state
+        return {}  # without a model (such as a program that initialises variables) it is unknown which ones are state
     state = only_state(program)
     found: dict[str, Shard] = {}
     uses: dict[str, list[Use]] = {name: [] for name in variables}
@@ -86,18 +88,19 @@ def state_at_rest(
 
 
 def _read_by_layers(program: Program) -> set[str]:
-    """Returns the nodes from which a layer or a fetched tensor is computed; all others are optimizer state.
+    """Returns the names of nodes from which the model or a returned tensor is computed; variables that are not among
+    them are optimizer state.
 
-    State may be looked up too: a number for each row of a table has no other dimension, and ids of the whole batch need
-    all.
+    Lookups do not count as part of the model here: state may be looked up too, and state with one number per row of a
+    table cannot be sharded, since ids of the whole batch need all rows.
     """
     fetched = {ref.node for ref in program.outputs}
     return leading_to(program, lambda n: n.name in fetched or (is_model(program, n) and n.op not in LOOKUPS))
 
 
 def find_gathered_type(program: Program, handle: Ref, min_bytes: int) -> TensorType | None:
-    """Returns the type of a variable that may be split as a weight and gathered where it is read; None if it may
-    not.
+    """Returns the type of a variable that may be sharded as a weight and gathered where it is read; None if it is no
+    floating-point variable of ``min_bytes`` or more.
     """
     variable = program.variable_of.get(handle.node)
     if variable is None or not _is_number(variable):
@@ -111,8 +114,9 @@ def _is_number(variable: Variable) -> bool:
 
 
 def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], parts: int, min_bytes: int) -> None:
-    """Raises PlanError for a weight with a divisible dimension that is used in a way that does not allow splitting
-    it; buffers, which steps write at indices, stay whole.
+    """Raises PlanError if a weight has a dimension that could be sharded, but is used in a way that does not allow it.
+
+    Variables that steps write at indices (buffers, such as queues) are accepted, and stay replicated.
     """
     for variable in group:
         t = variable.type
@@ -120,7 +124,7 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
         if not t.is_static or t.bytes < min_bytes:
             continue
         if any(use.node.op in _BY_INDEX for use in uses[variable.node]):
-            continue  # a buffer, as a queue or a bank of features, or a table too narrow for a column on each rank
+            continue  # a buffer, such as a queue or a bank of features, or a table with fewer columns than ranks
         for use in uses[variable.node] if cuts else ():
             if not any(_can_take(use, variable.node, cut, parts) for cut in cuts):
                 node = use.node
@@ -129,12 +133,14 @@ def _refuse_whole(uses: Mapping[str, Sequence[Use]], group: Sequence[Variable], 
                     op=f"{node.name} ({node.op}), which uses {variable.name} {list(t.shape or ())}",
                     given="memory.zero=3",
                     expected="reads and lookups, and updates of the whole variable outside of loops",
-                    action="update the variable behind the loop, raise memory.zero_min_bytes, or set memory.zero=2",
+                    action="update the variable outside of the loop, raise memory.zero_min_bytes, or set memory.zero=2",
                 )
 
 
 def _group_updated_together(uses: Mapping[str, Sequence[Use]]) -> Iterable[list[str]]:
-    """Groups variables that one op updates, and which therefore need one layout."""
+    """Groups variables that one op updates together, which therefore need the same layout; every variable is in one
+    group.
+    """
     group_of = {name: [name] for name in uses}
     for use in chain.from_iterable(uses.values()):
         handles = [name for name in use.handles if name in uses]
@@ -154,10 +160,12 @@ def _common(
     known: Mapping[str, Placement],
     later: Collection[int],
 ) -> Shard | None:
-    """Returns the split that all variables support, along the first dimension that allows one; None: they stay
-    replicated.
+    """Returns the split that all variables of a group support, along the first dimension that allows one; None: they
+    stay replicated.
 
-    Dimensions that ``later`` axes divide are avoided: collectives along one axis then do not involve the other.
+    Args:
+      later: dimensions that later mesh axes shard, which are avoided: collectives along one axis then do not involve
+        the other.
     """
     given = {known[v.node] for v in variables if v.node in known}
     if len(given) > 1 or B in given:
@@ -180,9 +188,10 @@ def _common(
 
 
 def _can_take(use: Use, handle: str, placement: Shard, parts: int) -> bool:
-    """Tells whether an op can take a variable, and all that it updates together with it, as ``placement``.
+    """Returns True if an op accepts a variable, and all that it updates together with it, as ``placement``.
 
-    Rows go to where a table has them under split scopes alone: here ids are those of the whole batch.
+    An update by row owners cannot be sharded by rows here: outside of split scopes, each rank has the ids of the whole
+    batch.
     """
     if use.node.marks.owned_rows and placement.dim == 0:
         return False
@@ -193,23 +202,27 @@ def _can_take(use: Use, handle: str, placement: Shard, parts: int) -> bool:
 def update_strategies(
     program: Program, whole: GraphLayout, state: Mapping[str, Placement], parts: int
 ) -> dict[str, Strategy]:
-    """Returns strategies for the nodes that compute updates of split state, and of the weights that come of it.
+    """Returns strategies for the nodes that compute updates of sharded state, and of the weights computed from it, by
+    name.
 
     Args:
-      whole: the layout when no state is split, partial sums reduced: what every rank computes alike there is
-        what can be computed in parts instead; where a gradient is still a partial sum, its reduction scatters it.
-      state: handle node -> placement.
+      whole: the layout with no state sharded and partial sums reduced. Nodes that every rank runs redundantly there can
+        be computed on shards instead; if a gradient is still a partial sum there, its reduction becomes a
+        reduce-scatter.
+      state: handle node -> placement of each sharded variable.
     """
     return _Updates(program, whole, state, parts).run()
 
 
 class _Updates:
-    """Walks from the optimizer state to its producers and readers, element by element."""
+    """Shards the nodes of updates: walks from the optimizer state to its readers, and to the producers and readers of
+    these, element by element.
+    """
 
     def __init__(self, program: Program, whole: GraphLayout, state: Mapping[str, Placement], parts: int):
         self.program, self.whole, self.state, self.parts = program, whole, state, parts
         self.chosen: dict[str, Strategy] = {}
-        self.parted: dict[Ref, Placement] = {}  # tensors of which each rank has a part
+        self.parted: dict[Ref, Placement] = {}  # tensors that are sharded, by the choices so far
         self.waiting: list[Ref] = []
 
     def run(self) -> dict[str, Strategy]:
@@ -221,7 +234,7 @@ class _Updates:
                 option = self._option(node, current, operand)
                 if option is None:
                     continue
-                if node.outputs and not at_rest:  # a weight: who uses it in the model gathers it, its update does not
+                if node.outputs and not at_rest:  # a weight: readers in the model gather it, its update does not
                     value = Ref(node.name)
                     self.parted[value] = option.outputs[0]
                     for reader, position in self.program.consumers.get(value, ()):
@@ -237,7 +250,9 @@ class _Updates:
         return self.chosen
 
     def _maker(self, ref: Ref) -> None:
-        """Makes the producer of a tensor compute only a part, where every rank would compute all of it redundantly."""
+        """Shards the producer of a tensor of which only a shard is needed, if every rank would compute all of it
+        redundantly.
+        """
         node = self.program.by_name[ref.node]
         if not self._is_alike(node):
             return
@@ -248,7 +263,7 @@ class _Updates:
             self._take(node, option)
 
     def _reader(self, node: Node, operand: int) -> None:
-        """Splits nodes that read only parts, and turns their sums into partial sums."""
+        """Shards a node that reads shards; a sum over a sharded tensor becomes a partial sum."""
         if not node.outputs or not self._is_alike(node):
             return
         option = self._option(node, [self.parted.get(r, B) for r in node.inputs], operand)
@@ -270,7 +285,9 @@ class _Updates:
         wanted: Sequence[Placement | None] = (),
         output: int = 0,
     ) -> Strategy | None:
-        """Returns the first strategy of the node that has the operand, or the output, in the wanted placement."""
+        """Returns the first strategy of the node that takes ``operand`` as in ``current`` or, if that is None, yields
+        ``output`` as in ``wanted``; None if there is none.
+        """
         rule = find_rule(node.op)
         if rule is None:
             return None
@@ -282,10 +299,10 @@ class _Updates:
         return None
 
     def _is_alike(self, node: Node) -> bool:
-        """Tells whether every rank would run the node redundantly on whole tensors, and no strategy was chosen for it
+        """Returns True if every rank would run the node redundantly on whole tensors, and no strategy was chosen for it
         yet.
 
-        Random tensors stay whole: of a part each rank would draw other numbers than one device.
+        Random tensors are left out: of a shard, each rank would draw other numbers than one device.
         """
         strategy, rule = self.whole.strategies[node.name], find_rule(node.op)
         return (

@@ -1,3 +1,1 @@
-"""Rewrites programs before planning: inlines calls, folds shapes, decomposes composite ops, assigns types and
-scopes.
-"""
+"""Rewrites programs before planning: inlines calls, folds shapes, decomposes composite ops, assigns scopes."""

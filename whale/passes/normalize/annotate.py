@@ -1,14 +1,14 @@
-"""Assigns nodes to task graphs: every node joins the scope of the forward node that it belongs to, found by structure.
+"""Assigns every node to a scope of the user (a task graph), by what it is connected to; names random streams.
 
-Capture puts the scope on forward nodes and on gradient nodes whose forward op it saw. Of the other nodes, updates join
-the scope that reads their variable; any other node joins the scope of its first annotated operand, or else of its
-readers. A split scope takes in fewer nodes, since tensors inside have other layouts: those that read its variables, and
-those that are used for the updates of these only. The scope in which an optimizer's state was created counts for
-nothing: its updates belong to the weights that they are for.
+Capture puts a scope on forward nodes, and on gradient nodes whose forward op it saw. ``annotate`` finds the scope of
+the others: an update joins the scope that reads its variable; any other node joins the scope of its first operand that
+has one, or else of its readers. A split scope takes in fewer nodes, since tensors inside have other layouts: nodes that
+read its variables, and nodes that contribute only to updates of these variables. The scope in which an optimizer's
+state was created does not count: its updates belong to the weights.
 
-Random operations that have their own stream are marked with its name. In one process, a trace has one kernel for such
-an operation, whatever the shapes it is called with, and the stream continues from call to call; a program, however, is
-compiled for one set of shapes, and the name is one that programs for other shapes use as well.
+``mark_streams`` marks random operations that have their own stream with its name. In one process a trace has one kernel
+for such an operation, whatever the shapes of a call, and the stream continues from call to call. A program is compiled
+for one set of shapes, so programs for other shapes use the same name to continue the stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whale.passes.analysis.uses import only_state
 
 
 def annotate(program: Program) -> Program:
-    """Gives a scope to every node and variable of ``program`` that is connected to an annotated node."""
+    """Gives a scope to every node and variable of ``program`` that is connected to a node with a scope."""
     if not any(n.scope for n in program.nodes) and not any(v.scope for v in program.variables):
         return program
     program = _free_updates(_without_scopes_of_state(program))
@@ -56,15 +56,16 @@ def annotate(program: Program) -> Program:
 
 
 def _in_scope(n: Node, scope: str) -> Node:
-    """Copies a node into a scope; most nodes of a step need it, and ``replace`` takes three times as long."""
+    """Copies a node with scope ``scope``. Most nodes of a step need it, and ``replace`` takes three times as long."""
     return Node(n.name, n.op, n.inputs, n.controls, n.attrs, n.outputs, scope, n.stateful, n.marks)
 
 
 def _without_scopes_of_state(program: Program) -> Program:
-    """Removes the split scopes of variables that only updates read, as of an optimizer that was built in one.
+    """Removes the split scopes of variables that only updates read: the state of an optimizer that was built under a
+    scope.
 
-    Such a scope is another one than that of the layers, so that the weights' updates would be divided by themselves,
-    with gradients and weights gathered for them.
+    That scope is not the one of the layers. The weights' updates would be divided by it, with gradients and weights
+    resharded for them.
     """
     if not any(split_scope(v.scope) for v in program.variables):
         return program
@@ -74,9 +75,10 @@ def _without_scopes_of_state(program: Program) -> Program:
 
 
 def _free_updates(program: Program) -> Program:
-    """Removes updates of variables of split scopes, and of optimizer state, from the other scopes of ``program``.
+    """Removes ``wh.replica`` scopes from updates of split scopes' variables and of optimizer state.
 
-    These scopes contain them only because ``minimize`` was called inside of an open ``wh.replica``.
+    These updates have such a scope only because ``minimize`` was called under an open ``wh.replica``. Scopes that
+    assign a pipeline stage are kept.
     """
     readers: dict[str, set[bool]] = {v.node: set() for v in program.variables}
     updates: dict[str, list[str]] = {}  # node -> the variables that it updates
@@ -101,8 +103,12 @@ def _free_updates(program: Program) -> Program:
 
 
 def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Mapping[str, str]) -> None:
-    """Removes nodes from split scopes if the user did not put them there and they also contribute to other
-    variables.
+    """Removes nodes from split scopes, in ``scope``, if the user did not put them there and they also contribute to
+    other variables.
+
+    Args:
+      scope: node -> its scope; changed in place.
+      of_variable: handle node -> the variable's scope.
     """
     served = _map_served(program, of_variable)
     reads: dict[str, str] = {}
@@ -122,27 +128,29 @@ def _leave_split_scopes(program: Program, scope: dict[str, str], of_variable: Ma
 def _find_scope_between(program: Program, node: Node, scope: Mapping[str, str], serves: Collection[str]) -> str:
     """Returns the split scope that all operands of a node come from, if the node contributes to updates only; else "".
 
-    Gradients from the parts of a layer are added up by nodes without a scope. With the layout of these gradients, they
-    are added up locally, and one sum leaves the scope instead of several; this also holds for updates of one scope.
+    Nodes without a scope add up gradients from the parts of a layer. Under the layer's scope they are added up locally,
+    and a single sum leaves the scope.
+
+    Args:
+      serves: the node's entry of ``_map_served``.
     """
-    made = {scope[r.node] for r in node.inputs if program.by_name[r.node].inputs}  # constants lie anywhere
+    made = {scope[r.node] for r in node.inputs if program.by_name[r.node].inputs}  # scopes of constants do not count
     path = next(iter(made)) if len(made) == 1 else ""
     return path if "" not in serves and serves and split_scope(path) else ""
 
 
 def _is_between(program: Program, node: Node, path: str) -> bool:
-    """Tells whether all operands and readers of a node are in the scope ``path``; nodes that sum gradients have no
-    scope.
-    """
+    """Returns True if all operands and all readers of a node are in the scope ``path``."""
     readers = [reader for ref in node.list_refs() for reader, _ in program.consumers.get(ref, ())]
     near = [program.by_name[r.node].scope for r in node.inputs] + [reader.scope for reader in readers]
     return bool(node.inputs and readers) and all(other == path for other in near)
 
 
 def _map_served(program: Program, of_variable: Mapping[str, str]) -> dict[str, frozenset[str]]:
-    """Maps each node to the scopes of the variables whose updates it contributes to; "" stands for any other use.
+    """Maps each node to the scopes of the variables whose updates it contributes to; "" stands for any other use, such
+    as a fetched result.
 
-    For a variable without a scope (an optimizer's), the uses of its readers count.
+    A variable without a scope (an optimizer's state) counts as the uses of what is read from it.
     """
     handles = program.variable_of
     leads: dict[str, frozenset[str]] = {}
@@ -159,7 +167,7 @@ def _map_served(program: Program, of_variable: Mapping[str, str]) -> dict[str, f
             if node.name in fetched or (node.name in effects and not updated):
                 mine |= other
             for ref in node.inputs:
-                if not (ref.node in handles and updated):  # a handle leads to what reads it
+                if not (ref.node in handles and updated):  # a handle serves what reads it, not its own update
                     found[ref.node] |= mine
         leads = {name: frozenset(scopes) for name, scopes in found.items()}
         now = {name: leads[name] for name in without}
@@ -169,8 +177,11 @@ def _map_served(program: Program, of_variable: Mapping[str, str]) -> dict[str, f
 
 
 def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, ...]:
-    """Makes one task graph per scope, in order of first appearance; nodes outside all scopes form a default
-    ``replica``.
+    """Returns one task graph per scope, in order of first appearance, for the plan's report; nodes outside all scopes
+    form a default ``replica``.
+
+    Args:
+      devices: all ranks, for scopes that name none.
     """
     counts: Counter[str] = Counter(n.scope for n in program.nodes)
     order = dict.fromkeys(n.scope for n in program.nodes)
@@ -184,10 +195,10 @@ def task_graphs(program: Program, devices: tuple[int, ...]) -> tuple[TaskGraph, 
 
 
 def mark_flattened(program: Program) -> Program:
-    """Marks reshapes under scopes that divide the sequence, so that they may be cut along any of their dimensions.
+    """Marks reshapes under scopes with ``context=`` so that rules may shard their result in runs.
 
-    There [rows, sequence, ..] becomes [rows x sequence, ..] and keeps its sequence. Other reshapes are not marked, so
-    that no interleaved layout arises where rows, columns or heads are divided.
+    There [batch, sequence, ..] becomes [batch x sequence, ..], and the sequence stays sharded: one run for each row.
+    Other reshapes are not marked, so that no interleaved layout arises where rows, columns or heads are sharded.
     """
 
     def mark(node: Node) -> Node:
@@ -199,8 +210,7 @@ def mark_flattened(program: Program) -> Program:
 
 
 def mark_streams(program: Program) -> Program:
-    """Returns ``program`` with every seeded operation of ``DRAWS`` marked with the name of its stream, from its
-    position.
+    """Marks every seeded random operation with the name of its stream: the node's name, with the function's in front.
 
     Operations that XLA compiles draw other numbers, and are not marked.
     """

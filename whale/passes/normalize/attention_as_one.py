@@ -1,10 +1,14 @@
-"""Replaces attention by one operation whose queries, keys and values are split along the sequence, for ring attention.
+"""Replaces attention by one operation whose queries, keys and values are sharded along the sequence, for ring
+attention.
 
-``WhaleAttention`` is the part of the program from queries, keys and values to the result; ``WhaleAttentionGrad`` the
-part from the gradient of the result to their gradients, which computes the scores again. Each keeps the nodes it
-replaces as a function of the program, so this pass need not know the scale, mask or cap between the products. At run
-time keys and values are sent around the ring of ranks, and the softmax is accumulated block by block
+``WhaleAttention`` is the part of the program from queries, keys and values to the result; ``WhaleAttentionGrad`` is the
+part from the result's gradient to the gradients of these three, which computes the scores again. Each keeps the nodes
+it replaces as a function of the program, so that this pass need not know the scale, mask or cap between the products.
+At run time keys and values are sent around the ring of ranks, and the softmax is accumulated block by block
 (``whale.partition.ring_attention``).
+
+``choose_for_rings`` says for which attentions this is better than an all-to-all; ``in_rings`` rewrites them.
+``in_blocks_if_large`` uses the same rewrite on one rank, to save the memory of large scores.
 
 Decision: 0079.
 """
@@ -22,13 +26,14 @@ from whale.sharding_rules.nn.attention import ATTENTION, ATTENTION_GRADIENT, has
 
 
 def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -> Program:
-    """Replaces the attentions with the ``chosen`` names by one operation forward and one backward each.
+    """Replaces the attentions named ``chosen`` by one operation forward and one backward each.
 
     Args:
+      chosen: names of attentions, as ``choose_for_rings`` returns them; other names are ignored.
       scores_bytes: if the scores on a rank are larger, they are computed in blocks; 0: never.
     """
     named = [program.by_name[name] for name in chosen if name in program.by_name]
-    # One is called as a product or a multiplication in it is. To look for all of them takes long.
+    # An attention has the name of a product or multiplication in it. Check that first: finding attentions takes long.
     is_one = any(n.op == "Mul" or letters(program, n) is not None for n in named)
     found = [one for one in attentions(program) if one.name in chosen] if is_one else []
     if not found:
@@ -54,7 +59,9 @@ def in_rings(program: Program, chosen: Collection[str], scores_bytes: int = 0) -
 
 
 def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
-    """Replaces attentions whose scores exceed ``scores_bytes`` by one operation each; with 0, none."""
+    """Replaces attentions whose score matrix exceeds ``scores_bytes`` by one operation that computes it in blocks; with
+    0, none.
+    """
     if not scores_bytes or not any(n.op == "Softmax" and n.outputs[0].bytes > scores_bytes for n in program.nodes):
         return program
     large = [one.name for one in attentions(program) if program.by_name[one.softmax].outputs[0].bytes > scores_bytes]
@@ -62,14 +69,16 @@ def in_blocks_if_large(program: Program, scores_bytes: int) -> Program:
 
 
 def choose_for_rings(program: Program, parts: int, limit_bytes: int) -> tuple[str, ...]:
-    """Names the attentions for which a ring is best, of those under scopes that divide the sequence on every layer.
+    """Returns the names of attentions under scopes with ``context=`` for which a ring is better than an all-to-all.
 
-    A ring moves (p-1)(K + V) bytes forward and twice that backward; an all-to-all from sequence to heads moves
-    (p-1)/p of queries, keys, values and result, forward and backward, but needs a head for each rank, and
-    stores the attention weights of all queries and keys of its heads.
+    A ring moves (p-1)(K + V) bytes forward and twice that backward. An all-to-all from sequence to heads moves (p-1)/p
+    of queries, keys, values and result, forward and backward, but needs a head for each rank, and stores the attention
+    weights of all queries and keys of its heads. So the ring is chosen if it moves less, if there are too few heads, or
+    if the attention weights would take more than half of a rank's memory.
 
     Args:
-      limit_bytes: the memory of a rank; 0 where it is not known.
+      parts: number of ranks, p.
+      limit_bytes: the memory of a rank; 0 if unknown.
     """
     found = [one for one in attentions(program) if context_of(program.by_name[one.softmax].scope) is not None]
     held = sum(program.by_name[one.softmax].outputs[0].bytes for one in found if one.backward) // max(1, parts)
@@ -146,7 +155,9 @@ def _backward(program: Program, one: Attention, ahead: str, name: str, scores_by
 def _body(
     program: Program, name: str, operands: tuple[Ref, ...], inner: tuple[str, ...], results: tuple[str, ...]
 ) -> Program:
-    """Creates a function from the nodes that an operation replaces, with the operation's operands as arguments."""
+    """Creates a function from the nodes ``inner`` that an operation replaces, with the operation's operands as
+    arguments.
+    """
     arguments = {ref: f"operand_{i}" for i, ref in reversed(list(enumerate(operands)))}
     nodes = [Node(f"operand_{i}", "Placeholder", (), (), {}, (program.find_type(r),)) for i, r in enumerate(operands)]
     for n in dict.fromkeys(inner):

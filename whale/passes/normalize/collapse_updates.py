@@ -1,10 +1,11 @@
-"""Makes one operation of each variable's update where a step updates many variables, before anything is planned.
+"""Makes one operation of each variable's update, in steps that update many variables, so that planning takes less time.
 
-An optimizer of Keras 3 is some twenty operations for each variable, so that of a step of thousands of variables most
-nodes are updates, which are planned, lowered, compared and checked one by one, only to be fused at the end
-(``whale.kernels.updates``). Here the nodes of one variable's update, with its optimizer state, become one node with
-the same arithmetic (``WhaleUpdate``), which is planned as the optimizers' own operations are (``ResourceApplyAdam``):
-weight, state and gradient lie alike, whole or divided. Behind the plan, those with equal arithmetic become one.
+An optimizer of Keras 3 is some twenty operations for each variable, so that most nodes of a step with thousands of
+variables are updates. They would be planned, lowered, compared and checked one by one, only to be fused at the end
+(``whale.kernels.updates``). This pass turns the nodes of one variable's update, with its optimizer state, into one node
+with the same arithmetic (``WhaleUpdate``). The node is planned like the optimizers' own operations
+(``ResourceApplyAdam``): weight, state and gradient have the same layout, replicated or sharded. After planning, updates
+with equal arithmetic are fused into one.
 
 Decision: 0203.
 """
@@ -19,14 +20,14 @@ from whale.passes.analysis.stages import has_stages
 from whale.passes.elementwise.units import Unit, find_accesses, find_units, replace_by_operations
 from whale.passes.elementwise.update_nodes import find_part, make_update
 
-MANY = 1024  # assignments from which on they are collapsed: plans of fewer name each operation
+MANY = 1024  # programs with fewer assignments keep them, so that the plan names each operation of an update
 
 
 def collapse_updates(program: Program) -> Program:
     """Makes one operation of each variable's update, if there are ``MANY`` assignments or more.
 
-    Updates of which other nodes read a value, of more than one gradient, or of different scopes stay as they are; so do
-    those of a program with stages, each of which has the updates of its variables.
+    Left as they are: updates of which another node reads a value, updates of more than one gradient or over several
+    scopes, and all updates of a program with pipeline stages.
     """
     if sum(node.op in ASSIGNS for node in program.nodes) < MANY or has_stages(program):
         return program

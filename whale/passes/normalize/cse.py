@@ -1,9 +1,10 @@
 """Merges operations that compute the same: scalars of an optimizer, and reads of a variable.
 
-Keras' optimizers read the learning rate and the step's number, and compute the bias corrections, for every variable:
-nearly half of a step's operations. All later passes have fewer nodes to process. TensorFlow 1 reads a variable again
-for every use; where the variable is split between steps and gathered where it is read, each of these reads would be an
-all-gather.
+``share_scalars``: Keras' optimizers read the learning rate and the step number, and compute bias corrections, again for
+every variable, which is nearly half of a step's operations. Merging them leaves fewer nodes to all later passes.
+
+``merge_reads``: TensorFlow 1 reads a variable again for every use. If the variable is sharded between steps and
+gathered where it is read (ZeRO), each of these reads would be an all-gather.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from whale.ir.values import UNMOVABLE, Func
 
 
 def share_scalars(program: Program) -> Program:
-    """Merges equal scalars of updates in ``program``: those computed from constants and from reads of scalar variables.
+    """Merges equal scalars that updates use: those computed from constants and from reads of scalar variables.
 
-    Results of equal operations on equal operands are equal, and so are reads of a variable without control inputs:
-    these return the value from the beginning of the step. Nodes of different scopes are not merged, since each has its
-    stage.
+    Equal operations on equal operands have equal results. So have reads of a variable without control inputs: they
+    return the value from the beginning of the step. Nodes of different scopes are not merged, since they may belong to
+    different pipeline stages.
     """
     behind = _find_behind_updates(program)
     handles = program.variable_of
@@ -41,7 +42,7 @@ def share_scalars(program: Program) -> Program:
         if what < 0:
             continue
         own = Ref(node.name)
-        marks = None if node.marks is NO_MARKS else node.marks  # whose hash is one of many fields
+        marks = None if node.marks is NO_MARKS else node.marks  # hashing marks takes long: they have many fields
         first = known.setdefault((node.op, node.scope, inputs, node.outputs, marks, what), own)
         scalars.add(first)
         if first is not own:
@@ -53,8 +54,8 @@ def share_scalars(program: Program) -> Program:
 
 
 def _find_behind_updates(program: Program) -> set[str]:
-    """Returns the names of the nodes from which updates are computed element by element, and of the scalars they
-    use.
+    """Returns the names of nodes from which operands of updates are computed element by element, and of the scalars
+    that these nodes read.
     """
     found: set[str] = set()
     nodes = program.by_name
@@ -71,7 +72,9 @@ def _find_behind_updates(program: Program) -> set[str]:
 
 
 def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
-    """Tells whether a node has one result that depends on its operands and attributes only."""
+    """Returns True if a node yields a single number that depends on its operands and attributes only, or reads a
+    variable at the beginning of the step.
+    """
     if node.controls or len(node.outputs) != 1:
         return False
     kind = node.outputs[0]
@@ -83,16 +86,15 @@ def _may_be_shared(node: Node, handles: Mapping[str, Variable]) -> bool:
 
 
 def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
-    """Returns a number that identifies attributes up to equal behaviour of their nodes; -1 if equality cannot be
-    decided.
+    """Returns a number that is equal for attributes with which nodes behave equally; -1 if equality cannot be decided.
 
     Args:
-      known: the numbers assigned so far to values, and to attributes that nodes share.
+      known: the numbers assigned so far; a new one is added.
     """
     shared = getattr(attrs, "shared", None)
     number = known.get(shared) if shared is not None else None
     if number is None:
-        # Attributes that are equal do the same, but for the sign of a zero; functions (of branches) are not compared.
+        # Equal attributes behave equally, except floats, since 0.0 == -0.0, and functions, which are not compared.
         unsure = any(isinstance(value, float | Func) or _has_functions(value) for value in attrs.values())
         number = -1 if unsure else known.setdefault(tuple(sorted(attrs.items())), len(known))
         if shared is not None:
@@ -101,13 +103,13 @@ def _values(attrs: Mapping[str, Any], known: dict[Hashable, int]) -> int:
 
 
 def merge_reads(program: Program) -> Program:
-    """Replaces reads of a variable's value from the beginning of the step by one ``ReadVariableOp``.
+    """Replaces all reads of a variable's value from the beginning of the step by a single ``ReadVariableOp`` per scope.
 
-    Reads without control inputs return that value: a read behind a write waits for it. Reads in different scopes are
-    not merged, since each belongs to a stage.
+    Reads without control inputs return that value; a read that must see a write waits for it by a control input. Reads
+    in different scopes are not merged, since they may belong to different pipeline stages.
     """
     first: dict[tuple[Ref, str], str] = {}
-    served: dict[str, str] = {}  # a reading -> the one that serves it
+    served: dict[str, str] = {}  # a removed read -> the read that replaces it
     for node in program.nodes:
         if node.op != "ReadVariableOp" or node.controls or node.inputs[0].node not in program.variable_of:
             continue

@@ -1,8 +1,9 @@
-"""Decomposes composite ops into simple ones that have a distributed form.
+"""Decomposes composite ops into simple ones that have sharding rules.
 
-Batch normalisation over a batch that is divided (``sync_batch_norm``), softmax and its losses over classes that are
-split (``vocab_parallel_softmax``), and the search for an extremum over these. ArgMax is the smallest of the indices
-whose element equals the maximum, so both reductions are over parts; where no element equals it (NaN) the index is 0.
+These are batch normalisation over a sharded batch (``sync_batch_norm``), softmax and its losses over sharded classes
+(``vocab_parallel_softmax``), and ArgMax or ArgMin over a sharded dimension. ArgMax becomes the smallest of the indices
+whose element equals the maximum, so that both reductions can be over shards; if no element equals it (NaN) the index is
+0.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ from whale.passes.normalize.vocab_parallel_softmax import is_softmax, softmax
 
 
 def is_composite(node: Node) -> bool:
-    """Tells whether ``node`` is a batch normalisation with the statistics of the batch, or its gradient."""
+    """Returns True if ``node`` is a batch normalisation in training mode (statistics of the batch), or its gradient."""
     if node.op not in BATCH_NORMS and node.op not in BATCH_NORM_GRADIENTS:
         return False
     return node.attrs.get("is_training", True) is not False  # where the attribute is absent, it is its default
 
 
 def has_split_form(program: Program, node: Node) -> bool:
-    """Tells whether ``decompose`` can rewrite the node so that the dimension it searches or sums can be split."""
+    """Returns True if ``decompose`` can rewrite the softmax, loss or arg max ``node`` so that the dimension it reduces
+    can be sharded.
+    """
     return is_softmax(node) or _is_arg_extremum(program, node)
 
 
 def decompose(program: Program, predicate: Callable[[Node], bool] = lambda node: True) -> Program:
-    """Replaces the composite nodes of ``program`` that ``predicate`` selects by simple ops, called ``<name>/...``.
+    """Replaces the composite nodes that ``predicate`` selects by simple ops named ``<name>/...``, in the program and
+    its functions.
 
-    A gradient reads mean and variance from its forward node's reserve spaces: both are decomposed, or neither.
-    Bodies of functions are decomposed too.
+    A batch norm's gradient reads mean and variance from its forward node's reserve spaces, so both or neither must be
+    selected.
 
     Raises:
       ProgramError: a selected node's shape is unknown, or only one of a forward node and its gradient is selected.
@@ -68,7 +72,7 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
         else:
             results = sync_batch_norm(program, node, nodes, taken)
         moved.update({Ref(node.name, i): r for i, r in enumerate(results)})
-        # Whatever waits for the whole op still can.
+        # Nodes that wait for the composite op wait for this NoOp, and by it for all results.
         done = tuple(dict.fromkeys(r.node for r in results))
         nodes[node.name] = Node(node.name, "NoOp", (), done, scope=node.scope)
     return remove_unread(
@@ -82,22 +86,24 @@ def _decompose_graph(program: Program, predicate: Callable[[Node], bool]) -> Pro
 
 
 def _check_pair(program: Program, gradient: Node, chosen: set[str]) -> None:
-    # Reserve space 1 is the fourth operand; what reaches a gradient through a loop's state has no forward node here.
+    # Operand 3 is the forward node's reserve space 1; if it comes through a loop's state, no forward node is found.
     forward = program.by_name.get(gradient.inputs[3].node)
     if forward is None or forward.op not in BATCH_NORMS:
         return
     if (forward.name in chosen) != (gradient.name in chosen):
         raise ProgramError(
-            "batch normalisation and its gradient are decomposed together or not at all",
+            "a batch normalisation and its gradient have to be decomposed together or not at all",
             op=gradient.name,
-            given=f"only {forward.name if forward.name in chosen else gradient.name} is picked",
-            expected=f"{forward.name} and {gradient.name}",
-            action="let the predicate answer the same for both",
+            given=f"only {forward.name if forward.name in chosen else gradient.name} is selected",
+            expected=f"both or none of {forward.name} and {gradient.name}",
+            action="let `predicate` return the same for both nodes",
         )
 
 
 def _is_arg_extremum(program: Program, node: Node) -> bool:
-    """Tells whether ``_arg_extremum`` can decompose the node: shape and dimension are known."""
+    """Returns True if the node is an ArgMax or ArgMin that ``_arg_extremum`` can decompose: shape and dimension are
+    known.
+    """
     if node.op not in ("ArgMax", "ArgMin"):
         return False
     kind = program.find_type(node.inputs[0])
@@ -106,7 +112,9 @@ def _is_arg_extremum(program: Program, node: Node) -> bool:
 
 
 def _arg_extremum(emit: NodeEmitter) -> list[Ref]:
-    """Adds simple nodes that compute the output of the emitter's ArgMax or ArgMin node."""
+    """Adds simple nodes that compute the result of the emitter's ArgMax or ArgMin node; returns it as the only item of
+    a list.
+    """
     node, x = emit.node, emit.node.inputs[0]
     shape = require_static_shape(emit.type_of(x))
     at = int(np.asarray(emit.program.const(node.inputs[1])).reshape(())) % len(shape)

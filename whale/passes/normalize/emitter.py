@@ -1,4 +1,4 @@
-"""Adds the simple nodes that replace a composite one."""
+"""Adds the simple nodes that replace a composite op to a program."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from whale.ir.values import Dims, DType, Tensor, TensorType, find_numpy_dtype, r
 
 
 class NodeEmitter:
-    """Adds the nodes that replace a composite one: they are called ``<composite>/...``, and have its scope and control
-    inputs; XLA compiles them where it was to compile that one.
+    """Adds the nodes that replace one composite node.
+
+    They are named ``<composite>/...``, and get its scope, its control inputs, and its mark for XLA compilation.
 
     Attributes:
-      dtype: the element type of added nodes, unless a call names another.
+      dtype: the dtype of added nodes, unless a call names another; at first that of the composite node's first operand.
     """
 
     def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
@@ -24,11 +25,18 @@ class NodeEmitter:
         self.dtype = self.type_of(node.inputs[0]).dtype
 
     def type_of(self, ref: Ref) -> TensorType:
-        """Returns the type of a tensor of the program, or of an added node."""
+        """Returns dtype and shape of a tensor of the program, or of an added node."""
         return (self.nodes.get(ref.node) or self.program.by_name[ref.node]).outputs[ref.index]
 
     def add(self, suffix: str, op: str, inputs: tuple[Ref, ...], shape: Dims, dtype: str = "", **attrs: Any) -> Ref:
-        """Adds a node with ``T`` among its attributes; ``dtype`` is that of the statistics unless given."""
+        """Adds a node with one result, and returns the result.
+
+        Args:
+          suffix: the node's name after that of the composite node; made unique if taken.
+          shape: shape of the result.
+          dtype: dtype of the result, and the attribute ``T``; "": the emitter's.
+          attrs: more attributes.
+        """
         kind = TensorType(dtype or self.dtype, shape)
         return self.node_of(suffix, op, inputs, kind, {"T": DType(kind.dtype), **attrs})
 
@@ -41,29 +49,29 @@ class NodeEmitter:
         attrs: dict[str, Any],
         marks: Marks = NO_MARKS,
     ) -> Ref:
-        """Adds a node with exactly these attributes and this type."""
+        """Adds a node with exactly these attributes and the result type ``kind``, and returns the result."""
         name, n = f"{self.node.name}/{suffix}", 1
         while name in self.taken:
             name, n = f"{self.node.name}/{suffix}_{n}", n + 1
         self.taken.add(name)
         if self.node.marks.compiled:
             marks = marks.replace_marks(compiled=True)
-        # What precedes the composite op precedes all that it does.
+        # The composite node's control inputs come before every node that replaces it.
         self.nodes[name] = Node(name, op, inputs, self.node.controls, attrs, (kind,), self.node.scope, False, marks)
         return Ref(name)
 
     def const(self, suffix: str, value: np.ndarray) -> Ref:
-        """Adds a constant with the value's own element type."""
+        """Adds a constant with the dtype of the array ``value``, and returns it."""
         tensor = Tensor.from_numpy(value)
         attrs = {"dtype": DType(tensor.dtype), "value": tensor}
         return self.node_of(suffix, "Const", (), TensorType(tensor.dtype, tensor.shape), attrs)
 
     def scalar(self, suffix: str, value: float) -> Ref:
-        """Adds a scalar constant of the element type ``dtype``."""
+        """Adds a scalar constant of the emitter's ``dtype``, and returns it."""
         return self.const(suffix, np.asarray(value, find_numpy_dtype(self.dtype)))
 
     def binary(self, suffix: str, op: str, a: Ref, b: Ref) -> Ref:
-        """Adds an elementwise op; the result's shape is what its operands' shapes broadcast to."""
+        """Adds an elementwise op of two operands; the result has the shape that they broadcast to."""
         x, y = self.type_of(a), self.type_of(b)
         shape: Dims
         if x.shape is None or y.shape is None or len(x.shape) == len(y.shape):
@@ -73,7 +81,7 @@ class NodeEmitter:
         return self.add(suffix, op, (a, b), shape)
 
     def cast(self, suffix: str, source: Ref, dtype: str) -> Ref:
-        """Casts ``source`` to ``dtype``; returns it as it is where it has that type."""
+        """Casts ``source`` to ``dtype``; returns ``source`` itself if it has that dtype."""
         own = self.type_of(source)
         if own.dtype == dtype:
             return source
@@ -81,7 +89,7 @@ class NodeEmitter:
         return self.node_of(suffix, "Cast", (source,), TensorType(dtype, own.shape), attrs)
 
     def reduce_over(self, suffix: str, op: str, source: Ref, axes: tuple[int, ...], keep: bool) -> Ref:
-        """Adds ``op`` over dimensions ``axes``, which are kept with size 1 or left out."""
+        """Adds the reduction ``op`` ("Sum", "Max", ..) over dimensions ``axes``; with ``keep`` they stay as size 1."""
         dims = require_static_shape(self.type_of(source))
         shape = tuple(1 if i in axes else d for i, d in enumerate(dims) if keep or i not in axes)
         numbers = self.const(f"{suffix}/axes", np.array(axes, np.int32))

@@ -1,12 +1,13 @@
-"""Replaces function calls by the bodies of the functions, and gives each loop and branch functions of its own.
+"""Replaces function calls by the bodies of the functions (``inline``), and gives each loop and branch functions of its
+own (``specialise``).
 
 Loops and branches stay, with copies of the functions that they call, so that each can have its own layouts. Functions
-of other ops (datasets, iterators) are not divided and may be shared. They are named after the op that uses them, too:
-TensorFlow gives some of them random names in each process.
+of other ops (datasets, iterators) are not planned and may be shared. They are renamed after the op that uses them as
+well, since TensorFlow gives some of them random names in each process.
 
-Layouts change inside of a function that asks for XLA, and exchanges cannot be inside of what XLA compiles. So it is
-inlined as well, and its nodes are marked; in each rank's program they are compiled again, in clusters between exchanges
-(``whale.kernels.clusters``). Some nodes have no kernel on the CPU: gradients of grouped or dilated convolutions,
+A function that asks for XLA is inlined too: layouts change inside of it, and communication cannot be inside of what XLA
+compiles. Its nodes are marked, and in each rank's program they are compiled in clusters between communication ops
+(``whale.kernels.clusters``). Some of them have no kernel on the CPU: gradients of grouped or dilated convolutions,
 convolutions and pooling with the channels first, XLA's own ops. Those are compiled in any case (``whale.kernels.xla``).
 
 Decisions: 0020, 0169.
@@ -23,20 +24,20 @@ from whale.ir.ops import CALLS, CONVOLUTIONS, FILTER_GRADIENTS, HAS_BODIES
 from whale.ir.program import COMPILED, Node, Program, Ref, iterate_function_refs, sort_nodes
 from whale.ir.values import Func, TensorType
 
-# Of these every kernel for the CPU has gradients' kernels beside it.
+# Dtypes of convolutions for which the CPU has kernels of gradients too.
 _CONVOLVED = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def inline(program: Program) -> Program:
-    """Replaces every call in ``program`` (of a micro-batch as well) by its function's nodes.
+    """Replaces every call in ``program`` by its function's nodes, also in bodies of loops and branches.
 
-    A body's nodes are called ``call/inner``. Nodes that waited for the call wait for all effects of the body; nodes
-    that the call waited for precede the body's stateful nodes. Bodies of While, If and Case are inlined inside. A
-    function that asks for XLA compilation is inlined as well; nodes that need XLA are marked (see
-    whale.passes.normalize.inline).
+    A body's nodes are named ``call/inner``. Nodes that waited for the call wait for all effects of the body; nodes that
+    the call waited for run before the body's stateful nodes. A function that asks for XLA compilation is inlined as
+    well, and its nodes are marked (see the module's text).
 
     Raises:
-      ProgramError: a call calls itself, or its function is not in the program.
+      ProgramError: a function calls itself, or is not in the program, or gets another number of arguments than it
+        takes.
     """
     return _Inliner(program).run()
 
@@ -64,21 +65,23 @@ class _Inliner:
         return replace(flat, functions={n: _mark_compiled(f) if n in self.compiled else f for n, f in kept.items()})
 
     def _function(self, name: str, call: Node) -> Program:
-        """Returns the function ``name`` after inlining the calls in its body."""
+        """Returns the function ``name`` with the calls in its body inlined; each function is processed once."""
         if name in self.active:
             raise ProgramError(
-                "a function calls itself",
+                "a tf.function calls itself, and calls of functions cannot be inlined",
                 op=call.name,
                 given=" -> ".join([*self.active, name]),
+                expected="functions without recursion",
                 action="write the recursion as a tf.while_loop",
             )
         if name not in self.done:
             if name not in self.program.functions:
                 raise ProgramError(
-                    "a call refers to a function that the program does not have",
+                    "a call refers to a function that the captured program does not have",
                     op=call.name,
                     given=name,
-                    action="capture the program again together with its functions",
+                    expected=f"one of the program's {len(self.program.functions)} functions",
+                    action="capture the program again, together with its functions",
                 )
             self.active.append(name)
             self.done[name] = self._flatten(self.program.functions[name])
@@ -102,7 +105,7 @@ class _Inliner:
 
 
 class _Splice:
-    """The nodes of one program while its calls are being replaced."""
+    """Collects the nodes of one program while its calls are replaced by bodies."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -114,7 +117,7 @@ class _Splice:
         self.placeholders = {n.name for n in program.nodes if n.op == "Placeholder"}
 
     def keep(self, node: Node) -> None:
-        """Adds a node that is not a call, with operands renamed to the inlined nodes."""
+        """Adds a node that is not a call, its operands renamed to the inlined nodes."""
         if self.moved:
             inputs = tuple([self.moved.get(r, r) for r in node.inputs])
             if inputs != node.inputs:
@@ -122,18 +125,19 @@ class _Splice:
         self.nodes[node.name] = node
 
     def call(self, call: Node, body: Program) -> None:
-        """Puts the body's nodes in place of ``call``.
+        """Adds the nodes of ``body`` in place of ``call``; if other nodes wait for the call, a NoOp with its name
+        remains.
 
         Raises:
-          ProgramError: the call does not fit the function.
+          ProgramError: the call passes another number of arguments than the function takes.
         """
         given = tuple(self.moved.get(r, r) for r in call.inputs)
         if len(given) != len(body.inputs):
             raise ProgramError(
                 "a call passes another number of arguments than its function takes",
                 op=call.name,
-                given=len(given),
-                expected=f"{len(body.inputs)} for {body.name}",
+                given=f"{len(given)} arguments",
+                expected=f"{len(body.inputs)} arguments of {body.name}",
                 action="capture the program again",
             )
         arguments = dict(zip(body.inputs, given))
@@ -146,7 +150,7 @@ class _Splice:
             return arguments[inner].node if inner in arguments else names[inner]
 
         def waits(*controls: str) -> tuple[str, ...]:
-            # Waiting for an argument of the program is waiting for nothing.
+            # An argument of the program is there from the start: waiting for it can be left out.
             return tuple(dict.fromkeys(c for c in controls if c not in self.placeholders))
 
         before = self._gate(f"{call.name}/before", call.controls) if len(call.controls) > 1 else call.controls
@@ -188,7 +192,7 @@ class _Splice:
         return unique
 
     def _keep_type(self, result: Ref, wanted: TensorType) -> None:
-        """Keeps static sizes that are known from the call's output types, but not from the body."""
+        """Adds to a result's type the static sizes that the call's output type has but the body's does not."""
         node = self.nodes.get(result.node)
         if node is None:
             return
@@ -218,7 +222,11 @@ def _merge(own: TensorType, other: TensorType) -> TensorType:
 
 
 def specialise(program: Program) -> Program:
-    """Copies functions so that none is called from two places; copies are named after node and attribute."""
+    """Copies functions so that no loop or branch shares a body with another; copies are named after node and attribute
+    ("loop/body").
+
+    Functions of other ops are copied once and renamed.
+    """
     if not program.functions:
         return program
     functions: dict[str, Program] = {}
@@ -236,7 +244,7 @@ def specialise(program: Program) -> Program:
         return replace(func, name=name)
 
     def copy_value(value: Any, name: str) -> Any:
-        """Renames the functions in ``value``, and copies each of them once, unchanged."""
+        """Returns the attribute ``value`` with its functions renamed; copies each function once."""
         if isinstance(value, tuple):
             return tuple(copy_value(item, f"{name}{i}") for i, item in enumerate(value))
         if not isinstance(value, Func) or value.name not in source:
@@ -275,12 +283,12 @@ def _function_attrs(node: Node) -> list[tuple[str, Func | tuple[Func, ...]]]:
 
 
 def _asks_for_xla(call: Node) -> bool:
-    """Tells whether a call is of a function with ``jit_compile=True``."""
+    """Returns True if the called function has ``jit_compile=True``."""
     return bool(call.attrs.get(COMPILED))
 
 
 def _mark_compiled(program: Program) -> Program:
-    """Marks the nodes in the body of a compiled function; functions called from it are not changed."""
+    """Marks all nodes of a function's body as to be compiled by XLA; functions that it calls are left alone."""
 
     def mark(node: Node) -> Node:
         attrs = {**node.attrs, COMPILED: True} if _needs_xla(program, node) else node.attrs
@@ -290,7 +298,9 @@ def _mark_compiled(program: Program) -> Program:
 
 
 def _list_called(program: Program, functions: Mapping[str, Program]) -> set[str]:
-    """Returns the names of the functions that loops and branches of ``program`` run, including nested ones."""
+    """Returns the names of functions that nodes of ``program`` refer to, such as bodies of loops and branches,
+    including nested ones.
+    """
     found: set[str] = set()
     bodies = [program]
     while bodies:
@@ -303,7 +313,7 @@ def _list_called(program: Program, functions: Mapping[str, Program]) -> set[str]
 
 
 def _needs_xla(program: Program, node: Node) -> bool:
-    """Tells whether a node has, or may have, no kernel on the CPU."""
+    """Returns True if a node has, or may have, no kernel on the CPU, so that it runs only if XLA compiles it."""
     channels_first = str(node.attrs.get("data_format", "")).startswith("NC")
     if node.op not in CONVOLUTIONS:
         return node.op.startswith("Xla") or ("Pool" in node.op and channels_first)
@@ -313,9 +323,9 @@ def _needs_xla(program: Program, node: Node) -> bool:
 
 
 def _has_one_group(program: Program, node: Node) -> bool:
-    """Tells whether all of a convolution's filters see all channels, with the channels last."""
+    """Returns True if a convolution with the channels last is known to be ungrouped: each filter reads all channels."""
     if node.op == "Conv" or (node.op.startswith("Conv2D") and node.op.endswith("V2")):
-        return False  # TensorFlow's gradients make none of these
+        return False  # TensorFlow's gradient functions do not create these ops
     images, kernel = node.outputs[0], node.outputs[0]
     if "BackpropInput" not in node.op:
         images = program.find_type(node.inputs[0])

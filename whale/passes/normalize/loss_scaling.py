@@ -1,11 +1,12 @@
-"""Makes steps whose gradients overflow change nothing (mixed precision in float16): updates ask whether all are finite.
+"""Makes a step whose gradients overflow change no variable (mixed precision in float16 with loss scaling).
 
-Tracing has scaled losses and marked the unscaled gradients (whale.capture.loss_scaling). Here one answer is made of
-all of them, in ordinary nodes: propagation finds that it needs sums over ranks, so it is the same everywhere, and waits
-for the last micro-batch. Where it is no, what is assigned is the old value, what is added is zero. That concerns the
-updates that depend on a gradient, the counters that only these read (an optimizer's `iterations`), and those that wait
-for them (a global step); statistics of the forward pass are updated as in every step. An optimizer's op of its own gets
-operands with which it changes nothing.
+Tracing has scaled the loss and marked the unscaled gradients (``whale.capture.loss_scaling``). This pass adds ordinary
+nodes that compute one flag from all of them: whether every gradient is finite. Propagation finds that the flag is
+reduced over ranks, so all ranks get the same, after the last micro-batch. If it is False, assignments assign the old
+value and additions add zero. This applies to updates that depend on a gradient, to counters that only these read (an
+optimizer's `iterations`), and to counters that wait for them (a global step). Statistics of the forward pass are
+updated in every step. An optimizer op that is one node, such as ResourceApplyAdam, gets operands with which it changes
+nothing.
 
 Decision: 0029.
 """
@@ -23,7 +24,7 @@ from whale.ir.program import Node, Program, Ref, make_const, sort_nodes
 from whale.ir.values import DType, TensorType, find_numpy_dtype
 
 _ASSIGNED = "AssignVariableOp"
-# Updates that are one op with the optimizer's arithmetic: the operands (by number) with which they change nothing.
+# Optimizer ops -> values of operands, by number, with which the op changes nothing.
 _NEUTRAL: dict[str, dict[int, float]] = {
     "ResourceApplyGradientDescent": {2: 0},
     "ResourceApplyProximalGradientDescent": {1: 0, 4: 0},
@@ -49,16 +50,18 @@ _NAME = "whale/all_finite"
 
 
 def skip_overflow(program: Program) -> Program:
-    """Skips the updates of ``program`` where a gradient is not finite.
+    """Rewrites the updates of ``program`` so that they change nothing in a step in which a gradient is not finite.
+
+    Programs without unscaled gradients are returned unchanged.
 
     Raises:
-      PlanError: an update is one op that cannot be skipped, or gradients are computed inside loops or branches.
+      PlanError: an update is an op that cannot be skipped, or gradients are computed inside loops or branches.
     """
     for body in program.functions.values():
         inside = next((n for n in body.nodes if n.marks.unscaled), None)
         if inside is not None:
             raise PlanError(
-                "gradients are computed inside a loop or branch",
+                "gradients are computed inside a loop or branch, where loss scaling cannot skip a step that overflows",
                 op=inside.name,
                 given='precision.compute_dtype="float16"',
                 expected="the tape outside of loops, branches and functions that are compiled on their own",
@@ -95,7 +98,7 @@ class _Skipper:
         return bool(handles) and node.op not in READS
 
     def _find_dependents(self, names: Collection[str]) -> set[str]:
-        """Returns the nodes that depend on ``names``, by operands or by a variable that is read after its update."""
+        """Returns the nodes that depend on ``names``: by operands, or by reading a variable after its update."""
         found = set(names)
         for node in self.program.nodes:
             is_read_after = node.op == "ReadVariableOp" and not found.isdisjoint(node.controls)
@@ -104,8 +107,8 @@ class _Skipper:
         return found
 
     def _counters(self, behind: Collection[str]) -> set[str]:
-        """Returns updates of counters: they do not depend on gradients or inputs, but their variables are read for such
-        updates.
+        """Returns updates of counters such as `iterations`: they depend on neither gradients nor inputs, but updates
+        that do read their variables.
         """
         before = {n.name for n in self.gradients}
         for node in reversed(self.program.nodes):
@@ -135,7 +138,7 @@ class _Skipper:
         }
 
     def _steps(self, skipped: Collection[str]) -> set[str]:
-        """Returns updates of step counters such as a global step: integers whose update waits for a skipped update."""
+        """Returns updates of step counters such as a global step: integer additions that wait for a skipped update."""
         done = {n.name for n in self.program.nodes if n.name in skipped and self._updates(n)}
         for node in self.program.nodes:
             if node.op in ("NoOp", "Const") and not done.isdisjoint(node.controls):
@@ -149,7 +152,7 @@ class _Skipper:
         }
 
     def _answer(self) -> Ref:
-        """Adds nodes that compute whether all gradients are finite."""
+        """Adds nodes that compute whether all gradients are finite; returns the flag."""
         each: list[Ref] = []
         for i, node in enumerate(self.gradients):
             t = node.outputs[0]
@@ -170,11 +173,11 @@ class _Skipper:
             return self._changing_nothing(node, answer)
         if node.op not in ADDS and node.op != _ASSIGNED:
             raise PlanError(
-                "a fused optimizer op cannot be skipped when gradients overflow",
+                "an optimizer's operation cannot be skipped when gradients overflow in float16",
                 op=f"{node.name} ({node.op})",
                 given='precision.compute_dtype="float16"',
-                expected="updates by assign, assign_add and assign_sub, as the optimizers of Keras 3 make them, or "
-                "gradient descent, momentum, Adam, Adagrad or Adadelta of TensorFlow 1",
+                expected="updates by assign, assign_add and assign_sub, as of the optimizers of Keras 3, or gradient "
+                "descent, momentum, Adam, Adagrad or Adadelta of TensorFlow 1",
                 action='use such an optimizer, or set precision.compute_dtype="bfloat16"',
             )
         handle, value = node.inputs
@@ -182,7 +185,7 @@ class _Skipper:
         if node.op in ADDS:
             other = self._const(f"{node.name}/whale_nothing", np.zeros((), find_numpy_dtype(t.dtype)))
         else:
-            # After what was assigned before, as the assignment itself.
+            # Read the old value where the assignment itself would run: after earlier assignments.
             name = f"{node.name}/whale_before"
             attrs = {"dtype": DType(t.dtype)}
             self._add(Node(name, "ReadVariableOp", (handle,), node.controls, attrs, (t,), node.scope, True))

@@ -1,11 +1,12 @@
-"""Mixed precision (``precision``): products and convolutions in 16 bits, sums, losses and updates in float32.
+"""Implements mixed precision (``precision.compute_dtype``): products and convolutions in 16 bits; sums, losses and
+updates in float32.
 
-Micikevicius et al., "Mixed precision training", ICLR 2018; the lists are a part of those of TensorFlow's
-``auto_mixed_precision``. An op that only passes numbers on (``_BETWEEN``) is computed in 16 bits where it lies
-between two products; what comes of the last product, a weight's gradient above all, is float32 again, and is summed as
-that over ranks and micro-batches. So are nodes marked ``full_precision``: routers of experts, whose choices rounding
-would change. Variables stay float32. bfloat16 has the range of float32, so losses need no scaling;
-for float16 see whale.passes.normalize.loss_scaling.
+Follows Micikevicius et al., "Mixed precision training", ICLR 2018; the lists of ops are a part of those of TensorFlow's
+``auto_mixed_precision``. An op that only passes numbers on or is cheap (``_BETWEEN``) is computed in 16 bits if it is
+between two products. The result of the last product, such as a weight's gradient, is cast to float32 before it is
+summed over ranks and micro-batches. Nodes marked ``full_precision`` stay in float32: routers of experts, whose choices
+would change by rounding. Variables stay float32. bfloat16 has the range of float32, so losses need no scaling; for
+float16 see ``whale.passes.normalize.loss_scaling``.
 
 Decision: 0054.
 """
@@ -20,8 +21,8 @@ from whale.ir.program import Node, Program, Ref
 from whale.ir.values import DType, TensorType
 
 _WIDE = "float32"
-_PRODUCTS = CONTRACTIONS - {"BatchMatMulV3"}  # there both operands and the result have types of their own
-# All their float operands and results are of the type T.
+_PRODUCTS = CONTRACTIONS - {"BatchMatMulV3"}  # whose operands and result have a dtype attribute each, not one T
+# Ops whose floating-point operands and results all have the dtype T.
 _BETWEEN = VIEWS | frozenset(
     "Add AddV2 AddN Sub Mul Neg BiasAdd Relu ReluGrad Relu6 Relu6Grad LeakyRelu LeakyReluGrad Tanh TanhGrad Sigmoid "
     "SigmoidGrad Elu EluGrad Maximum Minimum Select SelectV2 Transpose ConcatV2 Slice StridedSlice StridedSliceGrad "
@@ -30,7 +31,9 @@ _BETWEEN = VIEWS | frozenset(
 
 
 def lower_precision(program: Program, low_dtype: str) -> Program:
-    """Computes the float32 products of ``program``, and the ops between two of them, in ``low_dtype``."""
+    """Computes the float32 products of ``program`` and its functions, and the ops between two of them, in
+    ``low_dtype``; adds casts around them.
+    """
     bodies = {name: _lower_graph(body, low_dtype) for name, body in program.functions.items()}
     return replace(_lower_graph(program, low_dtype), functions=bodies)
 
@@ -43,7 +46,9 @@ def _lower_graph(program: Program, low_dtype: str) -> Program:
     casts: dict[tuple[Ref, str], Ref] = {}
 
     def as_type(ref: Ref, dtype: str, scope: str) -> Ref:
-        """Casts ``ref``, which is float32 in the program, to ``dtype`` where needed."""
+        """Returns ``ref``, which was float32 in the program, as ``dtype``; adds one cast per tensor and dtype if
+        needed.
+        """
         made = low_dtype if ref.node in low else _WIDE
         if made == dtype:
             return ref
@@ -70,11 +75,11 @@ def _lower_graph(program: Program, low_dtype: str) -> Program:
 
 
 def _find_low(program: Program) -> set[str]:
-    """Returns the nodes that are computed in 16 bits."""
+    """Returns the names of the nodes to compute in 16 bits: products, and ops between two of them."""
     fitting = {n.name: n for n in program.nodes if n.attrs.get("T") == _WIDE and not n.marks.full_precision}
     products = {name for name, node in fitting.items() if node.op in _PRODUCTS}
     between = {name: node for name, node in fitting.items() if node.op in _BETWEEN}
-    made: set[str] = set()  # from a product's result, by ops in between
+    made: set[str] = set()  # nodes computed from a product's result through ops in ``between``
     for node in program.nodes:
         if node.name in between and any(r.node in products or r.node in made for r in node.inputs):
             made.add(node.name)
@@ -83,7 +88,7 @@ def _find_low(program: Program) -> set[str]:
 
 
 def _read_by(program: Program, products: Collection[str], between: Mapping[str, Node]) -> set[str]:
-    """Returns the nodes from which an operand of a product is computed by ops in ``between``."""
+    """Returns the nodes from which an operand of a product is computed through ops in ``between``."""
     found: set[str] = set()
     for node in reversed(program.nodes):
         if node.name in products or (node.name in between and node.name in found):

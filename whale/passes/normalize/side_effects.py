@@ -1,15 +1,15 @@
-"""Makes side effects of one rank's Python functions and datasets those of every rank, where ranks are processes.
+"""Makes side effects that one device would have happen on every rank, where ranks are processes.
 
-A Python function (``tf.numpy_function``, ``tf.py_function``) may change the script's objects: an environment, a list of
-what was seen, a counter. Each rank runs the script and has such objects of its own, so each runs the function, on the
-same whole operands; what one device would compute is what the first rank's gave, whatever others draw. Tables of words
-and queues are such objects too: what a step inserts, the script finds on every rank. So are the iterators and datasets
-of a step's loops, whose places and orders go on from call to call.
+``run_python_everywhere``: a Python function (``tf.numpy_function``, ``tf.py_function``) may change objects of the
+script: an environment, a list, a counter. Each rank runs the script and has such objects of its own, so each runs the
+function, on the same replicated operands. The first rank's results are used on all ranks, since another rank may draw
+other numbers. Lookup tables and queues are such objects too: the script finds on every rank what a step inserts. So are
+iterators and datasets of a step's loops, whose positions continue from call to call.
 
-A dataset that a step reads is read by one rank, whose copies of the variables that its functions change then differ
-from the other ranks': a layer that numbers the elements of a dataset of candidates in a variable, a reduction that
-counts in one. Behind the reader of such a dataset these variables are read, and every rank is assigned what the first
-one has.
+``share_hidden_updates``: a dataset inside a step is read by the first rank only. If its functions change variables (a
+layer that numbers the elements of a dataset of candidates, a reduction that counts), the first rank's copies differ
+from the others'. After the op that reads such a dataset, nodes are added that assign the first rank's values on every
+rank.
 
 Decisions: 0179, 0180.
 """
@@ -32,17 +32,22 @@ from whale.ir.program import Node, Program, Ref, iterate_function_refs
 from whale.ir.values import UNMOVABLE, DType, TensorType
 from whale.sharding_rules.graph import list_called_functions
 
-# They read a dataset to its end, before what waits for them begins.
+# Ops that read a dataset to its end before nodes that wait for them begin.
 _READERS = frozenset({"ReduceDataset", "DatasetToSingleElement"})
 
-# What AutoGraph makes of a Python loop over a dataset: a training loop, more often than not, which one rank would run.
+# AutoGraph turns a Python loop over a dataset into this op. Mostly that is a training loop, which must not run on the
+# first rank alone.
 _LOOP = "ScanDataset"
 
 
 def run_python_everywhere(program: Program) -> Program:
-    """Marks the Python functions of the program, and of its loops and branches, and takes the first rank's results."""
+    """Marks Python functions, and changes of tables, queues and iterators, to run on every rank, and makes their
+    readers read the first rank's results.
+
+    Applies to the program and to the bodies of its loops and branches.
+    """
     graphs = [program, *program.functions.values()]
-    # Elsewhere iterators begin where they are read: on the first rank, as a session's does.
+    # In programs without loops over iterators, these are read on the first rank only, as in a session.
     loops = any(node.op == "IteratorGetNextAsOptional" for graph in graphs for node in graph.nodes)
     bodies = {name: _take_first_results(program.functions[name], loops) for name in _list_bodies(program)}
     changed = _take_first_results(program, loops)
@@ -52,7 +57,7 @@ def run_python_everywhere(program: Program) -> Program:
 
 
 def _list_bodies(program: Program) -> Iterator[str]:
-    """Yields the functions of loops and branches, each once; datasets' functions are theirs."""
+    """Yields the names of the functions of loops and branches, each once; functions of datasets are left out."""
     seen: set[str] = set()
     waiting = [program]
     while waiting:
@@ -66,10 +71,11 @@ def _list_bodies(program: Program) -> Iterator[str]:
 
 
 def _take_first_results(graph: Program, loops: bool) -> Program:
-    """Returns the graph, or a function's, with the first rank's results.
+    """Returns the graph with such ops marked to run on every rank, and an Identity behind each result that takes the
+    first rank's value.
 
     Args:
-      loops: whether the program has loops over datasets or iterators.
+      loops: whether the program loops over datasets or iterators; only then are iterators read on every rank.
     """
     begins = loops and any(node.op == "MakeIterator" for node in graph.nodes)
     called = {node.name for node in graph.nodes if _is_called(node) or (loops and node.op in ITERATOR_READS)}
@@ -95,7 +101,9 @@ def _take_first_results(graph: Program, loops: bool) -> Program:
 
 
 def _is_called(node: Node) -> bool:
-    """Tells whether an op changes objects of the script, and its results can be sent."""
+    """Returns True if an op changes objects of the script (or is a stateful Python function), and its results can be
+    sent.
+    """
     changes = node.op in OBJECT_UPDATES or (node.op in PYTHON_FUNCTIONS and node.stateful)
     return changes and not any(t.dtype in UNMOVABLE for t in node.outputs)
 
@@ -105,7 +113,9 @@ def _makes_dataset(node: Node) -> bool:
 
 
 def share_hidden_updates(program: Program) -> Program:
-    """Assigns all ranks' copies of variables, behind each reader of a dataset whose functions change them."""
+    """Adds nodes that give all ranks the first rank's values of variables that functions of a dataset change, after the
+    op that reads the dataset.
+    """
     readers = [node for node in program.nodes if node.op in _READERS]
     added: dict[str, list[Node]] = {}
     for reader in readers:
@@ -118,7 +128,7 @@ def share_hidden_updates(program: Program) -> Program:
             ]
     if not added:
         return program
-    # What waits for the reader may touch the variables: it waits for their values too.
+    # Nodes that wait for the reader may use the variables: they wait for the assignments too.
     behind = {name: tuple(node.name for node in new if node.op == "AssignVariableOp") for name, new in added.items()}
     nodes: list[Node] = []
     for node in program.nodes:
@@ -132,9 +142,7 @@ def share_hidden_updates(program: Program) -> Program:
 
 
 def find_hidden_updates(program: Program, node: Node) -> dict[str, Node]:
-    """Returns the handle nodes of the program's variables that functions of a dataset's node change, with an op that
-    does.
-    """
+    """Maps the handle nodes of variables that functions of a dataset's ``node`` update to the updating op."""
     found: dict[str, Node] = {}
     mine = [r for r in node.inputs if program.find_type(r).dtype == "resource"]
     for _, func in iterate_function_refs(node):
@@ -145,7 +153,7 @@ def find_hidden_updates(program: Program, node: Node) -> dict[str, Node]:
         updates = _find_updated_arguments(program, body, set())
         if not updates:
             continue
-        # Functions get what they capture in order, behind the dataset's elements, which are no resources.
+        # Arguments of a dataset's function: the elements, which are no resources, then its captures, in order.
         passed = dict(zip(theirs, mine)) if len(theirs) == len(mine) else {}
         for argument, update in updates.items():
             refs = [passed[argument]] if argument in passed else mine
@@ -154,8 +162,8 @@ def find_hidden_updates(program: Program, node: Node) -> dict[str, Node]:
 
 
 def _find_updated_arguments(program: Program, body: Program, seen: set[str]) -> dict[str, Node]:
-    """Returns the arguments of a function that it changes, itself or in functions that it calls, with an op that
-    does.
+    """Maps the arguments of a function that are variables updated in it, or in functions that it calls, to the updating
+    op.
     """
     found: dict[str, Node] = {}
     if body.name in seen:
@@ -172,7 +180,9 @@ def _find_updated_arguments(program: Program, body: Program, seen: set[str]) -> 
 
 
 def _list_datasets(program: Program, reader: Node) -> list[Node]:
-    """Lists the reader and the nodes that make its dataset, as far as they are in the program; none with a loop."""
+    """Lists the reader and the nodes that create its dataset; [] if one of them is a Python loop over a dataset, which
+    is refused elsewhere.
+    """
     found: dict[str, Node] = {}
     waiting = [reader]
     while waiting:
@@ -186,10 +196,15 @@ def _list_datasets(program: Program, reader: Node) -> list[Node]:
 
 
 def _share(program: Program, reader: Node, held: TensorType, handle: str) -> tuple[Node, Node, Node]:
-    """Returns the nodes that read a variable behind the reader, take the first rank's value, and assign it."""
+    """Returns the nodes that read a variable after ``reader`` ran, take the first rank's value, and assign it on every
+    rank.
+
+    Args:
+      held: type of the variable's value.
+    """
     name = f"{reader.name}/whale_shared/{handle}"
     dtype: Mapping[str, DType] = {"dtype": DType(held.dtype)}
-    # Where the reader does not run, the assignment waits for what it would have waited for.
+    # On ranks where the reader does not run, the assignment still waits for the reader's control inputs.
     read = Node(f"{name}/read", "ReadVariableOp", (Ref(handle),), (reader.name,), dtype, (held,), "", True)
     one = Node(f"{name}/of_first", "Identity", (Ref(read.name),), (), {"T": DType(held.dtype)}, (held,))
     assign = Node(

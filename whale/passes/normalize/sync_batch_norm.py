@@ -1,8 +1,8 @@
-"""Decomposes batch normalisation into simple ops whose moments are sums over ranks (SyncBatchNorm).
+"""Decomposes batch normalisation into simple ops whose moments can be reduced over ranks (SyncBatchNorm).
 
-Formulas: Ioffe and Szegedy, "Batch Normalization" (ICML 2015), sections 3 and 3.1, with what TensorFlow's fused
-kernels add: the batch variance that is returned has Bessel's correction, and ``exponential_avg_factor`` mixes in the
-running values. Statistics of each rank's own rows are in ``whale.passes.propagation.local_statistics``.
+Formulas: Ioffe and Szegedy, "Batch Normalization" (ICML 2015), sections 3 and 3.1, with what TensorFlow's fused kernels
+add: the batch variance that is returned has Bessel's correction, and ``exponential_avg_factor`` mixes in the running
+values. Statistics of each rank's own rows are in ``whale.passes.propagation.local_statistics``.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from whale.passes.normalize.emitter import NodeEmitter
 
 
 def sync_batch_norm(program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> list[Ref]:
-    """Writes a batch normalisation, or its gradient, in simple ops; returns what takes the place of its outputs.
+    """Writes a batch normalisation, or its gradient, in simple ops; returns the tensors that replace its outputs, in
+    order.
 
     Args:
-      nodes: where the simple ops are added; taken: names that they may not have.
+      nodes: the simple ops are added to this mapping, by name.
+      taken: names that are in use; new names are added.
 
     Raises:
-      ProgramError: the shape of what is normalised is unknown.
+      ProgramError: the shape of the normalised tensor is unknown.
     """
     emit = _Emitter(program, node, nodes, taken)
     return _forward(emit) if node.op in BATCH_NORMS else _backward(emit)
 
 
 class _Emitter(NodeEmitter):
-    """Adds the simple nodes of one batch normalisation, ``x`` being the tensor that is normalised."""
+    """Adds the simple nodes of one batch normalisation; knows shape and channel dimension of the normalised tensor."""
 
     def __init__(self, program: Program, node: Node, nodes: dict[str, Node], taken: set[str]) -> None:
         super().__init__(program, node, nodes, taken)
         kind = self.type_of(node.inputs[0 if node.op in BATCH_NORMS else 1])
         if not kind.is_static:
             raise ProgramError(
-                "batch normalisation over a batch of unknown size cannot be divided",
+                "batch normalisation over a batch of unknown size cannot be divided over ranks",
                 op=node.name,
                 given=f"shape {kind.shape}",
-                expected="a size for every dimension",
-                action="give the step inputs of static shapes",
+                expected="a static size for every dimension",
+                action="call the step with inputs of static shapes (batch with drop_remainder=True)",
             )
         shape = require_static_shape(kind)
         layout = node.attrs.get("data_format") or "NHWC"
@@ -56,7 +58,7 @@ class _Emitter(NodeEmitter):
         self.epsilon = node.attrs.get("epsilon", 1e-4)
 
     def reduce(self, suffix: str, op: str, source: Ref) -> Ref:
-        """Adds ``op`` over all but the channels: [channels]."""
+        """Adds the reduction ``op`` over all dimensions but the channels; the result has shape [channels]."""
         return self.reduce_over(suffix, op, source, self.axes, keep=False)
 
     def spread(self, suffix: str, vector: Ref) -> Ref:
@@ -67,12 +69,14 @@ class _Emitter(NodeEmitter):
         return self.add(suffix, "Reshape", (vector, shape), self.wide, Tshape=DType("int32"))
 
     def rest(self, start: int) -> list[Ref]:
-        """Adds empty tensors for the outputs that only the fused kernels use."""
+        """Adds empty tensors for the outputs from number ``start`` on, which only fused kernels use."""
         return [self.const(f"unused_{i}", np.zeros(0, np.float32)) for i in range(start, len(self.node.outputs))]
 
 
 def _forward(emit: _Emitter) -> list[Ref]:
-    """Returns (y, batch mean, batch variance, reserve spaces 1 and 2: mean and variance of the batch, ...)."""
+    """Adds the forward nodes; returns (y, batch or running mean, batch or running variance, reserve spaces 1 and 2:
+    mean and variance of the batch, ...).
+    """
     node = emit.node
     x, scale, offset = node.inputs[:3]
     kind = emit.type_of(x).dtype
@@ -104,17 +108,17 @@ def _reciprocal_deviation(emit: _Emitter, variance: Ref) -> Ref:
 
 
 def _mix(emit: _Emitter, name: str, new: Ref, old: Ref, share: float) -> Ref:
-    """Computes ``share * new + (1 - share) * old``."""
+    """Computes a running value, ``share * new + (1 - share) * old``."""
     a = emit.binary(f"{name}_new", "Mul", new, emit.scalar(f"{name}_share", share))
     b = emit.binary(f"{name}_old", "Mul", old, emit.scalar(f"{name}_rest", 1.0 - share))
     return emit.binary(f"{name}_running", "AddV2", a, b)
 
 
 def _backward(emit: _Emitter) -> list[Ref]:
-    """Returns the gradients for (x, scale, offset, ...).
+    """Adds the gradient nodes; returns the gradients for (x, scale, offset, ...).
 
-    With c = x - mean, r = 1/sqrt(variance + epsilon) and means over all but the channels:
-    dscale = r sum(dy c), doffset = sum(dy), dx = scale r (dy - mean(dy) - c r^2 mean(dy c)).
+    With c = x - mean, r = 1/sqrt(variance + epsilon) and means over all but the channels: dscale = r sum(dy c), doffset
+    = sum(dy), dx = scale r (dy - mean(dy) - c r^2 mean(dy c)).
     """
     node = emit.node
     dy, x, scale, mean, variance = node.inputs[:5]

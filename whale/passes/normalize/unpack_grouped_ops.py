@@ -1,9 +1,9 @@
 """Passes values that a branch saves for its gradient as tensors instead of optionals.
 
-TensorFlow passes values from the taken branch to the gradient's branch in optionals, and one optional contains a
-different value in each alternative: values of different shapes and layouts share a slot without a static type.
-This pass gives each saved value a result and an argument of its own; an alternative that does not save it yields zeros,
-which nobody reads.
+TensorFlow passes values from the branch that was taken to the gradient's branch in optionals. One optional contains a
+different value in each alternative: values of different shapes and layouts share a slot without a static type. This
+pass gives each saved value a result and an argument of its own, so that it can be sharded; an alternative that does not
+save it yields zeros, which nobody reads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from whale.sharding_rules.graph import list_called_functions
 
 
 def unpack(program: Program) -> Program:
-    """Removes the optionals between branches and their gradients from ``program``, in which every function has one
-    caller.
+    """Replaces the optionals between branches and their gradients by tensors, in the program and its functions.
 
-    Optionals that anything else reads, and values without a static shape, stay.
+    Every function must have one caller (see ``specialise``). Optionals that anything else reads, and values without a
+    static shape, stay.
     """
     functions = dict(program.functions)
 
@@ -42,12 +42,13 @@ def unpack(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A result of a branch node that holds optionals.
+    """Represents a result of a branch node that is an optional in every alternative.
 
     Attributes:
-      producer: name of the branch node; ``index`` of its result.
-      saved: for each alternative the values that its optional holds.
-      readers: (branch node, number of its argument) that read the slot.
+      producer: name of the branch node.
+      index: number of its result.
+      saved: for each alternative, the values in its optional.
+      readers: the arguments of other branch nodes that take the optional, as (node, number of the operand).
     """
 
     producer: str
@@ -73,7 +74,9 @@ def _slots(graph: Program, functions: Mapping[str, Program]) -> list[_Slot]:
 
 
 def _find_contents(body: Program, ref: Ref) -> tuple[Ref, ...] | None:
-    """Returns the contents of the optional ``ref``, () for an empty one; None if it is produced otherwise."""
+    """Returns the tensors in the optional ``ref``, () for an empty one; None if another op produces it or a value
+    cannot be passed as a tensor.
+    """
     node = _origin(body, ref)
     if node.op == "OptionalNone":
         return ()
@@ -93,7 +96,9 @@ def _origin(graph: Program, ref: Ref) -> Node:
 
 def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, index: int,
              saved: list[tuple[Ref, ...] | None]) -> tuple[tuple[str, int], ...] | None:  # fmt: skip
-    """Returns the arguments of other branch nodes that take the slot; None when it cannot be unpacked."""
+    """Returns the arguments of other branch nodes that take the slot; None if it cannot be unpacked, since something
+    else reads it.
+    """
     if any(s is None for s in saved):
         return None
     found: list[tuple[str, int]] = []
@@ -117,7 +122,7 @@ def _readers(graph: Program, functions: Mapping[str, Program], producer: Node, i
 
 
 def _only_gets(body: Program, argument: int, values: int) -> bool:
-    """Tells whether the body uses the argument only to get ``values`` values from it."""
+    """Returns True if the body uses the argument only to get ``values`` values out of the optional."""
     pending = [Ref(body.inputs[argument])]
     while pending:
         ref = pending.pop()
@@ -132,7 +137,9 @@ def _only_gets(body: Program, argument: int, values: int) -> bool:
 
 
 def _replace_slot(graph: Program, functions: dict[str, Program], slot: _Slot) -> Program:
-    """Replaces the slot in ``graph`` and ``functions``: the first value takes its place, the others are appended."""
+    """Returns ``graph`` with the slot replaced by its values, also in ``functions`` (in place): the first value takes
+    the slot's place, the others are appended.
+    """
     producer = graph.by_name[slot.producer]
     names = [f.name for f in list_called_functions(producer)]
     values = [(a, ref, functions[names[a]].find_type(ref)) for a, refs in enumerate(slot.saved) for ref in refs]
@@ -169,9 +176,7 @@ def _replace_slot(graph: Program, functions: dict[str, Program], slot: _Slot) ->
 
 
 def _insert(items: tuple, places: list[int], values: list) -> tuple:
-    """Returns ``items`` with ``values`` inserted: the first one replaces the item at the first of ``places``, the
-    others are appended.
-    """
+    """Returns ``items`` with ``values`` at ``places``: the first replaces an item, the others are appended."""
     result = list(items) + [None] * (len(places) - 1)
     for place, value in zip(places, values):
         result[place] = value
@@ -179,10 +184,11 @@ def _insert(items: tuple, places: list[int], values: list) -> tuple:
 
 
 def _add_arguments(body: Program, argument: int, types: list[TensorType], mine: list[int]) -> Program:
-    """Returns ``body`` with tensors of ``types`` as arguments in place of the optional that is argument ``argument``.
+    """Returns ``body`` with arguments of ``types`` in place of its optional, argument number ``argument``.
 
     Args:
-      mine: which of these tensors this body reads, one for each value that it took from the optional.
+      types: types of the values of all alternatives.
+      mine: numbers of those values that this body reads, in the order in which it took them from the optional.
     """
     old = body.inputs[argument]
     fresh = _fresh_names(body)
@@ -210,7 +216,7 @@ def _add_arguments(body: Program, argument: int, types: list[TensorType], mine: 
 
 
 def _read_arguments(node: Node, moved: Mapping[Ref, Ref], gone: set[str]) -> Node:
-    """Makes a node read arguments instead of values taken from optionals, without control inputs from the removed
+    """Returns a node that reads arguments instead of values taken from optionals, and no longer waits for the removed
     nodes.
     """
     return replace(
@@ -233,7 +239,9 @@ def _fresh_names(body: Program) -> Callable[[str], str]:
 
 
 def _make_nothing(name: str, t: TensorType) -> list[Node]:
-    """Creates nodes that yield zeros, or an empty optional for lists and optionals; the last node has the result."""
+    """Creates nodes that yield a value nobody reads: zeros, or an empty optional for a variant; the last node has the
+    result.
+    """
     if t.dtype == "variant":
         return [Node(name, "OptionalNone", outputs=(t,))]
     dims = np.array(t.shape, np.int32)

@@ -1,8 +1,8 @@
-"""Decomposes softmax, log-softmax and softmax cross-entropy into simple ops, so that the classes can be split.
+"""Decomposes softmax, log-softmax and softmax cross-entropy into simple ops, so that the classes can be sharded.
 
 With m = max(x), s = sum(exp(x - m)) over the classes: softmax = exp(x - m) / s, log-softmax = x - m - log(s), and the
-cross-entropy of label k is log(s) - (x[k] - m) with the gradient softmax - one_hot(k). Where classes are split, m, s
-and x[k] are reduced over the ranks (one number per example each), and the logits stay where they are.
+cross-entropy of label k is log(s) - (x[k] - m) with the gradient softmax - one_hot(k). If classes are sharded, m, s and
+x[k] are reduced over the ranks (one number per example each), and the logits are not moved.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ _DENSE = "SoftmaxCrossEntropyWithLogits"
 
 
 def is_softmax(node: Node) -> bool:
-    """Tells whether ``softmax`` can decompose the node."""
+    """Returns True if the node is a softmax, log-softmax or softmax cross-entropy of static shape, which ``softmax``
+    can decompose.
+    """
     return (node.op in SOFTMAXES or node.op in (_SPARSE, _DENSE)) and all(t.is_static for t in node.outputs)
 
 
 def softmax(emit: NodeEmitter) -> list[Ref]:
-    """Adds simple nodes that compute the outputs of the emitter's softmax node."""
+    """Adds simple nodes that compute the results of the emitter's softmax node; returns one tensor, or loss and
+    gradient for a cross-entropy.
+    """
     node = emit.node
     kind = emit.dtype
     if kind in ("float16", "bfloat16"):
@@ -47,7 +51,14 @@ def softmax(emit: NodeEmitter) -> list[Ref]:
 
 
 def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
-    """Computes loss and gradient for integer labels; a label that is not a class gives NaN, as on a GPU."""
+    """Computes loss and gradient for integer labels; for a label that is no class the loss is NaN, as on a GPU.
+
+    Args:
+      z: logits minus their maximum.
+      log: logarithm of the sum of exp(z), [.., 1].
+      p: the softmax.
+      shape: shape of the logits.
+    """
     labels = emit.node.inputs[1]
     kind = emit.type_of(labels).dtype
     depth = emit.const("classes", np.array(shape[-1], np.int32))
@@ -68,8 +79,11 @@ def _sparse(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...])
 
 
 def _dense(emit: NodeEmitter, z: Ref, log: Ref, p: Ref, shape: tuple[int, ...]) -> tuple[Ref, Ref]:
-    """Computes loss and gradient for a distribution of labels; classes of probability 0 contribute nothing for any
-    logits.
+    """Computes loss and gradient for labels that are distributions; a class of probability 0 adds nothing, even with an
+    infinite logit.
+
+    Args:
+      z, log, p, shape: as of ``_sparse``.
     """
     labels = emit.cast("labels", emit.node.inputs[1], emit.dtype)
     cost = emit.binary("cost", "Sub", log, z)

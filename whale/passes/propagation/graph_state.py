@@ -1,4 +1,7 @@
-"""Holds the state of propagation while it walks through one graph, and its errors about tensors that cannot be sent."""
+"""Holds the state of propagation while it walks through one graph, and its errors about tensors that cannot be sent.
+
+``Axis`` is common to all graphs of a program; each graph has a ``GraphState``.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,21 @@ from whale.passes.propagation.graph_layout import GraphLayout
 from whale.passes.propagation.local_statistics import PerRankRows, Semantics
 
 INFINITE = float("inf")
-_MOST_ORIGINS = 4  # layouts that are remembered of what a whole tensor was made from
+_MOST_ORIGINS = 4  # placements that are remembered for a replicated tensor: of sharded ones it was computed from
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The mesh axis over which a program is propagated, and what all its graphs have in common.
+    """Holds what all graphs of a program have in common while they are propagated along one mesh axis.
 
     Attributes:
-      root: the program itself, which has the functions.
+      root: the program itself, with its functions.
       parts: size of the mesh axis.
-      semantics: what differs from one device; batch statistics do in the program itself only.
-      rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
-      whole: (graph, tensor) that have to be made whole, because they cannot be sent.
+      semantics: where results may differ from one device (batch statistics only in the program itself, not in
+        functions).
+      rows: size of the batch -> how it is sharded.
+      groups: the sharding of rows under scopes that name ranks.
+      whole: (graph, tensor) pairs that must be replicated, because a reader needs all of a tensor that cannot be sent.
       layouts: of function bodies, collected on the way.
     """
 
@@ -41,14 +46,14 @@ class Axis:
 
 
 class GraphState:
-    """The placements of one graph's tensors that propagation has decided so far.
+    """Holds the placements of one graph's tensors that propagation has decided so far.
 
     Attributes:
-      name: of the function body; "" is the program itself.
+      name: name of the function body; "" is the program itself.
       layout: the decisions.
-      remakable: tensors that may take any placement at no cost.
-      origins: replicated tensors made from divided ones -> the placements of these.
-      per_rank: tensors whose values differ between ranks on purpose.
+      remakable: tensors that can be created in any placement at no cost, such as an empty TensorList.
+      origins: replicated tensors computed from sharded ones -> the placements of the latter.
+      per_rank: handles the tensors whose values differ between ranks on purpose.
     """
 
     def __init__(self, axis: Axis, name: str):
@@ -61,7 +66,9 @@ class GraphState:
         self.origins: dict[Ref, tuple[Shard, ...]] = {}
 
     def find_operands(self, node: Node) -> list[Placement]:
-        """Returns the placements in which a node finds its operands."""
+        """Returns the placements in which a node finds its operands; under a scope that names ranks, rows are on these
+        ranks.
+        """
         layout = self.layout
         found = [layout.preferred.get(r) or layout.produced[r] for r in node.inputs]
         if self.axis.groups.active:
@@ -69,11 +76,13 @@ class GraphState:
         return found
 
     def is_whole(self, ref: Ref) -> bool:
-        """Tells whether the tensor has to be made whole."""
+        """Returns True if the tensor must be replicated (see ``Axis.whole``)."""
         return (self.name, ref) in self.axis.whole
 
     def reshard_cost(self, ref: Ref, wanted: Placement) -> float:
-        """Returns the cost of resharding ``ref`` to ``wanted``; infinite if that is impossible."""
+        """Returns the cost of resharding ``ref`` to ``wanted``: 0 if readers find it there, infinite if it cannot be
+        resharded.
+        """
         source = self.layout.produced[ref]
         if source == wanted or self.layout.preferred.get(ref) == wanted:
             return 0.0
@@ -84,7 +93,13 @@ class GraphState:
         return change_cost(tensor, source, wanted, self.parts)
 
     def need(self, ref: Ref, wanted: Placement, reader: Node, also: Sequence[tuple[str, Ref]] = ()) -> None:
-        """Raises NeededWhole if ``ref`` cannot be sent, is not placed as ``wanted``, and cannot be computed again."""
+        """Raises NeededWhole if ``reader`` needs ``ref`` as ``wanted``, but ``ref`` has another placement and can
+        neither be sent nor created anew.
+
+        Args:
+          also: more (graph, tensor) pairs to replicate in that case, such as the variable of a loop that ``ref``
+            becomes.
+        """
         source, t = self.layout.produced[ref], self.program.find_type(ref)
         if source in (wanted, FIRST) or t.dtype not in UNMOVABLE or ref in self.remakable:
             return
@@ -93,10 +108,13 @@ class GraphState:
     def on_first_rank(self, node: Node, why: str) -> Strategy:
         """Returns the strategy of a node that runs on the first rank only.
 
-        Operands are broadcast: the other ranks do not need them, but all ranks take part in collectives.
+        Its operands are broadcast to all ranks: the others do not need them, but all ranks take part in collectives.
+
+        Args:
+          why: the reason, for ``whale explain``.
 
         Raises:
-          NeededWhole: an operand cannot be brought to all ranks.
+          NeededWhole: an operand cannot be sent.
         """
         for ref in node.inputs:
             if self.layout.produced[ref] != FIRST:
@@ -105,11 +123,12 @@ class GraphState:
         return Strategy(inputs, (FIRST,) * len(node.outputs), why, once=True)
 
     def track_batch(self, node: Node, chosen: Strategy, current: Sequence[Placement]) -> None:
-        """Slices the batch again behind ops that needed all rows; this is correct for any meaning of the dimension, and
-        free.
+        """Shards results by the batch's rows again after an op that had to read all rows.
 
-        It applies not only directly behind such an op: two halves of the batch that are concatenated again, or rows
-        that a loop stacked, are the batch once more.
+        If a replicated result has a dimension as large as the sharded one that it was computed from, readers find it
+        sliced along that dimension. A slice costs nothing and is correct whatever the dimension means. The search goes
+        on through later nodes: two halves of the batch that are concatenated again, or rows that a loop stacked, are
+        the batch once more.
         """
         if not self.origins and Shard not in map(type, current):
             return
@@ -133,7 +152,7 @@ class GraphState:
             for s in splits:
                 dims = [d for d in (s.dim, 0) if d < len(out.shape) and out.shape[d] == s.extent]
                 if dims and type(placement) is Partial:
-                    self.origins[ref] = splits  # rows that were added into the batch's rows
+                    self.origins[ref] = splits  # a scatter-add of rows into a tensor with the batch's rows
                 elif dims:
                     self.layout.preferred[ref] = shard(dims[0], s.sizes, s.blocks)
                 if dims:
@@ -141,9 +160,15 @@ class GraphState:
 
 
 class NeededWhole(Exception):
-    """Raised when a tensor that cannot be sent (a list, a string) is divided, and a reader needs all of it.
+    """Raised when a tensor that cannot be sent (a list, a string) is sharded, and a reader needs all of it.
 
-    ``refs`` are (graph, tensor); the region that is computed on every rank grows upward from them.
+    ``propagate`` catches it and starts anew with these tensors replicated; producers become replicated from round to
+    round.
+
+    Attributes:
+      refs: the tensors to replicate, as (graph, tensor).
+      reader: the node that needs all of the tensor.
+      given: describes the tensor and its placement, for the error message.
     """
 
     def __init__(self, refs: set[tuple[str, Ref]], reader: Node, given: str) -> None:
@@ -152,11 +177,11 @@ class NeededWhole(Exception):
 
 
 def cannot_be_sent(needed: NeededWhole) -> PlanError:
-    """Creates the error for tensors that cannot be sent, and could not be computed on every rank either."""
+    """Creates the error for a tensor that can neither be sent between ranks nor be computed on every rank."""
     return PlanError(
-        "an operation reads a divided value that can neither be sent nor be replicated",
+        "an operation reads a whole value that is divided over ranks and can neither be sent nor be replicated",
         op=f"{needed.reader.name} ({needed.reader.op})",
         given=needed.given,
         expected="operands that every rank has",
-        action="move the operation out of the divided part",
+        action="compute it outside of the step, or outside of the `with wh.split():` that it is in",
     )

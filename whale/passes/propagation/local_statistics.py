@@ -1,18 +1,18 @@
-"""Handles values that differ between ranks on purpose: statistics of each rank's rows, and random rows.
+"""Handles values that differ between ranks on purpose: batch statistics of each rank's rows, and random rows.
 
-Batch normalisation divides by the moments of the batch. Taken from each rank's rows alone they need no communication
-in either direction; that is the usual meaning of data parallel training, and it differs from one device. The moments
-are recognised in the graph by what nodes compute, not by names:
+Batch normalisation divides by the moments of the batch. Moments of each rank's own rows need no communication, forward
+or backward. That is the usual meaning of data-parallel training, and it differs from one device. Moments are recognised
+in the graph by what nodes compute, not by names:
 
-* a *mean* over dimensions of rows, and the *variance*: the mean over the same dimensions of the squared difference
+* a *mean* over dimensions of rows, and the *variance*: the mean, over the same dimensions, of the squared difference
   between the same rows and that mean;
-* tensors without rows computed from them (reciprocal deviation, running averages, gradients), and the nodes that
-  *spread* these over the rows again (a Tile or BroadcastTo): the gradients of the two means.
+* tensors without rows computed from these two (reciprocal deviation, running averages, gradients), and the nodes that
+  *spread* them over the rows again (a Tile or BroadcastTo): the gradients of the two means.
 
-Each of them is a sum over the ranks of their rows' contributions. A rank's own mean is its contribution times
-(all rows / own rows), and so is the gradient that its own mean receives, where the program then divides by all rows.
-So one placement (``whale.ir.layout.PerRank``) and one factor serve both directions; nothing else in the program
-changes. Fused kernels (FusedBatchNorm) keep their own statistics by their rule.
+Each of these is a sum over the ranks of contributions of their rows. A rank's own mean is its contribution times (all
+rows / own rows), and so is the gradient that its own mean receives, where the program divides by all rows. So one
+placement (``whale.ir.layout.PerRank``) and one factor serve both directions; nothing else in the program changes. Fused
+kernels (FusedBatchNorm) take local statistics by their own rule.
 
 Decision: 0018.
 """
@@ -34,7 +34,7 @@ from whale.sharding_rules.graph import make_op_view
 from whale.sharding_rules.nn.norm import make_per_rank_moments
 from whale.sharding_rules.registry import LineRule
 
-_PASSED_ON = IDENTITIES | {"Cast"}  # a mean in another dtype is one
+_PASSED_ON = IDENTITIES | {"Cast"}  # a mean cast to another dtype is still the mean
 _SPREADS = frozenset({"Tile", "BroadcastTo"})
 _SUMS = frozenset({"AddN", "Add", "AddV2", "Sub"})
 _MULTIPLES = frozenset({"RealDiv", "Mul", "Neg", "Reshape", *_PASSED_ON})
@@ -42,8 +42,13 @@ _MULTIPLES = frozenset({"RealDiv", "Mul", "Neg", "Reshape", *_PASSED_ON})
 
 @dataclass(frozen=True)
 class Moments:
-    """The mean and variance of one set of rows, tensors without rows computed from them, and the nodes that broadcast
-    these over the rows again.
+    """Represents the mean and variance of one set of rows, with the nodes that use them.
+
+    Attributes:
+      mean: the mean over the rows.
+      variance: the variance over the rows.
+      made: tensors without rows computed from them.
+      spreads: names of the nodes that broadcast such tensors over the rows again, in the gradient.
     """
 
     mean: Ref
@@ -54,7 +59,7 @@ class Moments:
 
 @dataclass
 class LocalStatistics:
-    """The moments of a program, indexed by tensors and nodes for propagation.
+    """Indexes the moments of a program by tensor and by node, for propagation.
 
     Attributes:
       statistic: mean or variance -> its moments.
@@ -66,10 +71,11 @@ class LocalStatistics:
 
 
 def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> LocalStatistics:
-    """Finds the moments of ``program``, except those whose mean is in ``without``.
+    """Finds the batch moments of ``program`` that can be taken of each rank's rows, except those whose mean is in
+    ``without``.
 
-    Only the main graph is searched: moments in the bodies of loops and branches are those of the whole batch. So are
-    moments whose gradient was not derived by TensorFlow.
+    Only the main graph is searched: moments inside loops and branches are always those of the whole batch. So are
+    moments whose gradient does not have the form that TensorFlow derives.
     """
     found = [(_mean_of(program, node), Ref(node.name)) for node in program.nodes]
     pairs = {mean: variance for mean, variance in found if mean is not None}
@@ -90,7 +96,7 @@ def find_local_statistics(program: Program, without: Collection[Ref] = ()) -> Lo
 
 
 def _mean_of(program: Program, node: Node) -> Ref | None:
-    """Returns the mean that ``node`` subtracts if it is a variance; else None."""
+    """Returns the mean that ``node`` subtracts from the rows if ``node`` is their variance; else None."""
     axes = _axes(program, node)
     if axes is None or 0 not in axes:
         return None
@@ -109,8 +115,8 @@ def _mean_of(program: Program, node: Node) -> Ref | None:
 
 
 def _axes(program: Program, node: Node) -> frozenset[int] | None:
-    """Returns the dimensions over which ``node`` is a floating-point mean that keeps other dimensions; None for other
-    nodes.
+    """Returns the dimensions over which ``node`` takes a floating-point mean; None for other nodes and for means over
+    all dimensions.
     """
     if node.op != "Mean" or node.outputs[0].dtype not in FLOATING:
         return None
@@ -123,7 +129,7 @@ def _axes(program: Program, node: Node) -> frozenset[int] | None:
 
 
 def _source(program: Program, ref: Ref) -> Ref:
-    """Returns the tensor of which ``ref`` is a copy or a cast."""
+    """Returns the tensor of which ``ref`` is a copy or a cast, through any number of them."""
     while True:
         node = program.by_name[ref.node]
         if node.op not in _PASSED_ON:
@@ -132,8 +138,11 @@ def _source(program: Program, ref: Ref) -> Ref:
 
 
 def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[Ref], frozenset[str], frozenset[str]]:
-    """Returns the tensors computed from ``statistics`` that are not larger, the nodes that broadcast these over the
-    rows, and the other nodes that compute tensors with rows from them.
+    """Follows ``statistics`` to what is computed from them.
+
+    Returns:
+      The tensors computed from them that are not larger, the names of nodes that broadcast such tensors over the rows,
+        and the names of other nodes that compute tensors with rows from them.
     """
     limit = max(program.find_type(r).elements for r in statistics)
     rows = program.find_type(program.by_name[statistics[0].node].inputs[0]).elements
@@ -155,8 +164,8 @@ def _readers(program: Program, statistics: tuple[Ref, ...]) -> tuple[frozenset[R
 
 
 def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> bool:
-    """Tells whether rows of this shape are summed alike elsewhere and combined with the result: a hand-written
-    gradient.
+    """Returns True if another node sums rows of this shape over the same dimensions and the sum meets rows again:
+    probably a gradient written by hand.
     """
     statistic = program.by_name[mean.node]
     rows, axes = program.find_type(statistic.inputs[0]).shape or (), _axes(program, statistic)
@@ -174,10 +183,11 @@ def _has_other_gradient(program: Program, mean: Ref, known: Collection[Ref]) -> 
 
 
 def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> frozenset[str] | None:
-    """Returns the node that broadcasts the mean's gradient, which is added to the rows' gradient from the variance.
+    """Returns the nodes, besides ``spreads``, that broadcast the mean's gradient over the rows.
 
-    The mean may enter linearly, so that its gradient does not depend on it; but both gradients end in the gradient
-    of the rows. None: it is not found.
+    The gradient through the mean is added to the gradient through the variance, so the search goes from ``spreads`` to
+    the first sum with another broadcast operand. Returns the empty set if ``spreads`` contains all, None if no such sum
+    is found.
     """
     rows = program.find_type(program.by_name[mean.node].inputs[0])
     seen, level = set(spreads), list(spreads)
@@ -198,7 +208,9 @@ def _gradient_of_mean(program: Program, spreads: frozenset[str], mean: Ref) -> f
 
 
 def _spread_behind(program: Program, ref: Ref) -> str | None:
-    """Returns the broadcasting node of whose result ``ref`` is a multiple."""
+    """Returns the broadcasting node whose result ``ref`` is a multiple of, going back through scalings and reshapes;
+    None if there is none.
+    """
     while True:
         node = program.by_name[ref.node]
         if node.op in _SPREADS:
@@ -211,10 +223,11 @@ def _spread_behind(program: Program, ref: Ref) -> str | None:
 
 
 def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistics) -> set[Ref]:
-    """Finds moments whose gradient is written in another form, and returns their means.
+    """Returns the means of moments that are local in the forward pass but reduced over all ranks on the way to sharded
+    rows.
 
-    The forward pass would use each rank's own statistics and the gradient those of the whole batch, so these moments
-    must be whole in both.
+    Their gradient is written in a form that is not recognised, and would be that of the whole batch. The caller
+    propagates again with these moments taken of the whole batch in both directions.
     """
     moments = {id(m): m for m in statistics.statistic.values() if type(layout.place(m.mean)) is PerRank}
     maker = {ref: m for m in moments.values() for ref in m.made}
@@ -231,10 +244,10 @@ def half_local(program: Program, layout: GraphLayout, statistics: LocalStatistic
 
 @dataclass(frozen=True)
 class Semantics:
-    """The intended differences between a run and one device.
+    """Says where a run may differ from one device.
 
     Attributes:
-      statistics: batch statistics of each rank's rows; None: of the whole batch.
+      statistics: the batch moments that are taken of each rank's rows; None: all are of the whole batch.
       streams: random tensors that have the batch's rows are drawn by each rank from its own stream.
     """
 
@@ -250,8 +263,9 @@ class PerRankRows:
     """Handles per-rank values in the propagation of one graph.
 
     Attributes:
-      rows: size of the batch -> how it is divided; groups: and under scopes that name ranks.
-      lies: per-rank mean -> the placement of the rows it is computed from.
+      rows: size of the batch -> how it is sharded.
+      groups: the sharding of rows under scopes that name ranks.
+      lies: per-rank mean -> the placement of the rows that it is computed from.
     """
 
     program: Program
@@ -262,7 +276,9 @@ class PerRankRows:
     lies: dict[Ref, Shard] = field(default_factory=dict)
 
     def options(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> list[Strategy]:
-        """Returns the strategies that the rule allows, also for operands with per-rank values."""
+        """Returns the strategies that the rule allows, adapted where operands are per-rank values or each rank draws
+        its own random rows.
+        """
         drawn = self._stream(rule, op, current) if self.semantics.streams and rule.local_stream else None
         if drawn is not None:
             return [drawn]
@@ -278,12 +294,14 @@ class PerRankRows:
         return lifted + options
 
     def draws(self, node: Node) -> bool:
-        """Tells whether each rank may draw its own rows of this node's random result."""
+        """Returns True if each rank may draw its own rows of this node's random result."""
         rule = find_rule(node.op) if self.semantics.streams else None
         return rule is not None and rule.local_stream != ""
 
     def find_kept(self, node: Node, strategy: Strategy) -> dict[Ref, Placement]:
-        """Returns the placement in which readers see a mean over rows that remains per rank."""
+        """Returns {mean: its per-rank placement} if ``node`` is a mean or variance that stays per rank instead of being
+        reduced; else {}.
+        """
         ref = Ref(node.name)
         known = self.semantics.statistics
         moments = known.statistic.get(ref) if known is not None and node.op == "Mean" else None
@@ -314,7 +332,9 @@ class PerRankRows:
         return None
 
     def _stream(self, rule: LineRule, op: OpView, current: Sequence[Placement]) -> Strategy | None:
-        """Returns the strategy of a random tensor with the batch's rows if each rank draws its own."""
+        """Returns the strategy by which each rank draws its own rows of a random tensor; None if the tensor does not
+        have the batch's rows.
+        """
         for dim, size in enumerate(op.outputs[0].shape or ()):
             rows = self.rows.get(size or 0)
             if rows is None:

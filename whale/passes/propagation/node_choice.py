@@ -1,4 +1,4 @@
-"""Chooses a strategy for one node: the cheapest that its rule allows, given the placements of its operands.
+"""Chooses a strategy for one node: the cheapest that its sharding rule allows, given the placements of its operands.
 
 Decision: 0017.
 """
@@ -22,30 +22,33 @@ from whale.sharding_rules.graph import can_take, has_variable_handle, is_list_op
 from whale.sharding_rules.registry import LineRule, is_decided_by_types
 
 _WHOLE = frozenset({Replicate})
-_MOST_IN_KEY = 4  # operands of nodes of which several are alike
-_MOST_STEPS = 4  # between a node and those for which its result is divided
+_MOST_IN_KEY = 4  # choices for nodes with more operands are not cached: such nodes are rarely alike
+_MOST_STEPS = 4  # nodes that are followed from a result to a reader with a fixed strategy
 
 
 class NodeChoice:
     """Chooses strategies for the nodes of one graph, except for nodes with fixed strategies, loops and branches."""
 
     def __init__(self, state: GraphState, fixed: Mapping[str, Strategy] = MappingProxyType({})):
-        """
+        """Prepares the choice for one graph.
+
         Args:
-          fixed: strategies of nodes that are decided already.
+          fixed: strategies of nodes that are decided already, by name; nodes before them prefer the placements they
+            want.
         """
         self.state, self.fixed = state, fixed
         self._replicated: dict[tuple[int, int], Strategy] = {}
         self._chosen: dict[Hashable, Strategy] = {}
 
     def strategy(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
-        """Returns the strategy of the node whose operands are placed as ``current``.
+        """Returns the strategy of a node whose operands have the placements ``current``.
 
         Args:
-          like: its strategy in a program that is almost the same; strategies that differ only in sizes are preferred.
+          like: the node's strategy in a reference plan; strategies that differ from it only in sizes are preferred.
+            None: there is none.
 
         Raises:
-          NeededWhole: an operand cannot be brought to where the node needs it.
+          NeededWhole: an operand cannot be sent to where the node needs it.
         """
         if node.marks.of_first_rank:
             return self.state.on_first_rank(node, "the first rank's value is that of all")
@@ -61,11 +64,11 @@ class NodeChoice:
         return found
 
     def _key(self, node: Node) -> Hashable | None:
-        """Returns a cache key for the choice of a node's strategy, if it depends on types and operand placements only;
+        """Returns a cache key for the choice of a node's strategy if it depends on types and operand placements only;
         else None.
 
-        The updates of many variables are alike. Types are compared by identity, which is cheaper than by value:
-        the program keeps them alive.
+        The updates of many variables are alike, and need the choice only once. Types are compared by identity, which is
+        cheaper than by value: the program keeps them alive.
         """
         state = self.state
         if state.axis.whole or state.axis.groups.active:
@@ -94,7 +97,7 @@ class NodeChoice:
         return tuple(key)
 
     def replicate(self, node: Node) -> Strategy:
-        """Replicates a node whose operands are replicated."""
+        """Returns the strategy that replicates a node whose operands are all replicated; notes nodes without a rule."""
         key = (len(node.inputs), len(node.outputs))
         found = self._replicated.get(key)
         if found is None:
@@ -106,8 +109,10 @@ class NodeChoice:
         return found
 
     def choose(self, node: Node, current: Sequence[Placement], like: Strategy | None = None) -> Strategy:
-        """Returns the cheapest strategy that the node's rule allows; without a rule, the node runs on the first
+        """Returns the cheapest strategy that the node's rule allows; if none is possible, the node runs on the first
         rank.
+
+        An op without a rule is replicated, unless it is stateful. Arguments as of ``strategy``.
         """
         rule = find_rule(node.op)
         op = make_op_view(self.state.program, node, self.state.parts)
@@ -119,8 +124,8 @@ class NodeChoice:
             return self.state.on_first_rank(node, "reads what only the first rank has")
         if rule is None:
             self.state.layout.unruled.append(node.name)
-            # Run once, an op that changes a variable would change the first rank's only; its operands are whole, so
-            # run everywhere it does the same on all ranks.
+            # An op that updates a variable must not run on the first rank only, whose copy alone would change. Its
+            # operands are replicated, so that on every rank it does the same.
             anywhere = not node.stateful or node.marks.on_every_rank or has_variable_handle(self.state.program, node)
             options = [replicate_all(op)] if anywhere else []
         else:
@@ -143,7 +148,7 @@ class NodeChoice:
             if rule.routes is not None:
                 options += [o for o in self._exchange_rows(rule, rule.routes, op, current) if o not in options]
                 if not rule.routes.table_type(op).is_static:
-                    # The other strategies, whose bytes only the run knows, all move the whole table.
+                    # The table's shape is unknown, and so are the bytes of the others, which move the whole table.
                     options = [o for o in options if rule.is_exchanging_rows(op, o)] or options
         if like is not None:
             divided = self._divide_product(node, rule, op) if flops else []
@@ -151,8 +156,8 @@ class NodeChoice:
                 divided += rule.strategies(op, _as_in(like, op, current))
             options = [o for o in (*options, *divided) if same_kind(o, like)] or options
         elif flops:
-            # Dividing the products is what the scopes ask for; a small one must not be computed on every rank
-            # because its gradient would be cheaper to make twice than to move.
+            # Prefer strategies that divide matrix products, as scopes ask for: by cost alone a small product would
+            # be replicated, if computing its gradient twice is cheaper than moving it.
             options = [o for o in options if _divides(o)] or self._divide_product(node, rule, op) or options
         best, best_cost = None, INFINITE
         for option in options:
@@ -166,8 +171,8 @@ class NodeChoice:
         return best
 
     def _may_be_divided(self, node: Node) -> bool:
-        """Tells whether a node should be divided even if its operands are not: a product of tensors made from the
-        batch, or random rows.
+        """Returns True if a node with replicated operands should be sharded all the same: a product of tensors computed
+        from the batch, or random rows.
         """
         if self.state.per_rank.draws(node):
             return True
@@ -178,10 +183,10 @@ class NodeChoice:
     def _split_by_rows(
         self, rule: LineRule, op: OpView, current: Sequence[Placement], options: Sequence[Strategy]
     ) -> list[Strategy]:
-        """Returns strategies that split an operand by rows although it is split along another dimension.
+        """Returns strategies that reshard an operand from another dimension to rows.
 
-        Only strategies are added that no option covers without partial sums. Such operands come from split scopes; an
-        all-to-all moves less than an all-gather.
+        Such operands come from split scopes: an all-to-all to rows moves less than an all-gather. Nothing is added for
+        an operand that an option takes as it is without yielding partial sums.
         """
         found: dict[Strategy, None] = {}
         for i, (p, t) in enumerate(zip(current, op.inputs)):
@@ -197,10 +202,11 @@ class NodeChoice:
     def _exchange_rows(
         self, rule: LineRule, rows: Rows, op: OpView, current: Sequence[Placement]
     ) -> dict[Strategy, None]:
-        """Returns strategies that exchange rows by their ids and do not follow from the placements of the operands.
+        """Returns strategies that exchange rows of an embedding table by their ids, besides those for the operands' own
+        placements.
 
-        Replicated ids are cut as for other nodes that read them, as the rows are wanted, or as the batch. If
-        the result is the table, it is cut as it is wanted.
+        Replicated ids are sharded as other readers of the ids want them, as readers want the looked-up rows, or as the
+        batch. If the result is the table itself, it gets the placements in which it is wanted.
         """
         found: dict[Strategy, None] = {}
         ids = op.inputs[rows.ids]
@@ -222,12 +228,12 @@ class NodeChoice:
         return found
 
     def _find_wanted(self, op: OpView) -> dict[Placement, None]:
-        """Returns the placements in which nodes with fixed strategies want a result, also where views of it and
-        arithmetic on its elements are between them, and the batch's if it has as many rows.
+        """Returns the placements in which nodes with fixed strategies want the node's result, also through views and
+        elementwise arithmetic, and the batch's placement if the result has the batch's rows.
         """
         found = self._find_wanted_by_readers(Ref(op.node.name))
         shape = op.outputs[0].shape or ()
-        at = next((i for i, n in enumerate(shape) if n != 1), 0)  # one group of all rows
+        at = next((i for i, n in enumerate(shape) if n != 1), 0)  # skip leading dimensions of size 1
         rows = self.state.axis.rows.get(shape[at] or 0) if shape else None
         return found if rows is None else {**found, shard(at, rows.sizes, rows.blocks): None}
 
@@ -244,7 +250,7 @@ class NodeChoice:
             for p in self._find_wanted_by_readers(Ref(reader.name), steps - 1):
                 if type(p) is not Shard or p.dim != 0 or not p.extent or (t.shape[0] or 0) % p.extent:
                     continue
-                if view:  # groups of rows are as many rows
+                if view:  # a reshape merges or splits leading dimensions: scale the sizes
                     found[shard(0, tuple(n * (t.shape[0] or 0) // p.extent for n in p.sizes), p.blocks)] = None
                 elif can_take(self.state.program, reader, i, [p if k == i else B for k in range(len(reader.inputs))],
                               self.state.parts):  # fmt: skip
@@ -252,9 +258,7 @@ class NodeChoice:
         return found
 
     def _rows_cut(self, rows: int) -> Shard:
-        """Splits ``rows`` rows in proportion to the batch's split if one number is a multiple of the other; else
-        evenly.
-        """
+        """Shards ``rows`` rows in proportion to the batch if one number is a multiple of the other; else evenly."""
         for s in self.state.axis.rows.values():
             more, less = (rows // s.extent, 1) if rows >= s.extent > 0 else (1, max(1, s.extent // max(rows, 1)))
             if rows * less == s.extent * more and not any(n % less for n in s.sizes):
@@ -262,8 +266,8 @@ class NodeChoice:
         return shard(0, divide_evenly(rows, self.state.parts))
 
     def _divide_product(self, node: Node, rule: LineRule | None, op: OpView) -> list[Strategy]:
-        """Returns strategies that divide a product none of whose operands is divided any more, although some were
-        computed from the batch's rows: these are divided again, as the batch is.
+        """Returns strategies that shard a matrix product with replicated operands, of which some were computed from the
+        batch: they are sliced like the tensors they were computed from.
         """
         found: dict[Strategy, None] = {}
         for i, (ref, t) in enumerate(zip(node.inputs, op.inputs)):
@@ -277,8 +281,10 @@ class NodeChoice:
         return list(found)
 
     def _cut_as(self, origins: Iterable[Shard], dim: int, size: int) -> Shard:
-        """Splits a dimension like the tensors it was computed from: by the batch's rows or a multiple of these, or like
-        another dimension of its size; else evenly.
+        """Returns a split of dimension ``dim`` like that of the tensors ``origins`` the operand was computed from.
+
+        In order of preference: as the same dimension was split, by a multiple of the batch's rows in runs, as another
+        dimension of the same size was split, evenly.
         """
         alike = sorted((s for s in origins if s.extent == size), key=lambda s: s.dim != dim)
         if alike and alike[0].dim == dim:
@@ -291,8 +297,8 @@ class NodeChoice:
         )
 
     def _choose_for_lists(self, node: Node, current: Sequence[Placement]) -> Strategy:
-        """Returns the strategy for lists that are passed on, zeroed or added: the same placement for operands and
-        result.
+        """Returns the strategy of a node that passes on, zeroes or adds TensorLists: the same placement for all
+        operands and results.
         """
         if all(r in self.state.remakable for r in node.inputs):
             self.state.remakable.update(node.list_refs())
@@ -305,10 +311,14 @@ class NodeChoice:
         )
 
     def cost(self, node: Node, option: Strategy, touched: int, flops: int) -> float:
-        """Returns the cost of an option: the work of the busiest rank, reshards, and the reduction of partial sums.
+        """Returns the cost of a strategy: the work of the busiest rank, the operands' reshards, and the all-reduce that
+        partial results will need.
+
+        The all-reduce of an operand that stays partial is credited, since it was counted at its producer.
 
         Args:
-          touched: bytes of operands and results; flops: of the product, if it is one.
+          touched: bytes of operands and results.
+          flops: FLOPs of the node, if it is a product; else 0.
         """
         cost = compute_cost(option, touched, flops)
         counted: set[tuple[Ref, Placement]] = set()
@@ -331,8 +341,8 @@ class NodeChoice:
 
 
 def _as_in(like: Strategy, op: OpView, current: Sequence[Placement]) -> list[Placement]:
-    """Returns the operand placements of another program's strategy where their sizes allow it; else the current
-    ones.
+    """Returns the operand placements of the reference strategy ``like`` where they fit the operands' sizes, the current
+    placements elsewhere.
     """
     found = list(current)
     for i, (p, t) in enumerate(zip(like.inputs, op.inputs)):

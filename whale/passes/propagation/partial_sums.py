@@ -1,12 +1,15 @@
 """Chooses where partial sums are reduced, by a minimum cut of each region of linear ops.
 
-Propagation keeps a sum partial through every linear op. Reducing at the consumers may then reduce one sum on every
-branch; reducing at the producer loses where two sums are added. Each node of a region is computed on partial values
-("P side") or on whole ones ("B side"); a tensor whose producer is on the P side and one of whose readers is on the B
-side is reduced once, at the cost of its all-reduce, or of its reduce-scatter where parts are wanted. A contraction may
-also be put on the B side by gathering its operands. The cheapest assignment is a minimum s-t cut; among equal ones the
-cut nearest to the producers is taken, since communication then starts earliest. The networks of a step are many and
-small, and importing a graph library would take longer than cutting all of them.
+Propagation keeps a sum partial through every linear op. Reducing only at the readers may then reduce one sum on every
+branch; reducing at the producer loses where two sums are added. So each node of a region is put on one of two sides: it
+computes on partial values (P side) or on replicated ones (B side). A tensor whose producer is on the P side and with a
+reader on the B side is reduced once, at the cost of its all-reduce, or of its reduce-scatter where shards are wanted.
+An elementwise op on sharded operands may also be put on the B side by gathering the operands; matrix products stay
+sharded. The cheapest assignment is a minimum s-t cut. Among equal ones the cut nearest to the producers is taken, since
+communication then starts earliest.
+
+``Network`` finds the cut with code of its own: a step has many small networks, and importing a graph library would take
+longer than cutting all of them.
 
 Decision: 0101.
 """
@@ -33,7 +36,12 @@ _LEAST = 1e-6  # relative to a capacity, or to 1: with less than this left it co
 
 
 def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
-    """Moves the nodes of each linear region of ``layout`` to the cheapest side (see the module's text)."""
+    """Returns ``layout`` with the nodes of each linear region on their cheapest side: partial or replicated (see the
+    module's text).
+
+    Args:
+      parts: size of the mesh axis.
+    """
     flexible = {
         n.name
         for n in program.nodes
@@ -52,7 +60,14 @@ def reduce_partial_sums(program: Program, layout: GraphLayout, parts: int) -> Gr
 
 
 def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[str]) -> Network:
-    """Builds the flow network: node -> its partial results (capacity: their all-reduce) -> their readers."""
+    """Builds the flow network whose minimum cut says where to reduce.
+
+    Edges go from a node to its partial results, with the cost of reducing the result as capacity, and from a result to
+    its readers.
+
+    Args:
+      flexible: names of the nodes with partial results, which may be on either side.
+    """
     network = Network()
     wanted_whole = {r for r, p in zip(program.outputs, layout.outputs) if type(p) is not Partial}
     forced: set[str] = set()
@@ -66,7 +81,7 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
                 continue
             ref = Ref(node.name, i)
             origin = node.name if node.name in flexible else _SOURCE
-            # A list or an optional stays as it was made: whoever reads it partial needs it made partial.
+            # Lists and optionals cannot be reduced: if a reader takes one partial, its producer must be partial too.
             fixed = program.find_type(ref).dtype in UNMOVABLE and not is_recreatable(program, ref)
             target = B if ref in wanted_whole else _target(program, layout, ref)
             price = _NEVER if fixed else move_cost(placement, target, max(1, program.find_type(ref).bytes), parts)
@@ -90,7 +105,7 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
                 network.add(ref, _SINK)
         if node.name in flexible:
             if _widens(program, node):
-                forced.add(node.name)  # sums are made in the wider type
+                forced.add(node.name)  # cast before the reduction, so that the sum is taken in the wider dtype
             gathering = _price_of_whole(program, layout, parts, node.name)
             if gathering is None:
                 network.add(_SOURCE, node.name)
@@ -103,7 +118,7 @@ def _network(program: Program, layout: GraphLayout, parts: int, flexible: set[st
 
 def _target(program: Program, layout: GraphLayout, ref: Ref) -> Placement:
     """Returns the placement to which a partial tensor is reduced: a split if all readers that do not take it partial
-    want that split; else ``B``.
+    want that split (reduce-scatter); else ``B`` (all-reduce).
     """
     wanted = {layout.strategies[reader.name].inputs[i] for reader, i in program.consumers.get(ref, ())}
     finished = [p for p in wanted if type(p) not in (Partial, PerRank)]
@@ -117,7 +132,7 @@ def _widens(program: Program, node: Node) -> bool:
 
 
 def _contributions(program: Program, layout: GraphLayout) -> set[str]:
-    """Returns nodes whose partial sums are combined with, or become, per-rank values: they must not be reduced."""
+    """Returns nodes whose partial sums are combined with, or become, per-rank values, and so must stay partial."""
     stack: list[str] = []
     for node in program.nodes:
         strategy = layout.strategies[node.name]
@@ -139,8 +154,11 @@ def _contributions(program: Program, layout: GraphLayout) -> set[str]:
 
 
 def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str) -> float | None:
-    """Returns the cost of computing a node on whole operands instead (gathering split ones, all work on each); None if
-    illegal.
+    """Returns the cost of computing a node on replicated operands: of gathering the sharded ones, and of doing all work
+    on each rank.
+
+    Returns 0 if no operand is sharded, None if the node must not be replicated: matrix products, and operands of
+    unknown size.
     """
     node = program.by_name[name]
     strategy = layout.strategies[name]
@@ -159,7 +177,7 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
     if gathered:
         types = [program.find_type(r) for r in node.inputs]
         if count_matmul_flops(node, types):
-            return None  # products stay divided
+            return None  # matrix products stay divided
         touched = sum(t.bytes for t in types) + sum(t.bytes for t in node.outputs)
         whole = Strategy((B,) * len(types), (B,) * len(node.outputs), "")
         price += compute_cost(whole, touched, 0) - compute_cost(strategy, touched, 0)
@@ -167,11 +185,15 @@ def _price_of_whole(program: Program, layout: GraphLayout, parts: int, name: str
 
 
 def _broadcast_side(network: Network, members: Sequence[Hashable]) -> list[str]:
-    """Returns the node names of one region that end on the B side."""
+    """Returns the names of a region's nodes that end on the B side, computed on replicated values.
+
+    Args:
+      members: points of one connected component of the network.
+    """
     ops = [m for m in members if isinstance(m, str)]
     made = network.after.get(_SOURCE, {})
     if len(ops) == 1 and len(network.before[ops[0]]) == 1:
-        # One producer, nothing linear behind it: gather its operands, or reduce its results.
+        # A single node without linear readers: compare gathering its operands with reducing its results.
         after = network.after[ops[0]]
         reduced = sum(price for ref, price in after.items() if _SINK in network.after[ref])
         return ops if made.get(ops[0], 0) < reduced else []
@@ -184,10 +206,11 @@ def _broadcast_side(network: Network, members: Sequence[Hashable]) -> list[str]:
 
 
 class Network:
-    """A flow network: points, and the capacity from one to another.
+    """Represents a flow network: points, and capacities from one to another.
 
     Attributes:
-      after: point -> its successors, with capacities; before: point -> its predecessors.
+      after: point -> its successors, with capacities.
+      before: point -> its predecessors (the values mean nothing; a dict keeps order).
     """
 
     def __init__(self) -> None:
@@ -195,7 +218,7 @@ class Network:
         self.before: dict[Hashable, dict[Hashable, None]] = {}
 
     def add(self, point: Hashable, other: Hashable, capacity: float = UNBOUNDED) -> None:
-        """Sets the capacity from ``point`` to ``other``."""
+        """Sets the capacity of the edge from ``point`` to ``other``; adds points that are new."""
         for one in (point, other):
             self.after.setdefault(one, {})
             self.before.setdefault(one, {})
@@ -203,14 +226,14 @@ class Network:
         self.before[other][point] = None
 
     def parts(self, ends: Iterable[Hashable]) -> Iterator[list[Hashable]]:
-        """Yields the connected components of the points without ``ends``."""
+        """Yields the connected components that remain when the points ``ends`` are removed."""
         seen = set(ends)
         for first in self.after:
             if first in seen:
                 continue
             seen.add(first)
             found = [first]
-            for point in found:  # which grows
+            for point in found:  # ``found`` grows meanwhile
                 for other in (*self.after[point], *self.before[point]):
                     if other not in seen:
                         seen.add(other)
@@ -221,14 +244,14 @@ class Network:
         """Returns the source side of a minimum cut among ``members``; of several minimum cuts, the nearest to
         ``source``.
 
-        By E. A. Dinic's algorithm: flow along shortest paths, as long as there are any.
+        Uses E. A. Dinic's algorithm: augments flow along shortest paths as long as there are any.
 
         Raises:
           PlanError: unbounded flow goes from source to sink.
         """
         inside = dict.fromkeys([*members, sink])
         full = {p: {o: c for o, c in self.after.get(p, {}).items() if o in inside} for p in inside}
-        made = self.after.get(source, {})  # there are edges into every part
+        made = self.after.get(source, {})  # only its edges to ``members`` count
         full[source] = {point: made[point] for point in inside if point in made}
         left = {point: dict(others) for point, others in full.items()}
         for point, others in full.items():
@@ -259,9 +282,9 @@ class Network:
                     flow = min(left[a][b] for a, b in steps)
                     if flow == UNBOUNDED:
                         raise PlanError(
-                            "a sum has to be both replicated and partial",
+                            "no legal plan: a sum would have to be both replicated and partial",
                             op=next((str(p) for p in way[1:-1]), ""),
-                            action="please report it, with the script",
+                            action="this is a fault of Whale: please report it, with the script",
                         )
                     for a, b in steps:
                         left[a][b] -= flow

@@ -1,15 +1,16 @@
-"""Propagates placements: chooses the cheapest legal strategy for every node, through forward, backward and update
-nodes.
+"""Propagates placements along one mesh axis: chooses the cheapest legal strategy for every node of forward, backward
+and update.
 
-It handles one mesh axis. Nodes are visited in topological order; a node's rule lists the strategies for its operands'
-placements, and the cheapest alternative wins: bytes that have to move, work that would be done twice, and for a partial
-sum the all-reduce it will need some day (a potential: it is credited when the sum is passed on, so that a region of
-linear ops stays partial unless reducing early is cheaper). Where exactly partial sums are reduced is decided
-afterwards, exactly, by ``whale.passes.propagation.partial_sums``.
+Nodes are visited in topological order. A node's sharding rule lists strategies for its operands' placements, and the
+cheapest one wins. Its cost is the bytes that have to move, the work that would be done twice, and for a partial sum the
+all-reduce that it will need some day. This last part is a potential: it is credited when the sum is passed on, so that
+a region of linear ops stays partial unless reducing early is cheaper. Where exactly partial sums are reduced is decided
+afterwards by ``whale.passes.propagation.partial_sums``.
 
-Bodies of loops and branches are propagated where they are called: what a loop passes on has one placement in every
-iteration, found as a fixpoint, and what leaves a branch has one that all branches yield. All of it is repeated until
-batch statistics are consistent: per rank in the forward and backward pass, or global in both.
+Bodies of loops and branches are propagated where they are called. A loop variable has one placement in every iteration,
+found as a fixpoint; a result of a branch has one placement that all alternatives can yield. Everything is repeated
+until batch statistics are consistent: per rank in both forward and backward pass, or global in both
+(``settle_layouts``).
 
 Decision: 0068.
 """
@@ -37,7 +38,8 @@ from whale.sharding_rules.graph import list_called_functions
 NOTHING: Mapping[str, Strategy] = MappingProxyType({})
 _NO_ROWS: Mapping[str, Placement] = MappingProxyType({})
 
-# Propagates through a function body: its name, how its arguments lie, which may take any placement for nothing.
+# Propagates through a function body, given its name, the placements of its arguments, and for each argument whether it
+# can be created in any placement at no cost.
 Walk = Callable[[str, Sequence[Placement], Sequence[bool]], GraphState]
 
 
@@ -51,20 +53,24 @@ def propagate(
     gathered: Collection[str] = (),
     model: ReferencePlan | None = None,
 ) -> dict[str, GraphLayout]:
-    """Returns strategies for the program (key "") and each function body it calls.
+    """Finds a strategy for every node of a program, along one mesh axis.
 
     Args:
       parts: size of the mesh axis.
-      batch: placement of the batch inputs, by input name; the others are global values. A node that is no input but
-        yields rows of the batch may be among them.
-      semantics: what is not global.
-      local: batch inputs that come divided; the others come whole and are cut.
-      fixed: strategies of nodes of the program that are decided already.
-      gathered: variables that are split only to be kept so: what is read of them is gathered for who wants it whole.
-      model: the plan of a program that is almost this one, which is kept to.
+      batch: placements of the batch inputs, by name; other inputs are replicated. May contain names of nodes that are
+        no inputs but yield rows of the batch.
+      semantics: where results may differ from one device.
+      local: names of the batch inputs of which a rank is passed its own rows; of others it is passed the whole and
+        slices it.
+      fixed: strategies of nodes of the program that are decided already, by name.
+      gathered: handle nodes of variables that are sharded only between steps (ZeRO); readers find their value gathered.
+      model: plan of a nearly equal program, whose strategies are kept where they fit; None: there is none.
+
+    Returns:
+      The layouts of the program (key "") and of each function body that it calls.
 
     Raises:
-      PlanError: a tensor would have to be sent whose type cannot be sent.
+      PlanError: a tensor of a type that cannot be sent would have to be sent.
     """
     whole: set[tuple[str, Ref]] = set()
     while True:
@@ -87,7 +93,7 @@ def _propagate(
     gathered: Collection[str],
     model: ReferencePlan | None,
 ) -> dict[str, GraphLayout]:
-    """Propagates once; ``whole`` are the tensors that have to be computed on every rank."""
+    """Propagates once; ``whole`` are the (graph, tensor) pairs that must be computed on every rank."""
     rows = {p.extent: p for p in batch.values() if type(p) is Shard}
     axis = Axis(program, parts, semantics, rows, RankGroups(program, parts, rows), whole, {})
     main = GraphState(axis, "")
@@ -107,13 +113,13 @@ def _propagate(
 
 
 class Propagation:
-    """The walk through one graph; bodies of loops and branches are walked on the way, by other objects of this class.
+    """Walks through one graph and decides its strategies; walks bodies of loops and branches with further objects of
+    this class.
 
     Args:
-      choice: for the nodes that neither are decided already nor are loops or branches.
-      fixed, gathered: see ``propagate``.
-      sliced: nodes that yield rows of the batch -> how these are divided.
-      model: see ``propagate``.
+      choice: decides about nodes that have no fixed strategy and are neither loops nor branches.
+      fixed, gathered, model: see ``propagate``.
+      sliced: nodes that yield rows of the batch, though they are no inputs -> how these rows are sharded.
     """
 
     def __init__(
@@ -127,8 +133,8 @@ class Propagation:
     ):
         self.state, self.choice, self.fixed, self.gathered, self.sliced = state, choice, fixed, gathered, sliced
         self.model = model
-        # An axis that divides no rows divides nothing outside of its scopes: what stands there is computed on every
-        # rank, from activations that are whole.
+        # An axis that divides no rows divides nothing outside of split scopes: nodes there are computed on every rank,
+        # from tensors that leave the scopes replicated.
         self.leaving = find_leaving(state.program) if not state.axis.rows and not state.name else frozenset[Ref]()
 
     def run(self) -> None:
@@ -145,7 +151,7 @@ class Propagation:
             if given is None and self.model is not None:
                 given = self.model.exact(state.program, state.name, node)
             if given is not None and node.op in HAS_BODIES:
-                current, given = list(given.inputs), None  # bodies are gone through all the same
+                current, given = list(given.inputs), None  # the bodies have to be propagated all the same
             if given is not None:
                 strategy = given
             elif statistics and (spread := per_rank.spread(node, [produced[r] for r in node.inputs])) is not None:
@@ -172,8 +178,8 @@ class Propagation:
                 preferred[Ref(node.name)] = B
 
     def _is_gathered(self, node: Node, given: bool) -> bool:
-        """Tells whether a node yields a weight that is split between steps only, and gathered for each use or once for
-        the step.
+        """Returns True if a node yields a weight that is sharded only between steps and is gathered here: at one use,
+        or once for the step.
         """
         if node.op == "Identity":
             return node.marks.gathered_at_use and type(self.state.layout.strategies[node.name].outputs[0]) is Shard
@@ -199,11 +205,13 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
     """Finds, as a fixpoint, the placement of each loop variable that its initial value can take and its body keeps.
 
     Args:
-      graph: that the loop is in; current: the placements of its operands there; walk: the way through a body.
+      graph: state of the graph that contains the loop.
+      current: placements of the loop's operands.
+      walk: propagates through a function body.
 
     Raises:
-      NeededWhole: a variable that cannot be sent would have to be brought elsewhere.
-      PlanError: the placements do not settle.
+      NeededWhole: a variable of a type that cannot be sent would have to be resharded.
+      PlanError: the placements do not converge.
     """
     body, cond = node.attrs["body"], node.attrs["cond"]
     assert isinstance(body, Func) and isinstance(cond, Func)
@@ -231,7 +239,7 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
         if joined == state:
             break
         for i, (old, new) in enumerate(zip(state, joined)):
-            if old != new and old != B:  # it changed before: B is where a contradiction ends
+            if old != new and old != B:  # changed for the second time: settle for replicated
                 joined[i] = B if types[i].dtype not in UNMOVABLE else new
                 locked[i] = True
         state = joined
@@ -240,8 +248,8 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
             "the layouts of a loop's variables do not converge",
             op=f"{node.name} ({node.op})",
             given=", ".join(map(str, state)),
-            expected="a placement that the body keeps",
-            action="report the program; `WHALE_DEBUG_DUMP=dir` writes it",
+            expected="for each variable a placement that the body returns as it got it",
+            action="this is a fault of Whale: please report it with the program, which `WHALE_DEBUG_DUMP=dir` writes",
         )
     for ref, placement, of_one in zip(function.outputs, state, names):
         inner.need(ref, placement, node, of_one)
@@ -254,8 +262,7 @@ def _loop(graph: GraphState, node: Node, current: Sequence[Placement], walk: Wal
 
 
 def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: Walk) -> Strategy:
-    """Propagates through each branch with the operands as they are placed; results get placements that all branches can
-    give.
+    """Propagates through each branch of a conditional; results get placements that all branches can yield.
 
     Args:
       graph, current, walk: as of ``_loop``; the first operand selects the branch.
@@ -287,8 +294,11 @@ def _branch(graph: GraphState, node: Node, current: Sequence[Placement], walk: W
 
 
 def _join_turns(state: Placement, out: Placement, dtype: str, free: bool) -> Placement:
-    """Returns the placement of a loop variable in the next iteration when it enters as ``state`` and the body yields
-    ``out``.
+    """Returns the placement of a loop variable for the next iteration, when the body gets it as ``state`` and yields it
+    as ``out``.
+
+    Args:
+      free: the initial value can be created in any placement.
     """
     if state == out or type(out) is RankZero:
         return state
@@ -302,7 +312,7 @@ def _join_turns(state: Placement, out: Placement, dtype: str, free: bool) -> Pla
 
 
 def _join_branches(options: Sequence[Placement], dtype: str) -> Placement:
-    """Returns the placement in which a result leaves a conditional whose branches yield it as ``options``."""
+    """Returns the placement of a conditional's result whose branches yield it in the placements ``options``."""
     first = options[0]
     if all(o == first for o in options):
         return B if type(first) is RankZero else first
@@ -331,13 +341,19 @@ def settle_layouts(
     gathered: Collection[str] = (),
     model: ReferencePlan | None = None,
 ) -> dict[str, GraphLayout]:
-    """Returns the layouts of a program (key "") and of each function body that it calls.
+    """Propagates a program, repeatedly if needed, until batch statistics are consistent between forward and backward
+    pass.
+
+    Moments that turn out to be local in one direction only (their gradient is written in another form) are taken of the
+    whole batch in the next round.
 
     Args:
-      local_statistics: batch statistics are of each coordinate's rows, but for those whose gradient is written in
-        another form: these are whole.
+      local_statistics: batch statistics are of each coordinate's rows, where forward and backward pass allow it.
       local_streams: random tensors with the batch's rows are drawn by each coordinate.
       parts, batch, local, fixed, gathered, model: see ``propagate``.
+
+    Returns:
+      The layouts of the program (key "") and of each function body that it calls.
 
     Raises:
       PlanError: see ``propagate``.

@@ -1,4 +1,6 @@
-"""Reuses the plan of a program that differs only in nodes that depend on the coordinate of another mesh axis."""
+"""Reuses the plan of another program that is nearly the same: on a mesh, programs of one axis' coordinates differ in
+few nodes and sizes.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,28 @@ from whale.sharding_rules.graph import make_op_view
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """The strategies of the other program's plan.
+    """Holds the strategies of a nearly equal program (the reference), and translates them to the program that is
+    planned.
 
     Attributes:
-      strategies: graph -> node -> strategy.
-      rows: its rows of the batch, for each coordinate, -> those of this program, where they differ.
+      strategies: graph -> node -> strategy, of the reference.
+      rows: rows per rank of a batch in the reference -> those in this program; {} if they are the same.
     """
 
     strategies: Mapping[str, Mapping[str, Strategy]]
     rows: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def exact(self, program: Program, graph: str, node: Node) -> Strategy | None:
-        """Returns the other program's strategy for the node if it is valid in this program as well.
+        """Returns the node's strategy in the reference, with this program's rows, if it is valid here; else None.
 
-        It is if the tensors have the split sizes, or this program's rows where the other program has rows. Loops and
-        branches are propagated again, with their bodies.
+        It is valid if tensors have the dimensions and sizes that it splits, and the node's rule allows it. None for
+        loops and branches as well: they are propagated again, with their bodies.
         """
         found = self.find_like(graph, node)
         if found is None or node.op in HAS_BODIES:
             return None
         if any(t.dtype == "variant" for t in node.outputs):
-            return None  # whether a list may be made anew is found on the way
+            return None  # propagation has to note which lists can be created in any placement
         if len(found.inputs) != len(node.inputs) or len(found.outputs) != len(node.outputs):
             return None
         handles = program.variable_of
@@ -47,7 +50,8 @@ class ReferencePlan:
             handles[r.node].type if r.node in handles else program.find_type(r)
             for r in (*node.inputs, *node.list_refs())
         ]
-        along_axis = bool(node.marks.axis)  # its parts go to other groups, which have them as the first one has
+        # A communication op along another axis: its peers use the reference's sizes as they are.
+        along_axis = bool(node.marks.axis)
         placements: list[Placement] = []
         for t, p in zip(types, found.inputs + found.outputs):
             here = _find_empty_split(p, t) or (p if along_axis or not self.rows else self._here(p, t))
@@ -61,11 +65,12 @@ class ReferencePlan:
         return mine if self._is_legal(program, node, mine) else None
 
     def layout_of_part(self, part: Program, ends: Mapping[str, Strategy]) -> GraphLayout | None:
-        """Returns the layout of a part of the other program; None where a node's strategy is missing, or for loops and
-        branches.
+        """Returns the layout of ``part``, a piece of the reference program, without propagation; None if a node has no
+        strategy there, or is a loop or branch.
 
         Args:
-          ends: how tensors come in and go out.
+          part: a stage group's program.
+          ends: strategies of the nodes by which tensors enter and leave the part.
         """
         strategies: dict[str, Strategy] = {}
         produced: dict[Ref, Placement] = {}
@@ -78,8 +83,8 @@ class ReferencePlan:
         return GraphLayout(strategies, produced, outputs=fetch_placements(part, produced))
 
     def _here(self, p: Placement, t: TensorType) -> Placement | None:
-        """Translates a placement from the other program to this one; None if it is unclear whether the split dimension
-        is rows.
+        """Translates a placement from the reference's batch rows to this program's; None if sizes do not tell whether
+        the split dimension is rows.
         """
         if not isinstance(p, Shard):
             return p
@@ -95,9 +100,7 @@ class ReferencePlan:
         return p
 
     def _is_legal(self, program: Program, node: Node, found: Strategy) -> bool:
-        """Tells whether the node's rule allows the strategy in this program, where other dimensions may have other
-        sizes.
-        """
+        """Returns True if the node's rule allows the strategy in this program, whose sizes may differ."""
         rule = find_rule(node.op)
         cut = next((p for p in found.inputs + found.outputs if isinstance(p, Shard)), None)
         if rule is None or found.once or cut is None:
@@ -107,21 +110,19 @@ class ReferencePlan:
         return any((o.inputs, o.outputs) == (inputs, outputs) for o in rule.strategies(op, inputs, outputs))
 
     def find_like(self, graph: str, node: Node) -> Strategy | None:
-        """Returns the other program's strategy for the node, whatever the sizes."""
+        """Returns the node's strategy in the reference, whatever the sizes; None if the reference lacks the node."""
         return self.strategies.get(graph, {}).get(node.name)
 
 
 def _find_empty_split(p: Placement, t: TensorType) -> Shard | None:
-    """Returns the split for a tensor that is empty in this program along the split dimension; None if it is not
-    empty.
-    """
+    """Returns a split into empty parts if the tensor is empty along the split dimension in this program; else None."""
     if not isinstance(p, Shard) or t.shape is None or t.dtype in UNMOVABLE or p.dim >= len(t.shape):
         return None
     return shard(p.dim, (0,) * len(p.sizes), p.blocks) if t.shape[p.dim] == 0 else None
 
 
 def _fits(p: Placement, t: TensorType) -> bool:
-    """Tells whether a tensor has the dimension and the size that a placement cuts."""
+    """Returns True if a tensor has the dimension and the size that placement ``p`` splits, or ``p`` is no split."""
     if not isinstance(p, Shard) or t.shape is None or t.dtype in UNMOVABLE:
         return True
     return p.dim < len(t.shape) and t.shape[p.dim] == p.extent
@@ -132,7 +133,7 @@ def _is_whole(strategy: Strategy) -> bool:
 
 
 def same_kind(one: Strategy, other: Strategy) -> bool:
-    """Tells whether two strategies differ at most in sizes."""
+    """Returns True if two strategies differ at most in the sizes of their parts."""
     placements = zip(one.inputs + one.outputs, other.inputs + other.outputs)
     same_number = len(one.inputs) == len(other.inputs) and len(one.outputs) == len(other.outputs)
     return same_number and one.once == other.once and all(_kind(a) == _kind(b) for a, b in placements)

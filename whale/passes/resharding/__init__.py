@@ -1,1 +1,3 @@
-"""Makes changes of layout explicit: lists the reshards, fuses them, and chooses their wire type and backend."""
+"""Decides how a plan's changes of layout are communicated: lists the reshards, fuses them, chooses wire dtype and
+backend.
+"""

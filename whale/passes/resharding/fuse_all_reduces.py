@@ -1,20 +1,22 @@
 """Fuses all-reduces: small ones of a plan, gradients' over several mesh axes, sums along one axis after another.
 
-A plan groups small all-reduces: no negotiation at run time. So are all-gathers of what updates take (gradients of
-looked-up rows, parts of updates under ZeRO), of tensors that are divided alike, and messages to and from tables that
-are whole on one rank: those of all tables together, whichever ranks have them. Members of a group are ready at about
-the same time and none waits for another: the *depth* of a collective is the number of collectives on the longest path
-into it, and only equal depths join (a member that needed another's result would be deeper). Order is that of the
-producers in the program, which for gradients is the order of the backward pass (``fuse_all_reduces``).
+``fuse_all_reduces`` groups a plan's small all-reduces into buckets while planning, so that ranks need not negotiate at
+run time. It also groups all-gathers of tensors that updates read (gradients of looked-up rows, parts of updates under
+ZeRO), and the messages to and from embedding tables that are whole on one rank: those of all tables together, whichever
+ranks have them. Members of a group must be ready at about the same time, and none may wait for another. The *depth* of
+a collective is the number of collectives on the longest path into it; only collectives of equal depth join, since a
+member that needs another's result would be deeper. Members are ordered by their producers in the program, which for
+gradients is the order of the backward pass.
 
-Each mesh axis is planned by itself. So a gradient that is partial along two of them is summed along the first and then
-along the second, or the other way round. If nothing else reads the tensor between, one sum over all of these ranks
-gives the same, and moves less: of p x q ranks, 2 (p q - 1) T bytes instead of 2 q (p - 1) T + 2 p (q - 1) T.
-``sums_to_join`` finds such sums by a program's plan, ``join_sums`` merges them in a rank's program.
+``sums_to_join`` and ``join_sums`` merge two all-reduces. Each mesh axis is planned by itself, so a gradient that is
+partial along two axes is summed along one and then along the other. If nothing else reads the tensor between, one sum
+over all of these ranks gives the same and moves less: of p x q ranks, 2 (p q - 1) T bytes instead of 2 q (p - 1) T + 2
+p (q - 1) T. ``sums_to_join`` finds such sums in a program's plan, ``join_sums`` merges them in a rank's program.
 
-And the plan of an axis fuses only the all-reduces along the last one: to the axes after it, an all-reduce along an
-earlier axis is an ordinary op, and a rule cannot split many tensors, each differently. In a rank's program they are
-local tensors, and are fused there (``fuse_sums``).
+``fuse_sums`` fuses the all-reduces along earlier axes in a rank's program. The plan of an axis fuses all-reduces along
+this axis only: to the plans of later axes an all-reduce along an earlier one is an ordinary op, and a fused op over
+many tensors, each sharded in another way, would have no rule. In a rank's program the tensors are local, and this does
+not matter.
 
 Decision: 0076.
 """
@@ -32,7 +34,8 @@ from whale.ir.values import group_by_bytes
 from whale.passes.analysis.uses import is_taken_by_updates
 from whale.passes.propagation.graph_layout import GraphLayout
 
-# Gathered together, parts are copied into a message and out of it; copying so much takes as long as an exchange.
+# The largest tensor in a fused all-gather. Its parts are copied into a message and out of it, and copying more than
+# that takes as long as an exchange of its own.
 GATHERED_BYTES = 256 << 10
 
 
@@ -44,14 +47,15 @@ def fuse_all_reduces(
     microbatched: bool = False,
     gathers: bool = True,
 ) -> tuple[Reshard, ...]:
-    """Assigns fused groups to ``reshards``; tensors above ``group_bytes``, and those without a partner, are sent alone.
+    """Returns ``reshards`` with small all-reduces and all-gathers assigned to fused groups (gradient buckets).
+
+    Tensors above ``group_bytes``, and those without a partner, are sent alone.
 
     Args:
-      group_bytes: largest sum of tensor bytes of one group.
-      microbatched: the program will run in micro-batches. Tensors with rows of the batch are then sent in each of
-        them, counts before the first one, and only sums that updates alone read, after the last one, may wait for
-        others.
-      gathers: whether all-gathers are fused; devices have no such exchange.
+      group_bytes: the most bytes of all tensors of one group.
+      microbatched: the program will run in micro-batches. Then only sums that updates alone read are fused, which are
+        sent after the last micro-batch.
+      gathers: whether all-gathers are fused as well; devices have no fused all-gather.
     """
     numbers: dict[str, int] = {}
     open_groups: dict[tuple, tuple[int, int, list[str]]] = {}
@@ -71,7 +75,7 @@ def fuse_all_reduces(
             if microbatched and not (is_all_reduce(r) and is_taken_by_updates(body, r.ref)):
                 continue
             if is_all_gather(r) and (tensor.bytes > GATHERED_BYTES or not is_taken_by_updates(body, r.ref)):
-                continue  # a weight is gathered where it is used
+                continue  # a weight is gathered by itself where it is used
             _, used, members = open_groups.get(kind, (0, 0, []))
             if members and used + tensor.bytes > group_bytes:
                 closed.append(members)
@@ -85,19 +89,21 @@ def fuse_all_reduces(
 
 
 def is_all_reduce(r: Reshard) -> bool:
-    """Tells whether a reshard reduces a partial tensor to a replicated one."""
+    """Returns True if a reshard is an all-reduce: from partial to replicated."""
     return isinstance(r.source, Partial) and isinstance(r.target, Replicate)
 
 
 def is_all_gather(r: Reshard) -> bool:
-    """Tells whether a reshard gathers a tensor that is divided in one run to a replicated one."""
+    """Returns True if a reshard is a plain all-gather: from a split without halo or several runs to replicated."""
     have = r.source
     whole = isinstance(have, Shard) and have is have.without_halo and have.blocks == 1
     return whole and isinstance(r.target, Replicate)
 
 
 def is_of_whole_table(r: Reshard) -> bool:
-    """Tells whether a reshard gathers a divided tensor to one rank, or scatters it from there."""
+    """Returns True if a reshard collects a sharded tensor on one rank, or scatters it from one rank, along the same
+    dimension.
+    """
     have, want = r.source, r.target
     if not isinstance(have, Shard) or not isinstance(want, Shard) or have.dim != want.dim:
         return False
@@ -106,12 +112,12 @@ def is_of_whole_table(r: Reshard) -> bool:
 
 
 def moves(r: Reshard) -> bool:
-    """Tells whether a reshard sends data. (A sum of unknown size has no bytes in the plan, but sends some.)"""
+    """Returns True if a reshard sends data; also for a sum of unknown size, for which the plan counts no bytes."""
     return r.bytes > 0 or (isinstance(r.source, Partial) and not isinstance(r.target, PerRank | Partial))
 
 
 def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> dict[str, int]:
-    """Maps each reshard's key to the number of moving collectives on the longest path that ends with it."""
+    """Maps each reshard's key to the number of reshards that send data on the longest path that ends with it."""
     by_target = {(r.ref, r.target): r for r in reshards}
     changed = {r.ref for r in reshards}
     tensor_depth: dict[str, int] = {}
@@ -138,15 +144,17 @@ def _depths(program: Program, layout: GraphLayout, reshards: list[Reshard]) -> d
 
 
 def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes: Sequence[tuple[int, ...]]) -> Program:
-    """Fuses independent all-reduces of gradients of ``program`` over the same ranks.
+    """Fuses independent all-reduces over the same ranks in a rank's program, if only updates read them.
 
-    All ranks of a group find the same groups: keys, types and the order of these all-reduces are the same on them.
-    Nodes between them along later axes may differ, where rows do; so axes are processed in turn.
+    All ranks of a group find the same fused groups, since keys, types and order of these all-reduces are the same on
+    them. Nodes between them along later axes may differ, where ranks have different rows; so axes are processed one
+    after the other.
 
     Args:
-      group_bytes: largest size of a fused all-reduce.
-      order: the order in which all-reduces join, by the part of a key before its ranks.
-      axes: the ranks that reduce along each axis, or along several; the same axes in the same order on all of these.
+      group_bytes: the most bytes of a fused all-reduce.
+      order: part of a key before "@" -> its place in the order in which all-reduces join.
+      axes: for each axis, or pair of joined axes, the ranks that reduce along it together with this rank; all these
+        ranks must list the axes in the same order.
     """
     for ranks in axes:
         program = _fuse_group(program, _along(program, group_bytes, order, ranks))
@@ -154,7 +162,7 @@ def fuse_sums(program: Program, group_bytes: int, order: Mapping[str, int], axes
 
 
 def _along(program: Program, group_bytes: int, order: Mapping[str, int], ranks: tuple[int, ...]) -> list[list[Node]]:
-    """Returns the groups of all-reduces over ``ranks`` that are to be fused."""
+    """Returns the groups of all-reduces over ``ranks`` that are to be fused, each of two or more nodes."""
     over = [n for n in program.nodes if n.op == ALL_REDUCE and tuple(n.attrs["ranks"]) == ranks]
     joining = {n.name for n in over if _may_join(program, n, group_bytes)}
     if len(joining) < 2:
@@ -195,7 +203,7 @@ def _fuse_group(program: Program, groups: list[list[Node]]) -> Program:
     if not groups:
         return program
     results: dict[Ref, Ref] = {}
-    stands_for: dict[str, Node] = {}  # of the sums that are joined
+    stands_for: dict[str, Node] = {}  # name of each member -> the fused all-reduce
     for members in groups:
         first, name = members[0], f"{members[0].name}/whale_sums"
         results.update((Ref(node.name), Ref(name, i)) for i, node in enumerate(members))
@@ -213,10 +221,12 @@ def _fuse_group(program: Program, groups: list[list[Node]]) -> Program:
 
 
 def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]]:
-    """Maps the key of a sum along earlier axes to the adjacent sum along the axis of ``plan``, and its node.
+    """Maps the key of an all-reduce along earlier axes to the all-reduce along the axis of ``plan`` next to it (as a
+    reshard), and its own node.
 
     Args:
-      program: expanded, for the first coordinates of the earlier axes.
+      program: the plan's expanded program, in which all-reduces along earlier axes are nodes; that of the first
+        coordinates of these axes.
     """
     sums: dict[tuple[str, Ref], list[Reshard]] = {}
     for r in plan.reshards:
@@ -234,21 +244,25 @@ def sums_to_join(program: Program, plan: Plan) -> dict[str, tuple[Reshard, Node]
 
 
 def _is_joint(body: Program, graph: str, plan: Plan, node: Node, r: Reshard) -> bool:
-    """Tells whether only ``node`` reads a sum along the plan's axis, or the sum reads all results of ``node``."""
+    """Returns True if the all-reduces ``node`` and ``r`` can be merged: nothing reads the tensor between them, and all
+    readers of the result want it replicated.
+    """
     if r.target != B or r.source != Partial(str(node.attrs["reduction"])):
         return False
     strategies = plan.strategies[graph]
     readers = body.consumers.get(r.ref, ())
     if r.ref.node != node.name and ([reader.name for reader, _ in readers] != [node.name] or r.ref in body.outputs):
         return False
-    # What another stage group takes it has made itself, or its own sum of it, as the program in whole says.
+    # Readers in other stage groups do not count: the plan of the whole program says how they get the tensor.
     taken = [strategies[reader.name].inputs[i] for reader, i in readers if reader.op != STAGE_OUTPUT]
     taken += [p for ref, p in zip(body.outputs, plan.returned[graph]) if ref == r.ref]
     return all(p == B for p in taken)
 
 
 def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
-    """Merges sums along ``axis`` in one rank's program into those with ``keys``, which then are along both axes."""
+    """Merges all-reduces along ``axis`` in one rank's program into the neighbouring ones with ``keys``, which then
+    reduce along both axes.
+    """
     if not keys:
         return program
     functions = {name: _join_in_graph(body, keys, axis) for name, body in program.functions.items()}
@@ -258,7 +272,7 @@ def join_sums(program: Program, keys: Collection[str], axis: str) -> Program:
 def _join_in_graph(program: Program, keys: Collection[str], axis: str) -> Program:
     moved: dict[Ref, Ref] = {}
     over: dict[str, Node] = {}
-    left: dict[str, list[int]] = {}  # sum along the axis -> the operands that it keeps
+    left: dict[str, list[int]] = {}  # all-reduce along the axis -> numbers of the tensors that it keeps
     for node in program.nodes:
         if node.op != ALL_REDUCE or node.marks.axis != (axis,) or node.controls:
             continue
@@ -289,7 +303,9 @@ def _join_in_graph(program: Program, keys: Collection[str], axis: str) -> Progra
 
 
 def _takes_up(one: Node, node: Node, keys: Collection[str]) -> bool:
-    """Tells whether ``one``, a sum along earlier axes, is to be merged with ``node``."""
+    """Returns True if ``one``, an all-reduce along earlier axes, is to be merged with ``node``: its key is chosen, and
+    reduction and wire dtype agree.
+    """
     alike = all(one.attrs.get(name) == node.attrs.get(name) for name in ("reduction", "wire_dtype"))
     return str(one.attrs.get("key", "")) in keys and _is_one_sum(one) and alike
 
@@ -300,7 +316,7 @@ def _only_reader(program: Program, ref: Ref) -> Node | None:
 
 
 def _restrict(node: Node, kept: Collection[int]) -> Node:
-    """Restricts a sum to some of its tensors."""
+    """Returns a fused all-reduce with only the tensors numbered ``kept``."""
     return replace(
         node,
         inputs=(node.inputs[0], *(node.inputs[1 + i] for i in kept)),
@@ -310,7 +326,7 @@ def _restrict(node: Node, kept: Collection[int]) -> Node:
 
 
 def axes_of_sum(node: Node) -> tuple[str, ...]:
-    """Returns the axes over which a node sums; this is known until ranks replace them."""
+    """Returns the names of the mesh axes along which a node sums; () once they are replaced by ranks."""
     return node.marks.axis
 
 

@@ -1,9 +1,10 @@
-"""Chooses the all-reduces that Horovod runs as backend, and refuses programs that already use Horovod themselves.
+"""Chooses the all-reduces that Horovod runs (``communication.backend=horovod``), and refuses programs that call Horovod
+themselves.
 
-Horovod gets the sums that no other communication depends on: gradients, the loss, metrics. They are recognised by that,
-not by names: no path leads from such a sum to another reshard that moves data. Sums that the computation itself waits
-for (batch statistics, maxima of a softmax) and other reshards are run by Whale; Horovod answers once in a cycle of some
-milliseconds, which would add up along a chain.
+Horovod gets the sums that no other communication depends on: gradients, the loss, metrics. They are recognised by that
+property, not by names: no path leads from such a sum to another reshard that moves data. Whale runs the other reshards,
+also the sums that later computation waits for (batch statistics, a softmax's normaliser): Horovod answers once in a
+cycle of some milliseconds, which would add up along a chain.
 
 Decision: 0025.
 """
@@ -62,7 +63,9 @@ def refuse_horovod(program: Program) -> None:
 
 
 def horovod_can(program: Program, r: Reshard) -> bool:
-    """Tells whether Horovod has a kernel for this reshard: a sum in the step itself (not in a loop or branch)."""
+    """Returns True if Horovod can carry out this reshard: an all-reduce sum of the step itself (not in a loop or
+    branch), of a dtype that Horovod supports.
+    """
     return (
         r.graph == ""
         and isinstance(r.source, Partial)
@@ -73,7 +76,7 @@ def horovod_can(program: Program, r: Reshard) -> bool:
 
 
 def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> tuple[Reshard, ...]:
-    """Assigns those sums of ``reshards`` to Horovod that no other data movement depends on."""
+    """Returns ``reshards`` with the sums that no other data movement depends on assigned to Horovod."""
     moves_after = find_waited_for(program, layout, reshards)
     return tuple(
         replace(r, backend="horovod") if horovod_can(program, r) and r.key not in moves_after else r for r in reshards
@@ -81,14 +84,16 @@ def give_to_horovod(program: Program, layout: GraphLayout, reshards: tuple[Resha
 
 
 def find_waited_for(program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...]) -> set[str]:
-    """Returns the keys of the step's reshards from which a path leads to another one that moves data."""
+    """Returns the keys of reshards of the main graph on whose results another reshard that moves data depends."""
     mine = [r for r in reshards if r.graph == ""]
     by_target = {(r.ref, r.target): r for r in mine}
     waited: set[str] = set()  # nodes from which a path leads to a movement
     moves_after: set[str] = set()
 
     def follow(ref: Ref, placement: Placement, leads_on: bool) -> bool:
-        """Tells whether data are moved on the way from a produced tensor to its form ``placement``, or behind that."""
+        """Returns True if data move between the producer of ``ref`` and its form ``placement``, or later
+        (``leads_on``); collects the reshards on the way that have movement after them.
+        """
         r = by_target.get((ref, placement))
         while r is not None:
             if leads_on:

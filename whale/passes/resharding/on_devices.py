@@ -1,16 +1,16 @@
 """Moves collectives and messages from host memory to accelerators, if `communication.backend` names a device library.
 
-It applies to the rank's program itself and its micro-batches; tensors exchanged through the host are copied there and
-back. It runs last, on each rank's program by itself, and depends only on properties that are equal on all ranks of an
-exchange: kind, dtype, attributes.
+This applies to a rank's program and to the functions of its micro-batches, not to loops and branches: tensors that they
+exchange are copied to the host and back. The rewrite comes last, on each rank's program by itself. It depends only on
+properties that are equal on all ranks of an exchange: kind, dtype, attributes.
 
-  on_devices             replaces Whale's ops by device ops in a rank's program
-  find_in_stream         finds the exchanges for which a device's stream waits, and not the host
-  mark_device_exchanges  marks the same exchanges as the device's, for predictions
+  on_devices             replaces Whale's communication ops by device ops in a rank's program
+  find_in_stream         finds the exchanges for which a device's stream waits, instead of the host
+  mark_device_exchanges  marks the exchanges that devices carry out, for predictions
   partners               counts the groups and ranks that a rank's device communicates with
   device_groups          lists the groups that have to be connected before a rank's program runs
   host_exchanges         lists the exchanges through the host, and why
-  host_lines             formats those of all ranks, with their bytes
+  host_lines             formats the exchanges of all ranks through the host, with their bytes
   processor_lines        formats the operations that run on the CPU because TensorFlow has no GPU kernel, with the bytes
                          that TensorFlow copies for them
 
@@ -37,27 +37,28 @@ from whale.ir.plan_text import format_bytes
 from whale.ir.program import Node, Program, Ref, find_called_functions
 from whale.ir.values import Func
 
-# Values of `communication.backend` that mean accelerators. With the last one ranks that have none take part.
+# Values of `communication.backend` that mean accelerators. With "pinned", ranks without an accelerator take part too.
 PINNED = "pinned"
 DEVICE_BACKENDS = ("nccl", "cuda-ipc", PINNED)
 
-# Types that accelerators add up.
+# Dtypes that device libraries reduce.
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _UNSIZED = frozenset({"string", "resource", "variant"})  # elements have no fixed size
 _COMMUNICATOR = "WhaleCommunicator"
 
 # Tells whether TensorFlow has a kernel for GPUs, by the node's op and its attributes.
 HasKernel = Callable[[Node], bool]
-_HANDLES = frozenset({"resource", "variant", "string"})  # lie in the host's memory wherever they are used
+_HANDLES = frozenset({"resource", "variant", "string"})  # always in the host's memory: never copied
 
 
 @dataclass(frozen=True, slots=True)
 class HostExchange:
-    """An exchange through the host's memory.
+    """Represents a communication op that goes through the host's memory although the backend is a device library.
 
     Attributes:
       graph: name of the function that contains it; "" is the program.
-      why: the reason why it cannot go from device to device.
+      node: the communication op.
+      why: the reason why it cannot go from device to device, for reports.
     """
 
     graph: str
@@ -66,10 +67,11 @@ class HostExchange:
 
 
 def on_devices(program: Program, comm: str, rank: int) -> Program:
-    """Returns the program of ``rank`` with its communication carried out by devices where they can.
+    """Returns the program of ``rank`` with its communication ops replaced by device ops where devices can carry them
+    out.
 
     Args:
-      comm: name of the communicator.
+      comm: name of the communicator, which device ops take as an attribute.
     """
     direct = _find_called_directly(program)
     bodies = {name: _gather_one_by_one(body) if name in direct else body for name, body in program.functions.items()}
@@ -84,19 +86,21 @@ def on_devices(program: Program, comm: str, rank: int) -> Program:
 
 
 def find_in_stream(program: Program) -> frozenset[str]:
-    """Finds the exchanges of a rank's program for which a device's stream may wait in the host's place, by name.
+    """Finds the collectives of a rank's program for which only the device's stream should wait, and not the host;
+    returns their names.
 
-    They are those on the critical path: products follow from their results, so that the device has little else to do
-    meanwhile. To the executor they are done when they are queued, and the host is ahead of the device. Others are done
-    when they have happened, and what does not depend on them is computed meanwhile:
+    To the executor such a collective is done when it is queued, and the host runs ahead of the device. This is right
+    for collectives on the critical path: matrix products depend on their results, so the device has little else to do
+    meanwhile. Any other exchange counts as done when it has happened, and what does not depend on it is computed
+    meanwhile:
 
       gradients, which only updates wait for
-      weights that are gathered ahead of their use (ZeRO 3), and all else that follows from variables alone
-      what micro-batches exchange, beside which others are computed, and what stages send each other
-      the last ones of a step, on which no other exchange depends: no step ends before it is known how they ended
+      weights that are gathered ahead of their use (ZeRO 3), and all else that depends on variables alone
+      exchanges of micro-batches, beside which other micro-batches are computed, and messages between stages
+      the last exchanges of a step, on which no other depends: a step must not end before their outcome is known
     """
     multiplies = {name for name, body in program.functions.items() if any(n.op in CONTRACTIONS for n in body.nodes)}
-    varies: set[str] = set()  # what follows from more than variables and constants
+    varies: set[str] = set()  # nodes that depend on more than variables and constants
     for node in program.nodes:
         is_given = not node.inputs and node.op != "Const" and all(t.dtype != "resource" for t in node.outputs)
         if is_given or node.op == "WhaleRecv" or any(ref.node in varies for ref in node.inputs):
@@ -118,8 +122,11 @@ def find_in_stream(program: Program) -> frozenset[str]:
 
 
 def mark_device_exchanges(program: Program, backend: str) -> Program:
-    """Marks the communication that ``backend`` lets devices carry out, in a rank's program with its micro-batches
-    unrolled.
+    """Marks the communication ops that devices carry out under ``backend``, so that predictions count them so; without
+    a device backend, nothing.
+
+    Args:
+      program: a rank's program, its micro-batches unrolled.
     """
     if backend not in DEVICE_BACKENDS:
         return program
@@ -128,12 +135,15 @@ def mark_device_exchanges(program: Program, backend: str) -> Program:
 
 
 def _drop_handles(program: Program, direct: frozenset[str]) -> Program:
-    """Removes handles of a communicator from calls of ``program`` whose function does not use them any more.
+    """Removes communicator handles from calls whose function does not use them any more.
 
-    TensorFlow would place the call, and all nodes of the function, where the handle is: on the host.
+    TensorFlow would place the call, and all nodes of the function, on the host, where the handle is.
+
+    Args:
+      direct: names of functions that are only called, not bodies of loops or branches.
     """
     functions = dict(program.functions)
-    kept: dict[str, list[int]] = {}  # operands that remain, of each function that loses some
+    kept: dict[str, list[int]] = {}  # function that loses operands -> numbers of those that remain
     for name in direct:
         body = functions[name]
         used = {ref.node for node in body.nodes for ref in node.inputs} | {ref.node for ref in body.outputs}
@@ -158,14 +168,19 @@ def _drop_handles(program: Program, direct: frozenset[str]) -> Program:
         return graph.replace_nodes(tuple(n for n in nodes if n.op != _COMMUNICATOR or n.name in used))
 
     shorter = replace(rewrite_graph(program), functions={name: rewrite_graph(body) for name, body in functions.items()})
-    return _drop_handles(shorter, direct) if kept else shorter  # callers may have got them as operands, too
+    # Repeat: a caller may have got the handle as an operand itself, and not need it now.
+    return _drop_handles(shorter, direct) if kept else shorter
 
 
 def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
-    """Counts the partners of the device of ``rank``: (groups that reduce, gather or broadcast; other ranks).
+    """Counts what the device of ``rank`` communicates with: groups of ranks in collectives, and single ranks in
+    messages and all-to-alls.
 
     Args:
       program: the rank's program before `on_devices`.
+
+    Returns:
+      (number of groups, number of other ranks).
     """
     groups: set[tuple[int, ...]] = set()
     peers: set[int] = set()
@@ -184,10 +199,11 @@ def partners(program: Program, rank: int, size: int) -> tuple[int, int]:
 
 
 def device_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Lists the groups in which a rank's device reduces, gathers or broadcasts, in an order that all ranks have.
+    """Lists the groups of ranks with which a rank's device runs collectives, in an order that is the same on all ranks.
 
     Args:
-      program: the rank's program after `on_devices`. A group of all ranks, which is connected from the start, is none.
+      program: the rank's program after `on_devices`. The group of all ranks is left out: it is connected from the
+        start.
     """
     alone = {ON_DEVICE[op] for op in (*POINT_TO_POINT, "WhaleAllToAll")}
     ops = set(ON_DEVICE.values()) - alone
@@ -197,7 +213,7 @@ def device_groups(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def host_exchanges(program: Program) -> Iterator[HostExchange]:
-    """Yields the exchanges of a rank through the host's memory that remain when devices carry out what they can.
+    """Yields the exchanges of a rank that stay in the host's memory although a device backend is set.
 
     Args:
       program: the rank's program before `on_devices`.
@@ -212,8 +228,8 @@ def host_exchanges(program: Program) -> Iterator[HostExchange]:
 
 
 def _find_called_directly(program: Program) -> frozenset[str]:
-    """Returns the functions that are only called, directly or nested: bodies of micro-batches, not of loops and
-    branches.
+    """Returns the functions that are called from the program, directly or nested (bodies of micro-batches); not those
+    of loops and branches.
     """
     functions: Mapping[str, Program] = program.functions
     found: set[str] = set()
@@ -228,33 +244,31 @@ def _find_called_directly(program: Program) -> frozenset[str]:
 
 
 def _why_not(node: Node) -> str:
-    """Returns why a device cannot carry out a node's communication, in a graph that is called directly; "" if it
-    can.
-    """
+    """Returns the reason why a device cannot carry out a node's communication, for reports; "" if a device can."""
     if node.op not in EXCHANGES:
         return "no exchange"
     if node.op in ROW_EXCHANGES:
-        return "rows by their ids, of which only the run knows how many there are"
+        return "rows exchanged by their ids, whose number is known only at run time"
     if node.op not in ON_DEVICE:
         return "carried out by Horovod"
     if node.marks.on_host:
         return "offloaded: computed in the host's memory"
     dtype = str(node.attrs["T"])
     if node.op in RANK_REDUCTIONS and dtype not in _FLOATS:
-        return f"{dtype}: devices add up floats"
+        return f"{dtype}: devices reduce floating-point types only"
     if dtype in _UNSIZED:
         return f"{dtype}: elements have no fixed size"
     if node.op == "WhaleAllGather" and not node.attrs.get("sizes"):
-        return "sizes that only the run knows"
+        return "sizes known only at run time"
     if node.op == "WhaleBroadcast":
         shapes = node.attrs.get("shapes", ())
         if not shapes or any(s.dims is None or None in s.dims for s in shapes):
-            return "shapes that only the run knows"
+            return "shapes known only at run time"
     return ""
 
 
 def _gather_one_by_one(graph: Program) -> Program:
-    """Returns a graph in which all-gathers that devices carry out have one tensor each, as the op of devices does."""
+    """Splits fused all-gathers that devices carry out into one op per tensor, since the device op takes one tensor."""
     parts: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "WhaleAllGather" and len(node.outputs) > 1 and _why_not(node) == "":
@@ -287,7 +301,7 @@ def _gather_one_by_one(graph: Program) -> Program:
 
 
 def _on_device(node: Node, comm: str, rank: int, in_stream: bool) -> Node:
-    """Replaces a communication op by the op of devices, which takes no handle of the communicator."""
+    """Replaces a communication op by its device op, which takes no handle of the communicator but its name."""
     attrs = {**node.attrs, "communicator": comm, "rank": rank}
     if in_stream:
         attrs["in_stream"] = True
@@ -299,12 +313,15 @@ def _on_device(node: Node, comm: str, rank: int, in_stream: bool) -> Node:
 
 
 def host_lines(programs: Sequence[Program]) -> list[str]:
-    """Formats the communication of all ranks through the host in a step, with its bytes, as lines of text.
+    """Formats the communication of all ranks through the host in a step, grouped by kind and reason, with its bytes.
 
     Args:
       programs: every rank's program before `on_devices`.
+
+    Returns:
+      Lines of text; a single one if everything goes from device to device.
     """
-    found: dict[tuple[str, str], list[int]] = {}  # by kind and reason: number, bytes whose number is known
+    found: dict[tuple[str, str], list[int]] = {}  # (kind, reason) -> [number of exchanges, bytes of static shapes]
     for rank, program in enumerate(programs):
         for one in host_exchanges(program):
             graph = program.functions[one.graph] if one.graph else program
@@ -318,24 +335,27 @@ def host_lines(programs: Sequence[Program]) -> list[str]:
                 found.setdefault((one.node.op.removeprefix("Whale"), one.why), [0, 0])[1] += moved
     if not found:
         return ["From device to device: all exchanges"]
-    lines = ["From device to device: all exchanges but those through the host"]
+    lines = ["From device to device: all exchanges but these, which go through host memory"]
     for (kind, why), (count, moved) in sorted(found.items(), key=lambda row: -row[1][1]):
         lines.append(f"  {format_bytes(moved):>10}  {count} {kind}: {why}")
     return lines
 
 
 def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[str]:
-    """Formats the operations that all ranks run on CPUs in a step, with the bytes copied for them, as lines of text.
+    """Formats the operations that ranks run on the CPU because TensorFlow has no GPU kernel for them, with the bytes
+    copied for them in a step.
 
-    The bytes are those of tensors from or to operations on the GPU; in a loop's body, of one iteration.
+    Counted are the bytes of tensors that come from or go to operations on the GPU; in a loop's body, those of one
+    iteration.
 
     Args:
       programs: every rank's program.
+      has_kernel: returns True if TensorFlow has a GPU kernel for a node.
     """
-    found: dict[tuple[str, str, str], list[int]] = {}  # by op, dtype, where: how many, bytes whose number is known
+    found: dict[tuple[str, str, str], list[int]] = {}  # (op, dtype, where) -> [number of nodes, bytes of static shapes]
     for program in programs:
         for name, graph in {"": program, **program.functions}.items():
-            where = "" if not name or name in _find_called(program) else ", in a loop or a branch: bytes of one round"
+            where = "" if not name or name in _find_called(program) else ", in a loop or branch: bytes of one iteration"
             for node, moved_bytes in _find_in_graph(graph, has_kernel):
                 dtype = str(node.attrs.get("T", node.outputs[0].dtype if node.outputs else ""))
                 entry = found.setdefault((node.op, dtype, where), [0, 0])
@@ -343,21 +363,21 @@ def processor_lines(programs: Sequence[Program], has_kernel: HasKernel) -> list[
                 entry[1] += moved_bytes
     if not found:
         return ["On the GPU: all operations"]
-    lines = ["On the processor, because TensorFlow has no kernel for GPUs; bytes copied there and back"]
+    lines = ["On the CPU, because TensorFlow has no GPU kernel; bytes copied between GPU and CPU in a step"]
     for (op, dtype, where), (count, moved) in sorted(found.items(), key=lambda row: (-row[1][1], row[0])):
         lines.append(f"  {format_bytes(moved):>10}  {count} {op}{f' of {dtype}' if dtype else ''}{where}")
     return lines
 
 
 def _find_called(program: Program) -> frozenset[str]:
-    """Returns the functions that call ops run: once per call, unlike the bodies of loops."""
+    """Returns the names of functions that call ops run: once per call, unlike the bodies of loops."""
     graphs = (program, *program.functions.values())
     calls = (n.attrs.get("f") for g in graphs for n in g.nodes if n.op in CALLS)
     return frozenset(f.name for f in calls if isinstance(f, Func))
 
 
 def _find_in_graph(graph: Program, has_kernel: HasKernel) -> list[tuple[Node, int]]:
-    """Returns the graph's nodes without a kernel, each with the bytes that are copied for it."""
+    """Returns the graph's nodes without a GPU kernel, each with the bytes copied between GPU and CPU for it."""
 
     def computes(node: Node) -> bool:
         return node.op not in EXCHANGES and not node.marks.on_host and node.name not in graph.inputs

@@ -1,9 +1,9 @@
 """Makes every change of layout explicit: one reshard per tensor and target placement.
 
-Before that, tensors that depend on shapes alone (broadcast gradients, masks, zeros of a batch) are computed in the form
-in which they are wanted. Propagation goes forward, so a Tile, Fill or BroadcastTo of replicated operands has a
-replicated result, which its readers slice. If all readers slice it alike, just the slice is computed: neither way
-communicates, but work is not doubled.
+``explicit_reshards`` lists them. ``make_in_place`` runs before, and saves work on tensors that depend on shapes alone
+(broadcast gradients, masks, zeros of a batch). Propagation goes forward, so a Tile, Fill or BroadcastTo of replicated
+operands has a replicated result, which its readers slice. If all readers take the same slice, only the slice is
+computed: neither way communicates, but replicated work is avoided.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from whale.sharding_rules.nn.attention import RINGS, count_ring_bytes
 def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> tuple[Reshard, ...]:
     """Lists all reshards of the program and its function bodies, in the order of the tensors' producers.
 
-    A tensor that is wanted replicated and also split or partial is moved once; the second form is cut from the first.
+    A tensor that is wanted replicated and also in other placements is moved once, to be replicated; the other forms are
+    sliced from it.
     """
     found: list[Reshard] = []
     for graph, layout in layouts.items():
@@ -62,27 +63,29 @@ def explicit_reshards(program: Program, layouts: Mapping[str, GraphLayout], part
 def reshards_of_tensor(
     graph: str, program: Program, ref: Ref, source: Placement, targets: Mapping[Placement, str], parts: int
 ) -> list[Reshard]:
-    """Lists the reshards of a tensor produced as ``source`` and wanted as each of ``targets`` (placement -> its
-    readers).
+    """Lists the reshards of one tensor, in the order in which they depend on each other.
 
     Args:
-      graph: name of the function body that the tensor is in; "" is the program; parts: size of the mesh axis.
+      graph: name of the function body that the tensor is in; "" is the program.
+      source: the placement in which the tensor is produced.
+      targets: wanted placement -> name of a reader, for the reshard's origin.
+      parts: size of the mesh axis.
     """
     tensor = program.find_type(ref)
     per_rank = {t: why for t, why in targets.items() if type(t) is PerRank}
     if per_rank:
-        # Own values need what each rank contributed, before any of it is reduced.
+        # A per-rank value is made from each rank's own contribution, before anything is reduced.
         rest = {t: why for t, why in targets.items() if type(t) is not PerRank}
         rows = reshards_of_tensor(graph, program, ref, source, rest, parts) if rest else []
         return rows + [_row(graph, ref, source, t, 0, why) for t, why in per_rank.items()]
     if type(source) is PerRank:
-        # As one value it is a weighted sum over the ranks.
+        # As a global value, a per-rank one is a weighted sum over the ranks: make it partial first.
         first = _row(graph, ref, source, P_SUM, 0, next(iter(targets.values())))
         rest = {t: why for t, why in targets.items() if t != P_SUM}
         return [first] + (reshards_of_tensor(graph, program, ref, P_SUM, rest, parts) if rest else [])
     wide = {t: why for t, why in targets.items() if isinstance(t, Shard) and t is not t.without_halo}
     if wide:
-        # A rank that has its own part already fetches what its neighbours have.
+        # With a halo: reshard to the split without halo first, then fetch the neighbours' indices.
         rest = {t: why for t, why in targets.items() if t not in wide}
         cut = type(source) is Replicate
         for t, why in wide.items():
@@ -98,8 +101,7 @@ def reshards_of_tensor(
         (isinstance(source, Partial) and any(isinstance(t, Partial) for t in targets))
         or (type(source) is not Replicate and len(targets) > 1)
     ):
-        # Cheapest way to several forms, or from one reduction to another: once whole, then free cuts.
-
+        # Cheapest way to several forms, or from one reduction to another: replicate once, then slice at no cost.
         targets = {B: next(iter(targets.values())), **targets}
         whole = B
     rows = []
@@ -112,8 +114,8 @@ def reshards_of_tensor(
 
 
 def _round(graph: str, program: Program, node: Node, strategy: Strategy) -> Reshard:
-    """Returns the reshard that sends an attention's keys and values around the ring: every rank sees them all, and
-    their placement is unchanged.
+    """Returns the reshard of a ring attention: keys and values travel around the ring so that each rank sees all of
+    them, and their placement is unchanged.
     """
     moved = count_ring_bytes(program, node, strategy)
     keys, placement = node.inputs[1], strategy.inputs[1]
@@ -125,7 +127,9 @@ def _row(graph: str, ref: Ref, source: Placement, target: Placement, moved: int,
 
 
 def make_in_place(program: Program, layout: GraphLayout, parts: int) -> GraphLayout:
-    """Changes ``layout`` so that nodes computed from shapes alone produce the split that all their readers want."""
+    """Returns ``layout`` with nodes computed from shapes alone (Tile, Fill, BroadcastTo) producing the split that all
+    their readers want, instead of a replicated tensor.
+    """
     strategies, produced = dict(layout.strategies), dict(layout.produced)
     fetched = set(program.outputs)
     for node in program.nodes:

@@ -1,8 +1,9 @@
 """Chooses the all-reduces that are rounded to 16 bits before they are sent (`communication.wire_dtype`).
 
-These are gradients: float32 sums of the step itself, of rank 1 or more, that end in an update of a variable and that no
-other communication depends on; or that are scattered for an update of split state. The loss and metrics are numbers
-that a user reads, and later computation uses batch statistics; both keep their type, and so do sums that Horovod runs.
+These are gradients: float32 sums in the main graph, of rank 1 or more, that end in an update of a variable. Either no
+other communication depends on them, or they are reduce-scattered for an update of sharded state. Other sums keep their
+dtype: the loss and metrics, which a user reads; batch statistics, which later computation uses; and all sums that
+Horovod runs.
 
 Decision: 0042.
 """
@@ -24,7 +25,9 @@ _UPDATES = UPDATES | REF_UPDATES
 
 
 def can_narrow(program: Program, r: Reshard) -> bool:
-    """Tells whether Whale can send this sum with fewer bits."""
+    """Returns True if Whale can send this reshard in fewer bits: a float32 sum of the main graph that Whale itself
+    runs.
+    """
     return (
         r.graph == ""
         and r.backend == "whale"
@@ -37,7 +40,13 @@ def can_narrow(program: Program, r: Reshard) -> bool:
 def narrow(
     program: Program, layout: GraphLayout, reshards: tuple[Reshard, ...], dtype: str, size: int
 ) -> tuple[Reshard, ...]:
-    """Makes the gradients' sums among ``reshards`` travel as ``dtype``, over ``size`` ranks."""
+    """Returns ``reshards`` with the sums of gradients set to be sent as ``dtype``, and their bytes adjusted.
+
+    Args:
+      layout: of the program itself, without its functions.
+      dtype: the 16-bit dtype on the wire.
+      size: number of ranks.
+    """
     moves_after = find_waited_for(program, layout, reshards)
     updating: set[str] = set()
     for node in reversed(program.nodes):
@@ -60,5 +69,5 @@ def narrow(
 
 
 def reshard_bytes(r: Reshard, tensor: TensorType, size: int) -> int:
-    """Returns the bytes that a reshard of ``tensor`` moves between ``size`` ranks, in total."""
+    """Returns the logical bytes that a reshard of ``tensor`` moves between ``size`` ranks, in its wire dtype."""
     return count_moved_bytes(r.source, r.target, count_wire_bytes(tensor.bytes, tensor.dtype, r.wire_dtype), size)

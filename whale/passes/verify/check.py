@@ -1,9 +1,12 @@
-"""Proves, independently of how a plan was found, that it is legal for a program.
+"""Proves that a plan is legal for a program, independently of how the plan was found.
 
-It reads only the program, the rules and the plan: every node has a strategy that its rule allows, every operand is
-available in the placement that the strategy wants (as produced, or by a reshard of the plan), every reshard starts
-from a form that exists and moves the bytes that it says, loops and branches hand over what their bodies take and
-return, and no collective waits for itself.
+``check`` reads only the program, the sharding rules and the plan. It proves that
+
+* every node has a strategy that its op's rule allows,
+* every operand is available in the placement that the strategy wants: as produced, or by a reshard of the plan,
+* every reshard starts from a placement that the tensor has, and states the right number of bytes,
+* loops and branches pass operands and results in the placements that their bodies take and return,
+* no fused collective waits for its own result.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ _AGAIN = "make the plan again with `whale plan`"
 
 
 def check(program: Program, plan: Plan) -> None:
-    """Proves that ``plan`` is legal for ``program``, from these and the rules alone.
+    """Proves that ``plan`` is legal for ``program``, from these and the sharding rules alone.
 
     Args:
-      program: that the plan speaks of, its composite ops expanded (see ``whale.passes.plan_builder.expand``).
+      program: the program of the plan, its composite ops expanded (see ``whale.passes.plan_builder.expand``).
 
     Raises:
-      PlanError: it is not; names the node, what is, and what is expected.
+      PlanError: the plan is not legal; names the node, what the plan gives, and what was expected.
     """
     for graph in plan.strategies:
         if graph and graph not in program.functions:
@@ -84,14 +87,14 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
     for node in program.nodes:
         strategy = strategies.get(node.name)
         if strategy is None:
-            raise _fail(node, "no strategy", "one strategy per node")
+            raise _fail(node, "no strategy", "a strategy for every node of the program")
         if len(strategy.inputs) != len(node.inputs) or len(strategy.outputs) != len(node.outputs):
-            raise _fail(node, strategy, f"{len(node.inputs)} operands and {len(node.outputs)} outputs")
+            raise _fail(node, strategy, f"placements of {len(node.inputs)} operands and {len(node.outputs)} outputs")
         handle = node.name in handles
         if handle or node.op == "Placeholder":
             passed = given.get(node.name) or (plan.variables.get(node.name, B) if graph == "" else B)
             if strategy.outputs != (passed,):
-                raise _fail(node, strategy, f"{passed}, as it is passed in")
+                raise _fail(node, strategy, f"{passed}, the placement in which it is passed in")
             if handle:
                 _check_variable(handles[node.name], node, passed, plan.size)
         for ref, placement in zip(node.inputs, strategy.inputs):
@@ -121,17 +124,20 @@ def _check_graph(root: Program, program: Program, graph: str, arguments: Sequenc
 
 
 def _check_variable(variable: Variable, node: Node, placement: Placement, parts: int) -> None:
-    """Checks that a variable is whole, or split; a rank outside the group that its scope names has an empty part."""
+    """Checks that a variable is replicated, or sharded into one part per rank with sizes that add up (a part may be
+    empty: that of a rank outside the group that its scope names).
+    """
     if placement == B:
         return
     shape = variable.type.shape or ()
     fits = isinstance(placement, Shard) and placement.dim < len(shape) and shape[placement.dim] == placement.extent
     if not fits or len(placement.sizes) != parts or placement.smallest < 0:  # type: ignore[union-attr]
-        raise _fail(node, f"{variable.name} {variable.type} laid out {placement}", f"{parts} parts that make it up")
+        expected = f"B (replicated), or a split of one of its dimensions into {parts} parts that add up to its size"
+        raise _fail(node, f"variable {variable.name} {variable.type} laid out {placement}", expected)
 
 
 def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> None:
-    """Checks that the operands and results of a loop or branch match those of its functions."""
+    """Checks that the placements of a loop's or branch's operands and results match those of its function bodies."""
     functions = [f.name for f in list_called_functions(node)]
     loop = node.op in LOOPS
     for name in functions:
@@ -139,25 +145,26 @@ def _check_bodies(root: Program, node: Node, strategy: Strategy, plan: Plan) -> 
         _check_graph(root, root.functions[name], name, arguments, plan)
         expected = (B,) if loop and name == functions[0] else strategy.outputs
         if plan.returned[name] != expected:
-            raise _fail(node, f"{name} returns {' '.join(map(str, plan.returned[name]))}", " ".join(map(str, expected)))
+            given = f"its function {name} returns {' '.join(map(str, plan.returned[name]))}"
+            raise _fail(node, given, f"results placed {' '.join(map(str, expected))}")
 
 
 def _check_sizes(program: Program, node: Node, ref: Ref, placement: Placement, parts: int) -> None:
-    """Checks that a split has one size per rank, and that they add up (dimensions of a list's elements are not known
-    here).
+    """Checks that a sharded tensor has one size per rank, and that the sizes add up to its dimension (not for lists,
+    whose elements' dimensions are unknown).
     """
     if not isinstance(placement, Shard):
         return
     t = program.find_type(ref)
     if len(placement.sizes) != parts or placement.smallest < 0:
-        raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes, none below 0")
+        raise _fail(node, f"{ref} laid out {placement}", f"{parts} sizes (one for each rank), none below 0")
     if t.dtype in UNMOVABLE:
         return
-    # Where TensorFlow does not know a size, the placement tells it: rules hand on what they were given.
+    # A size that TensorFlow does not know is known from the placement: rules hand it on from operands to results.
     if t.shape is not None and (
         placement.dim >= len(t.shape) or t.shape[placement.dim] not in (None, placement.extent)
     ):
-        raise _fail(node, f"{ref} {t} laid out {placement}", "sizes that add up")
+        raise _fail(node, f"{ref} {t} laid out {placement}", "sizes that add up to a dimension of the tensor")
 
 
 def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted: Placement,
@@ -165,7 +172,8 @@ def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted:
     seen: set[Placement] = set()
     while produced[ref] != wanted:
         if wanted in seen:
-            raise _fail(node, f"{ref} as {wanted}", "reshards without a circle")
+            given = f"reshards of {ref} to {wanted} that start from {wanted} again"
+            raise _fail(node, given, f"reshards that start from {produced[ref]}, in which the tensor is produced")
         seen.add(wanted)
         _check_sizes(program, node, ref, wanted, plan.size)
         r = plan.reshard_of.get((graph, ref, wanted))
@@ -176,12 +184,15 @@ def _check_available(program: Program, graph: str, node: Node, ref: Ref, wanted:
             and wanted != FIRST
             and not (is_recreatable(program, ref) or program.by_name[ref.node].op == "Placeholder")
         ):
-            raise _fail(node, f"a reshard of {program.find_type(ref)} to {wanted}", "a tensor that can be sent")
+            given = f"a reshard of {ref}, {program.find_type(ref)}, to {wanted}"
+            raise _fail(node, given, "no reshard: tensors of this dtype cannot be sent between ranks")
         wanted = r.source
 
 
 def _check_reshards(program: Program, plan: Plan) -> None:
-    """Checks that each reshard is of an existing tensor, is supported by lowering, and states the right bytes."""
+    """Checks that each reshard has an existing tensor and a unique key, is a change that lowering can carry out, and
+    states the right bytes.
+    """
     keys: set[str] = set()
     for r in plan.reshards:
         body = program if r.graph == "" else program.functions.get(r.graph)
@@ -191,22 +202,24 @@ def _check_reshards(program: Program, plan: Plan) -> None:
                 "the plan reshards a tensor that the program lacks",
                 action=_AGAIN,
                 given=f"{r.ref} of {r.graph or program.name}",
-                expected="a node's output",
+                expected="an output of one of its nodes",
             )
         if r.key in keys:
             raise _fail(node, f"two reshards with the key {r.key!r}", "keys that are unique")
         keys.add(r.key)
         direct = type(r.source) in (Replicate, RankZero) or not isinstance(r.target, RankZero)
         if is_with_owners(node, r.ref.index, r.source) or is_with_owners(node, r.ref.index, r.target):
-            raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "rows that stay with their owners")
+            given = f"a reshard of {r.ref} from {r.source} to {r.target}"
+            raise _fail(node, given, "no reshard: these rows stay on the ranks that own them")
         if not direct or (isinstance(r.source, Partial) and isinstance(r.target, Partial)):
-            raise _fail(node, f"a reshard of {r.ref} from {r.source} to {r.target}", "a change by way of B")
+            given = f"a reshard of {r.ref} from {r.source} to {r.target}"
+            raise _fail(node, given, f"two reshards: to B (replicated), and from B to {r.target}")
         if r.backend != "whale" and not (r.backend == "horovod" and horovod_can(program, r)):
-            raise _fail(node, f"{r.ref} from {r.source} to {r.target} through {r.backend}", "a sum of the step itself")
+            given = f"{r.ref} from {r.source} to {r.target} through the backend {r.backend!r}"
+            raise _fail(node, given, "'whale', or 'horovod' for an all-reduce sum that is not in a loop or branch")
         if r.wire_dtype and not can_narrow(program, r):
-            raise _fail(
-                node, f"{r.ref} from {r.source} to {r.target} as {r.wire_dtype}", "a float32 sum of the step itself"
-            )
+            given = f"{r.ref} from {r.source} to {r.target}, sent as {r.wire_dtype}"
+            raise _fail(node, given, "the tensor's own dtype; only float32 sums outside of loops are sent in another")
         ring = body.by_name.get(r.key)
         if r.source == r.target and ring is not None and ring.op in RINGS:
             moved = count_ring_bytes(body, ring, plan.strategies[r.graph][ring.name])
@@ -217,8 +230,10 @@ def _check_reshards(program: Program, plan: Plan) -> None:
 
 
 def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> None:
-    """Checks that values combined with, or becoming, per-rank values are the contributions of the rank's rows: they
-    must not be reduced and split again before.
+    """Checks that the partial sums which ``node`` combines with per-rank values are each rank's own contribution.
+
+    A per-rank value ("own") stands for a sum over ranks that is not taken. A partial sum that was reduced and split up
+    again on the way would add something else to it.
     """
     strategies, seen = plan.strategies[graph], set()
     stack = list(zip(node.inputs, strategies[node.name].inputs))
@@ -233,13 +248,15 @@ def _check_contributed(program: Program, graph: str, node: Node, plan: Plan) -> 
         if placement == P_SUM and value is not None and not np.any(value):
             continue  # zeros (dropout's gradient has them) are nobody's contribution
         if before is not None and not {type(before.source), type(placement)} <= {PerRank, Partial}:
-            raise _fail(made, f"{ref}, {before.source} made {placement} on the way to {node.name}", "no reduction")
+            given = f"{ref} resharded from {before.source} to {placement} on the way to {node.name}"
+            raise _fail(made, given, "no reduction before it is combined with values that differ between ranks")
         if (
             before is not None
             and Partial in (type(before.source), type(placement))
             and P_SUM not in (before.source, placement)
         ):
-            raise _fail(made, f"{ref} {before.source} -> {placement}", "a sum")
+            given = f"{ref} resharded from {before.source} to {placement}"
+            raise _fail(made, given, "P(sum): values that differ between ranks are combined by sums only")
         if isinstance(strategies[made.name].outputs[ref.index], Partial):
             stack += zip(made.inputs, strategies[made.name].inputs)
 
@@ -248,7 +265,8 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, k
     """Checks that the node's rule allows its strategy.
 
     Args:
-      known: what was already found legal in this graph: the updates of many variables are alike.
+      known: keys of strategies found legal in this graph before, which are skipped; a check adds its own. The updates
+        of many variables are alike, so most checks are saved.
     """
     if (key := _what_is_legal(program, node, strategy)) is None:
         _check_strategy(program, node, strategy, plan)
@@ -258,7 +276,8 @@ def _check_legal(program: Program, node: Node, strategy: Strategy, plan: Plan, k
 
 
 def _what_is_legal(program: Program, node: Node, strategy: Strategy) -> Hashable | None:
-    """Returns a cache key for the legality of a strategy, if it depends on types only; else None.
+    """Returns a cache key for the legality of a strategy, or None if legality depends on more than op, types and
+    strategy.
 
     Strategies and types are compared by identity: plan and program keep them alive.
     """
@@ -277,7 +296,7 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
     parts = plan.size
     if node.op in LOOPS:
         if strategy.inputs != strategy.outputs and not strategy.once:
-            raise _fail(node, strategy, "loop variables that keep their placement")
+            raise _fail(node, strategy, "loop variables with the same placement before and after an iteration")
         return
     if node.op in BRANCHES or node.op == "Placeholder":
         return
@@ -290,16 +309,17 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         return
     if is_list_op(node):
         if len(set(strategy.inputs + strategy.outputs)) > 1:
-            raise _fail(node, strategy, "lists whose elements have one placement")
+            raise _fail(node, strategy, "the same placement for all lists that the op reads and returns")
         return
     rule = find_rule(node.op)
     if whole and (not node.stateful or rule is None or node.marks.on_every_rank):
-        everywhere = node.marks.on_every_rank or plan.microbatched  # in time, whole is once
+        # Along the axis of micro-batches a replicated node runs once, before or after the micro-batches.
+        everywhere = node.marks.on_every_rank or plan.microbatched
         if node.stateful and not everywhere and not has_variable_handle(program, node):
-            raise _fail(node, strategy, "a stateful op without a rule on the first rank only")
+            raise _fail(node, strategy, "O: on the first rank only, since the op is stateful and has no sharding rule")
         return
     if rule is None:
-        raise _fail(node, strategy, "replicated: the op has no rule")
+        raise _fail(node, strategy, "B for all operands and results: the op has no sharding rule")
     op = make_op_view(program, node, parts)
     options = rule.strategies(
         op, [replace_per_rank(p) for p in strategy.inputs], [replace_per_rank(p) for p in strategy.outputs]
@@ -309,11 +329,13 @@ def _check_strategy(program: Program, node: Node, strategy: Strategy, plan: Plan
         options = [found for o in options if (found := adapt_to_per_rank(o, strategy.inputs))]
         options += [moments] if moments else []
     if not any(o.inputs == strategy.inputs and o.outputs == strategy.outputs for o in options):
-        raise _fail(node, strategy, "; ".join(map(str, options)) or "the first rank only")
+        raise _fail(node, strategy, "; ".join(map(str, options)) or "O: on the first rank only")
 
 
 def _runs_everywhere(program: Program, node: Node, strategy: Strategy, parts: int) -> bool:
-    """Tells whether a stateful op has to run on all ranks: it has a rule, or owns a variable."""
+    """Returns True if a stateful op has to run on all ranks: its rule allows a strategy, or, without a rule, it uses a
+    variable's handle.
+    """
     rule = find_rule(node.op)
     if rule is None:
         return has_variable_handle(program, node)
@@ -350,7 +372,9 @@ def _check_order(program: Program, graph: str, plan: Plan) -> None:
     moved = {r.ref for r in plan.reshards if r.graph == graph}
 
     def find_waited_for(ref: Ref, placement: Placement) -> str | int:
-        """Returns what an operand waits for: its producer, or the fused group that reduces it."""
+        """Returns what an operand waits for: the name of its producer, or the number of the fused collective that
+        reduces it.
+        """
         if ref not in moved:
             return ref.node
         r = plan.reshard_of.get((graph, ref, placement))

@@ -1,9 +1,9 @@
-"""Explains a plan to its user: why an operation lies as it does, why nothing is divided, what makes most traffic.
+"""Explains a plan to its user: why an operation has its layout, why nothing is sharded, what causes most traffic.
 
-``explain_matches`` answers for single operations: where the layout comes from, what it moves, what else is legal; what
-a saved plan says without its program is in `whale.ir.plan_text`. ``explain_undivided`` and ``explain_wide_weights``
-are advice without being asked: that every rank computes all of a program, and that weights are far larger than the rows
-they meet, so that a step sends little but their gradients.
+``explain_matches`` answers ``whale explain`` for single operations: where the layout comes from, what moves because of
+it, what else is legal. ``explain_undivided`` and ``explain_wide_weights`` give advice unasked: that every rank computes
+all of a program; that weights are far larger than the rows they meet, so that a step sends little but their gradients.
+What a saved plan says without its program is in ``whale.ir.plan_text``.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from whale.sharding_rules import find_rule
 from whale.sharding_rules.graph import make_op_view
 
 MOST_ALTERNATIVES = 6
-SHOWN_STEPS = 5  # steps of a chain that are shown, beside its end
+SHOWN_STEPS = 5  # first steps of a chain that are shown; the last two are shown as well
 _READS = frozenset({"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional"})
-_LEAST_BYTES = 16 << 20  # of a gradient: less takes some milliseconds to send
-_LEAST_RATIO = 8  # of a gradient's bytes to those of rows and results, there and back
-_MOST_STEPS = 8  # of arithmetic between a gradient's product and where it is summed over ranks
+_LEAST_BYTES = 16 << 20  # smaller gradients are not worth advice: they take some milliseconds to send
+_LEAST_RATIO = 8  # advice is given if a gradient has this many times the bytes of rows and results, there and back
+_MOST_STEPS = 8  # of arithmetic between the product that computes a gradient and its all-reduce
 
 
 def explain_matches(program: Program, plan: Plan, pattern: str) -> list[str]:
-    """Describes the operations that a pattern matches, with the chain back to the batch and the alternatives.
+    """Describes the operations whose names match a pattern: layout, the chain back to the batch, and alternatives.
 
     Args:
-        program: the expanded one of the plan (see whale.passes.plan_builder.expand).
+      program: the plan's expanded program (see ``whale.passes.plan_builder.expand``).
+      pattern: as of ``whale explain`` (see ``whale.ir.plan_text.find_ops``).
+
+    Returns:
+      Lines of text.
 
     Raises:
-        PlanError: there is no such operation.
+      PlanError: no operation matches.
     """
     lines: list[str] = []
     found = [name for name in find_ops(plan, pattern) if name in program.by_name]
@@ -59,7 +63,9 @@ def explain_matches(program: Program, plan: Plan, pattern: str) -> list[str]:
 
 
 def _chain(program: Program, plan: Plan, name: str) -> list[str]:
-    """Follows the divided (or partial) operand from the operation back to the node where the division began."""
+    """Follows sharded or partial operands from the operation back to the node where the sharding begins; returns a line
+    for each step.
+    """
     strategies, seen = plan.strategies[""], {name}
     lines: list[str] = []
     inputs = {b.name: b for b in plan.batch_inputs}
@@ -77,27 +83,27 @@ def _chain(program: Program, plan: Plan, name: str) -> list[str]:
             if name in inputs:
                 lines.append(f"{name} is the batch, {inputs[name].placement}: {inputs[name].origin}")
             elif name in plan.variables:
-                lines.append(f"{name} is a variable that lies {plan.variables[name]}")
+                lines.append(f"{name} is a variable that is kept as {plan.variables[name]} between steps")
             break
         ref, wanted = following
         made = strategies[ref.node].outputs[ref.index]
         lines.append(
-            f"{ref} comes {made}"
-            + ("" if made == wanted else f", wanted {wanted}")
+            f"{ref} comes as {made}"
+            + ("" if made == wanted else f", wanted as {wanted},")
             + f" from {program.by_name[ref.node].op}"
         )
         name = ref.node
         seen.add(name)
     if len(lines) > SHOWN_STEPS + 2:
         lines = [*lines[:SHOWN_STEPS], f"... {len(lines) - SHOWN_STEPS - 2} steps ...", *lines[-2:]]
-    return lines or ["nothing that it reads is divided"]
+    return lines or ["none of its operands is split or partial"]
 
 
 def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
     rule, strategies = find_rule(node.op), plan.strategies[""]
     chosen = strategies[node.name]
     if rule is None:
-        return [f"  else     nothing: {node.op} has no rule"]
+        return [f"  else     no other layout: {node.op} has no sharding rule"]
     op = make_op_view(program, node, plan.size)
     made = [strategies[r.node].outputs[r.index] if r.node in strategies else B for r in node.inputs]
     options: dict[Strategy, None] = {}
@@ -122,14 +128,14 @@ def _alternatives(program: Program, plan: Plan, node: Node) -> list[str]:
     for more, times, option in rows[:MOST_ALTERNATIVES]:
         sent_text = f"{'+' if more >= 0 else '-'}{format_bytes(abs(more))} a step"
         lines.append(f"  else     {format_layout(option):40} {sent_text:>18}, {times:.2g} x the work on a rank")
-    return lines or ["  else     nothing that its operands can be brought to"]
+    return lines or ["  else     no other layout that its operands can be resharded to"]
 
 
 def _starts(
     made: Sequence[Placement], shapes: Iterable[tuple[int | None, ...] | None], parts: int
 ) -> Iterable[list[Placement]]:
-    """Yields placements of the operands for which a rule lists its strategies: as produced, all replicated, or one
-    divided.
+    """Yields lists of operand placements with which to ask a rule for its strategies: as produced, all replicated, and
+    one operand sharded along one of its first four dimensions.
     """
     yield list(made)
     yield [B] * len(made)
@@ -142,8 +148,11 @@ def _starts(
 
 
 def _count_moved(program: Program, plan: Plan, node: Node, made: Sequence[Placement], option: Strategy) -> int | None:
-    """Returns the bytes that a step moves for the operation's operands and the readers of its results; None if
-    impossible.
+    """Returns the bytes that a step would move with strategy ``option``, for the node's operands and the readers of its
+    results; None if a reshard is impossible or a shape unknown.
+
+    Args:
+      made: placements of the operands as produced.
     """
     strategies, moved = plan.strategies[""], 0
     pairs = [(program.find_type(r), source, wanted) for r, source, wanted in zip(node.inputs, made, option.inputs)]
@@ -165,41 +174,48 @@ def _count_moved(program: Program, plan: Plan, node: Node, made: Sequence[Placem
 
 
 def explain_undivided(program: Program, plan: Plan) -> str:
-    """Explains why every rank computes all of a program that could be divided, and what to do; "" if it is divided.
+    """Explains why every rank computes all of a program that could be divided, and what to do; "" if the program is
+    divided.
 
     Args:
-      program: expanded, as of the plan.
+      program: the plan's expanded program.
     """
     if plan.size == 1 or plan.stage_groups or plan.inner is not None or plan.split_flops:
         return ""
     ops = {node.op for body in (program, *program.functions.values()) for node in body.nodes}
-    if ops.isdisjoint(CONTRACTIONS):  # the plan's FLOPs are without those of functions that datasets call
+    if ops.isdisjoint(CONTRACTIONS):  # plan.total_flops would not do: it lacks functions that datasets call
         return ""
     if "MakeIterator" in ops or ops & DATASET_LOOPS:
         why = "it loops over a dataset itself"
         next_step = "take the loop out of it: `for batch in wh.shard(dataset): step(batch)`"
     elif ops & _READS:
         why = "it reads its batches itself, from an iterator in a loop or a branch"
-        next_step = "pass it a batch (`for batch in wh.shard(dataset): step(batch)`), or call next(iterator) in no loop"
+        next_step = (
+            "pass it a batch (`for batch in wh.shard(dataset): step(batch)`), or call next(iterator) outside of loops "
+            "and branches"
+        )
     elif not plan.batch_inputs:
         why = "none of its arguments has rows"
         next_step = "pass it the batch as an argument, as a tensor whose dimension 0 has the rows"
     else:
         names, end = ", ".join(b.name for b in plan.batch_inputs), _find_end_of_rows(program, plan)
-        why = f"what it makes of its batch ({names}) cannot be divided along the rows"
+        why = f"nothing that it computes from its batch ({names}) can be divided along the rows"
         next_step = "see where the rows end with `whale plan` and `whale explain`; name other inputs in batch.inputs"
         if end is not None:
-            why = f"the rows of its batch ({names}) end at `{end.op}` ({end.name})"
+            why = (
+                f"the rows of its batch ({names}) end at `{end.op}` ({end.name}), whose results cannot be divided "
+                "along them"
+            )
             next_step = (
-                "compute it in front of the step, or of each row by itself, with shapes that are known; or "
+                "compute this operation in front of the step, or for each row by itself, with static shapes; or "
                 "name other inputs in batch.inputs"
             )
     return f"every rank computes the whole program `{plan.program}`, since {why}; {next_step}"
 
 
 def _find_end_of_rows(program: Program, plan: Plan) -> Node | None:
-    """Returns the first operation behind which nothing follows the rows of the batch any more, though there are
-    products to divide; None where there is no such one.
+    """Returns the first operation with sharded rows as operand that cannot hand them on, though matrix products or
+    convolutions follow; None if there is none.
     """
     rows: dict[Ref, Placement] = {Ref(b.name, 0): b.placement for b in plan.batch_inputs}
     for node in program.nodes:
@@ -216,7 +232,7 @@ def _find_end_of_rows(program: Program, plan: Plan) -> Node | None:
 
 
 def _list_strategies(program: Program, plan: Plan, node: Node, taken: list[Placement]) -> list[Strategy]:
-    """Lists the strategies of a node that take its divided operands as they are."""
+    """Lists the strategies of a node that take its sharded operands in the placements ``taken``."""
     rule = find_rule(node.op)
     if rule is None:
         return []
@@ -228,7 +244,7 @@ def _list_strategies(program: Program, plan: Plan, node: Node, taken: list[Place
 
 
 def _leads_to_products(program: Program, node: Node) -> bool:
-    """Tells whether a product or convolution is computed of what a node gives, or by the node itself."""
+    """Returns True if the node is a matrix product or convolution, or one depends on its results."""
     left, seen = [node], {node.name}
     while left:
         one = left.pop()
@@ -243,12 +259,12 @@ def _leads_to_products(program: Program, node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WideWeights:
-    """The weights of one shape whose gradients are larger than what dividing their layers would send.
+    """Represents the weights of one shape whose gradients are larger than what sharding their layers would send.
 
     Attributes:
-      shape: of each.
-      gradient_bytes: of all of them together.
-      rows_bytes: of the rows and results of their products, forward and backward.
+      shape: shape of each weight.
+      gradient_bytes: bytes of the gradients of all of them.
+      rows_bytes: bytes of the rows and results of their matrix products, forward and backward.
     """
 
     shape: Dims
@@ -257,10 +273,11 @@ class WideWeights:
 
 
 def explain_wide_weights(program: Program, plan: Plan) -> str:
-    """Explains that most of what ranks sum are gradients which a split of their layers would not send; "" if not.
+    """Advises to split layers whose weight gradients are most of what the ranks all-reduce; "" if they are less than
+    half.
 
     Args:
-      program: expanded, as of the plan.
+      program: the plan's expanded program.
     """
     found = find_wide_weights(program, plan)
     sent, all_sent = sum(one.gradient_bytes for one in found), _count_summed_bytes(program, plan)
@@ -273,15 +290,17 @@ def explain_wide_weights(program: Program, plan: Plan) -> str:
         named.append(f"{names[0]} ({shape})" if len(names) == 1 else f"weights of {shape}")
     instead = format_bytes(sum(one.rows_bytes for one in found))
     return (
-        f"of {format_bytes(all_sent)} of gradients that each rank of `{plan.program}` sums in a step, "
-        f"{format_bytes(sent)} are of {', '.join(named)}, whose rows and results are {instead}; "
-        "put what uses it under `with wh.split():`, or set mesh.auto_parallel=True, and ranks send these instead, and "
-        "each updates its part of the weight only"
+        f"of {format_bytes(all_sent)} of gradients that the ranks of `{plan.program}` all-reduce in a step, "
+        f"{format_bytes(sent)} are of {', '.join(named)}, but the activations of these layers are only {instead}; "
+        "put the layers that use these weights under `with wh.split():`, or set mesh.auto_parallel=True: then ranks "
+        "send the activations instead of the gradients, and each rank updates its part of a weight only"
     )
 
 
 def find_wide_weights(program: Program, plan: Plan) -> list[WideWeights]:
-    """Returns the weights, by shape, whose whole gradients are summed over the ranks though their rows are few."""
+    """Finds the weights, grouped by shape, whose gradients are all-reduced although they are much larger than the rows
+    of their products.
+    """
     if plan.size == 1 or plan.stage_groups or plan.inner is not None:
         return []
     found: defaultdict[Dims, list[int]] = defaultdict(lambda: [0, 0])
@@ -298,7 +317,7 @@ def find_wide_weights(program: Program, plan: Plan) -> list[WideWeights]:
 
 
 def _list_summed(program: Program, plan: Plan) -> list[Ref]:
-    """Lists the tensors of the program itself that are summed over all ranks, and wanted whole by each."""
+    """Lists the tensors of the program (without its functions) that are all-reduced over the ranks."""
     return [
         r.ref
         for r in plan.reshards
@@ -311,7 +330,9 @@ def _count_summed_bytes(program: Program, plan: Plan) -> int:
 
 
 def _find_product(program: Program, ref: Ref) -> Node | None:
-    """Returns the product of matrices of which a gradient is, arithmetic on its elements aside; None: there is none."""
+    """Returns the matrix product that computes a gradient, looking back through elementwise arithmetic; None if there
+    is none.
+    """
     t = program.find_type(ref)
     for _ in range(_MOST_STEPS):
         node = program.by_name[ref.node]

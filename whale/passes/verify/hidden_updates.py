@@ -1,8 +1,8 @@
-"""Refuses programs that update variables inside functions of ops that only the first rank runs, or that no pass
-inlines.
+"""Refuses programs that update variables inside functions that run on the first rank only, out of the plan's sight.
 
-The copies of such a variable on the ranks would diverge, unless all are assigned the first rank's value behind the op
-(``whale.passes.normalize.side_effects``).
+Such updates are in functions that an op such as a dataset runs by itself, or in a loop or branch that only the first
+rank runs. The other ranks' copies of the variable would keep their old value. Programs are accepted where a pass has
+added nodes that assign the first rank's value on all ranks afterwards (``whale.passes.normalize.side_effects``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from whale.passes.normalize.side_effects import find_hidden_updates
 from whale.sharding_rules import find_rule
 
 _LOOP = "take the loop over the dataset out of the step, and call the step once per batch"
-# A dataset of candidates that a metric or a layer reads, mostly, which numbers them in a variable.
+# Mostly met with a metric or layer that reads a dataset of candidates and numbers them in a variable.
 _TRANSFORMATION = (
     "let the dataset number its elements itself (Dataset.enumerate(), or identifiers beside them, as in "
     "FactorizedTopK(Dataset.zip((ids, candidates)))), or compute what reads it outside of the step"
@@ -26,8 +26,8 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
     """Checks that every update of a variable is a node of the plan that all ranks run.
 
     Raises:
-      PlanError: an op changes variables inside a function of its own (tf.data runs loops over a dataset so), or a
-        loop or branch that the first rank runs alone does.
+      PlanError: an op updates a variable inside a function that it runs by itself (as tf.data does for loops over a
+        dataset), or inside a loop or branch that only the first rank runs.
     """
     if plan.size == 1 or not program.functions:
         return
@@ -43,28 +43,33 @@ def refuse_hidden_updates(program: Program, plan: Plan) -> None:
             update = _update_inside(program, node, set())
             if update is not None and not _are_shared(program, body, node, shared):
                 raise PlanError(
-                    "a variable is changed by an op that only the first rank runs",
+                    "a variable is updated by an operation that only the first rank runs",
                     op=f"{node.name} ({node.op})",
-                    given=f"{update.name} ({update.op}) inside a function that this operation runs",
+                    given=f"{update.name} ({update.op}) inside a function that this operation calls",
                     expected="updates in the step itself, or in loops and branches over tensors",
                     action=_LOOP if node.op in DATASET_LOOPS or control_flow else _TRANSFORMATION,
                 )
 
 
 def _list_shared(body: Program) -> set[str]:
-    """Returns the handle nodes of which all ranks are assigned the first one's value."""
+    """Returns the handle nodes of variables that are assigned the first rank's value on all ranks."""
     reads = [body.by_name[node.inputs[0].node] for node in body.nodes if node.marks.of_first_rank]
     return {read.inputs[0].node for read in reads if read.op == "ReadVariableOp"}
 
 
 def _are_shared(program: Program, body: Program, node: Node, shared: set[str]) -> bool:
-    """Tells whether all variables that the functions of a dataset change are shared; those of bodies are not."""
+    """Returns True if all variables that ``node`` updates inside its functions are in ``shared``.
+
+    Only nodes of the program itself count: in the body of a loop or branch no pass shares such updates.
+    """
     changed = find_hidden_updates(program, node).keys() if body is program else set()
     return bool(changed) and changed <= shared
 
 
 def _runs_functions(node: Node) -> bool:
-    """Tells whether an op may run functions that are no graphs of the plan: of those with a rule, few do."""
+    """Returns True if an op may run functions that are not graphs of the plan: dataset loops, and ops without a
+    sharding rule.
+    """
     return node.op in DATASET_LOOPS or find_rule(node.op) is None
 
 

@@ -1,4 +1,6 @@
-"""Summarises a plan: how much of the work is divided, and what is suboptimal or differs from one device."""
+"""Summarises a plan for its user: how much of the work is divided, what costs more than it should, what differs from
+one device.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from whale.sharding_rules.graph import make_op_view
 
 
 def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
-    """Describes how the results of the run differ from those of one device.
+    """Describes how the results of the run differ from those of one device: local batch statistics, and random tensors
+    that each rank draws.
 
     Args:
       layout: of the program itself, without its functions.
+
+    Returns:
+      One sentence for each difference; () if there is none.
     """
     statistics = [
         n for n in program.nodes if is_composite(n) and any(type(layout.produced[r]) is PerRank for r in n.list_refs())
@@ -48,7 +54,9 @@ def exceptions(program: Program, layout: GraphLayout) -> tuple[str, ...]:
 
 
 def count_routed(program: Program, layouts: Mapping[str, GraphLayout], parts: int) -> dict[str, int]:
-    """Returns the nodes that exchange rows of a table by their ids, with the bytes that they are expected to move."""
+    """Maps nodes that exchange rows of an embedding table by their ids to the bytes they are expected to move (an
+    estimate, since ids are known only in a step).
+    """
     found = {}
     for graph, layout in layouts.items():
         body = program if graph == "" else program.functions[graph]
@@ -62,8 +70,9 @@ def count_routed(program: Program, layouts: Mapping[str, GraphLayout], parts: in
 
 
 def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) -> tuple[int, int]:
-    """Returns (divided, all) FLOPs of matrix products and convolutions; a loop of unknown length counts as one
-    iteration.
+    """Returns the FLOPs of matrix products and convolutions that are divided over ranks, and of all of them.
+
+    The body of a loop counts once for each iteration; once in all if their number is unknown.
     """
     divided = total = 0
     often = count_executions(program)
@@ -81,7 +90,7 @@ def split_and_total_flops(program: Program, layouts: Mapping[str, GraphLayout]) 
 
 
 def count_unruled(program: Program, layouts: Mapping[str, GraphLayout], reshards: Iterable[Reshard]) -> dict[str, int]:
-    """Maps nodes whose op has no rule to the logical bytes moved to gather their operands."""
+    """Maps nodes whose op has no sharding rule ("name (Op)") to the logical bytes moved to replicate their operands."""
     reshards = tuple(reshards)
     result: dict[str, int] = {}
     for graph, layout in layouts.items():

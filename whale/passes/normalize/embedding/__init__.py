@@ -1,1 +1,1 @@
-"""Rewrites lookups, sums and updates by ids so that they can run on the ranks that own the rows."""
+"""Rewrites embedding lookups, sums and updates by ids so that they can run on the ranks that own a table's rows."""

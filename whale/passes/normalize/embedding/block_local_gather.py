@@ -1,9 +1,9 @@
-"""Finds gathers and scatters whose indices stay within blocks: the rows of a group address only rows of that group.
+"""Finds gathers and scatters whose indices stay within blocks: rows of a group address only rows of the same group.
 
-A mixture of experts whose groups have slots of their own scatters with indices of which the first column is the number
-of the group, ``stack([range(groups), expert, slot])``; the gradient of a gather with ``batch_dims`` adds up rows in
-segments numbered ``index + group * size``. Both are recognised, and marked (``blocks``): rules then cut
-indices and table together, without communication.
+Two forms are recognised. A mixture of experts whose groups have slots of their own scatters with indices whose first
+column is the number of the group, ``stack([range(groups), expert, slot])``. The gradient of a gather with
+``batch_dims`` sums rows into segments numbered ``index + group * size``. Both are marked with the number of blocks
+(``blocks``); sharding rules then split indices and table between the same blocks, without communication.
 
 Decision: 0067.
 """
@@ -30,9 +30,7 @@ _SEGMENTS = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegm
 
 
 def mark_blocks(program: Program) -> Program:
-    """Marks gathers, scatters and segment sums with the number of blocks that their indices stay within, if it is
-    known.
-    """
+    """Marks gathers, scatters and segment sums whose indices stay within blocks with the number of blocks."""
     marked: dict[str, int] = {}
     for node in program.nodes:
         if node.op in _ADDRESSED:
@@ -51,7 +49,7 @@ def mark_blocks(program: Program) -> Program:
 
 
 def _count_column_blocks(program: Program, node: Node, indices: Ref) -> int:
-    """Returns the number of blocks if the first column of the indices counts them, else 0."""
+    """Returns the number of blocks if the first column of the indices is the number of the block; else 0."""
     shape = program.find_type(indices).shape
     table = program.find_type(node.inputs[0]) if node.op != "ScatterNd" else node.outputs[0]
     if not shape or None in shape or len(shape) < 2 or not table.is_static:
@@ -78,7 +76,9 @@ def _count_column_blocks(program: Program, node: Node, indices: Ref) -> int:
 
 
 def _count_flat_rows(program: Program, node: Node, indices: Ref) -> int:
-    """Returns the number of rows if a scatter is the gradient of ``top_k``, which flattens all rows; else 0."""
+    """Returns the number of rows if the node is the scatter in the gradient of ``top_k``, whose indices are ``index +
+    row * size``; else 0.
+    """
     shape, found = program.find_type(indices).shape, node.outputs[0].shape
     if node.op != "ScatterNd" or not shape or None in shape or len(shape) != 2 or shape[1] != 1:
         return 0
@@ -92,7 +92,9 @@ def _count_flat_rows(program: Program, node: Node, indices: Ref) -> int:
 
 
 def _count_segments(program: Program, node: Node) -> int:
-    """Returns the number of blocks if the segment ids come from a gather with ``batch_dims``; else 0."""
+    """Returns the number of blocks if the segment ids are ``index + block * size`` of a gather with ``batch_dims``;
+    else 0.
+    """
     ids, found = program.find_type(node.inputs[1]).shape, node.outputs[0].shape
     if ids is None or len(ids) != 1 or ids[0] is None or not found or found[0] is None:
         return 0
@@ -103,10 +105,11 @@ def _count_segments(program: Program, node: Node) -> int:
 
 
 def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iterator[tuple[Ref, int, int]]:
-    """Yields (indices, blocks, size of a block) if ``ref`` is computed by adding ``block * size`` to indices.
+    """Yields (indices, number of blocks, size of a block) if ``ref`` is computed as ``indices + block * size``.
 
     Args:
-      positions: the number of addressed positions in all blocks; rows: the number of indices of all blocks.
+      positions: number of addressed positions in all blocks together.
+      rows: number of indices in all blocks together.
     """
     added = _look_through_views(program, ref)
     for base, other in (added.inputs, added.inputs[::-1]) if added.op in ("Add", "AddV2") else ():
@@ -121,8 +124,10 @@ def _blocks_added(program: Program, ref: Ref, positions: int, rows: int) -> Iter
 
 
 def _value(program: Program, ref: Ref) -> np.ndarray | None:
-    """Computes an integer tensor made of constants by ranges, casts, reshapes and broadcasts only, even where it is too
-    large for constant folding; None if it is made in another way.
+    """Returns the value of an integer tensor computed from constants by ranges, casts, reshapes and broadcasts; None if
+    other ops are involved.
+
+    Used for tensors that are too large for constant folding.
     """
     node, t = program.by_name[ref.node], program.find_type(ref)
     if node.op == "Const":
@@ -142,15 +147,15 @@ def _value(program: Program, ref: Ref) -> np.ndarray | None:
 
 
 def _only_adds_dimensions(program: Program, node: Node) -> bool:
-    """Tells whether a node only inserts dimensions, as ``x[:, None]`` does: all elements keep their order."""
+    """Returns True if a node only inserts dimensions, as ``x[:, None]`` does, so that all elements keep their order."""
     before, after = program.find_type(node.inputs[0]), node.outputs[0]
     steps = program.const(node.inputs[3]) if node.op == "StridedSlice" else None
     return steps is not None and bool((steps == 1).all()) and before.is_static and before.elements == after.elements
 
 
 def _gathers_within(program: Program, reader: Node, operand: int, blocks: int, size: int) -> bool:
-    """Tells whether a node takes its indices from blocks of ``size``, so that none of them points into another
-    block.
+    """Returns True if ``reader`` gathers with these indices in ``blocks`` blocks of ``size`` rows, so that no index
+    points into another block.
     """
     if reader.op != "GatherV2" or operand != 1 or int(reader.attrs.get("batch_dims", 0)) != 1:
         return False

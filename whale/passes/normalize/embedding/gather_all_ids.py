@@ -1,13 +1,14 @@
-"""Looks up rows for every id in programs that look them up once for each unique id (`tf.unique`).
+"""Rewrites lookups of unique ids (`tf.unique`) as lookups of all ids, which can be sharded.
 
 `tf.nn.embedding_lookup_sparse` and similar user code deduplicate the ids of a whole batch, ``once, back =
 tf.unique(ids)``, and expand the rows again: ``tf.gather(tf.gather(table, once), back)``. This saves work on one device,
-but is costly for a split table: only the run knows how many rows there are, and which of them a rank needs depends on
-the whole batch. This pass reads ``tf.gather(table, ids)`` instead, and adds sums by id to a table row by row. Where
-rows are exchanged, duplicates are removed again (``whale.sharding_rules.embedding``).
+but is costly for a sharded table: the number of rows is known only at run time, and which of them a rank needs depends
+on the whole batch. This pass reads ``tf.gather(table, ids)`` instead, and adds gradients to a table row by row, without
+summing them by id first. When rows are exchanged between ranks, duplicates are removed again
+(``whale.sharding_rules.embedding``).
 
-A tensor with a row for each unique id is replaced by one with a row for every id (``spread``), or is the sum of one by
-id (``added``). Nothing changes unless no node needs the unique ids any more.
+A tensor with a row for each unique id is replaced by one with a row for every id (``spread``), or it is the sum of one
+by id (``added``). The program is changed only if no node needs the unique ids afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub"})
 
 
 def gather_all_ids(program: Program) -> Program:
-    """Makes lookups under split scopes take every id, if no other use of the unique ids remains."""
+    """Rewrites lookups of unique ids under split scopes as lookups of every id, if nothing else needs unique ids."""
     changed = program
     for node in program.nodes:
         if node.op == "Unique" and program.find_type(node.inputs[0]).is_static and _is_looked_up(program, node):
@@ -44,27 +45,27 @@ def gather_all_ids(program: Program) -> Program:
 
 
 def _is_looked_up(program: Program, unique: Node) -> bool:
-    """Tells whether a table of a split scope is looked up by the unique ids."""
+    """Returns True if a table under a split scope is looked up by the results of the ``Unique`` node."""
     readers = program.consumers.get(Ref(unique.name), ())
     return any(r.op == "ResourceGather" and i == 1 and split_scope(r.scope) is not None for r, i in readers)
 
 
 class _Rewriter:
-    """Rewrites a graph, in one pass over its nodes, so that it does not need the node that makes its ids unique."""
+    """Rewrites a graph, in one pass over its nodes, so that it does not need one ``Unique`` node."""
 
     def __init__(self, program: Program, unique: str) -> None:
         self.program, self.unique = program, program.by_name[unique]
-        self.back = {Ref(unique, 1)}  # the number of each id's row, and views of it
-        self.places: set[Ref] = set()  # the same of ids that are taken once again
+        self.back = {Ref(unique, 1)}  # for each id the index of its row among the unique ones, and views of that
+        self.places: set[Ref] = set()  # the same, of a second Unique over the unique ids
         self.spread: dict[Ref, Ref] = {Ref(unique): self.unique.inputs[0]}
         self.added: dict[Ref, Ref] = {}
-        self.moved: dict[Ref, Ref] = {}  # a tensor that needs the ids once no more -> what it is instead
+        self.moved: dict[Ref, Ref] = {}  # a tensor -> its replacement, which does not need the unique ids
         self.nodes: dict[str, Node] = {}
         self.taken = set(program.by_name)
         self.done = False
 
     def run(self) -> Program | None:
-        """Returns the graph without the replaced nodes; None if nothing was replaced."""
+        """Returns the rewritten graph, still with nodes that are no longer needed; None if nothing was replaced."""
         for node in self.program.nodes:
             self.nodes.setdefault(node.name, self._move(node))
             self._visit(node)
@@ -102,7 +103,7 @@ class _Rewriter:
         elif node.op == "UnsortedSegmentSum" and node.inputs[1] in self.back and first is not None:
             self.added[Ref(node.name)] = self.moved.get(first, first)
         elif node.op == "Unique" and first in self.spread and first is not None:
-            # The ids once of ids once, as optimizers take them, are those of all ids.
+            # Optimizers take the unique ids of unique ids: those of all ids are the same.
             ids = self.spread[first]
             places = TensorType(node.outputs[1].dtype, self._type(ids).shape)
             self.nodes[node.name] = replace(node, inputs=(ids,), outputs=(node.outputs[0], places))
@@ -123,15 +124,17 @@ class _Rewriter:
         self.done = True
 
     def _read(self, node: Node, ids: Ref) -> None:
-        """Reads a row for every id; the node keeps its name, since updates of the table wait for it by that name."""
+        """Makes a lookup read a row for every id. The node keeps its name, since updates of the table wait for it by
+        that name.
+        """
         t = node.outputs[0]
         found = TensorType(t.dtype, (*(self._type(ids).shape or ()), *(t.shape or ())[1:]))
         self.nodes[node.name] = replace(node, inputs=(node.inputs[0], ids), outputs=(found,))
         self.spread[Ref(node.name)] = Ref(node.name)
 
     def _along(self, node: Node, first: Ref) -> None:
-        """Follows rows through nodes that pass them on unchanged; a reshape must keep the rows as a dimension of their
-        own.
+        """Follows rows through a node that passes them on unchanged (Identity, Cast, Reshape); a reshape must keep rows
+        as dimension 0.
         """
         before, after = self.program.find_type(first), node.outputs[0]
         if first in self.back:
@@ -152,7 +155,7 @@ class _Rewriter:
             known[Ref(node.name)] = source
 
     def _scale(self, node: Node) -> None:
-        """Scales rows before they are summed by id, if a node is linear in these sums and treats all rows alike."""
+        """Scales rows before they are summed by id, not afterwards, if a node multiplies such sums by a scalar."""
         for i, ref in enumerate(node.inputs):
             others = [self.program.find_type(r) for j, r in enumerate(node.inputs) if j != i]
             if ref not in self.added or any(t.shape != () for t in others) or (node.op == "RealDiv" and i):
@@ -164,8 +167,8 @@ class _Rewriter:
             )
 
     def _segments_of(self, node: Node) -> tuple[np.ndarray, int, int] | None:
-        """Returns (the segment of each row, number of segments, rows per segment), if known and each segment is a block
-        of rows.
+        """Returns (segment number of each row, number of segments, rows per segment) if they are known and all segments
+        are equally long runs of rows; else None.
         """
         found = self.program.const(node.inputs[2])
         if found is None or not found.size or (np.diff(found) < 0).any() or found[0] != 0:
@@ -174,7 +177,7 @@ class _Rewriter:
         return (found.astype(np.int64), len(counts), int(counts[0])) if (counts == counts[0]).all() else None
 
     def _segments(self, node: Node, rows: Ref) -> None:
-        """Sums consecutive rows."""
+        """Replaces a sparse segment sum (or mean) over unique rows by a sum over consecutive rows of all ids."""
         known = self._segments_of(node)
         if known is None:
             return
@@ -187,7 +190,7 @@ class _Rewriter:
         self._becomes(node, _divide(emit, summed, found, _SUMS[node.op], each))
 
     def _slopes(self, node: Node) -> None:
-        """Computes the gradients of segment sums: each row has the gradient of its segment."""
+        """Replaces the gradient of a sparse segment sum: each row gets the gradient of its segment."""
         known = self._segments_of(node)
         slope = self.moved.get(node.inputs[0], node.inputs[0])
         t, emit = self._type(slope), self._emit_beside(node)
@@ -209,5 +212,5 @@ def _divide(emit: NodeEmitter, ref: Ref, t: TensorType, combined: str, each: int
 
 
 def _blocks(count: int) -> Marks:
-    """Returns the mark that rows stay within blocks; no mark if there is only one segment."""
+    """Returns the mark that indices stay within ``count`` blocks; no mark if there is only one."""
     return Marks(blocks=count) if count > 1 else NO_MARKS

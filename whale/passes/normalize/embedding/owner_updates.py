@@ -1,11 +1,11 @@
 """Rewrites updates of a table by unique ids so that they can run on the ranks that own the table's rows.
 
-Optimizers deduplicate a gradient's ids, ``once, back = tf.unique(ids)``, add up its rows by id, read rows of the
-table and of moments, compute, and write. Only the run knows how many ids there are, so a tensor with a row for each
-could be split by columns only. If all operations treat every row alike, neither the order of the ids matters nor
-whether one rank has them all: the two nodes become ``WhaleSumsById``, and the nodes behind them are marked
-(``owned_rows``), so that rules may place them on the owners of the rows (``whale.sharding_rules.embedding``). Otherwise
-the nodes are not changed.
+Optimizers deduplicate a gradient's ids, ``once, back = tf.unique(ids)``, sum its rows by id, read the rows of the table
+and of its moments, compute, and write. The number of unique ids is known only at run time, so tensors with a row for
+each could be sharded by columns only. But if all operations treat every row alike, neither the order of the ids matters
+nor whether one rank has all of them. In that case the two nodes (unique, sum) become one ``WhaleSumsById``, and the
+nodes that follow are marked (``owned_rows``), so that rules may place them on the owners of the rows
+(``whale.sharding_rules.embedding``). Otherwise nothing is changed.
 
 Decisions: 0078, 0105.
 """
@@ -26,7 +26,9 @@ _COUNTS = frozenset({"Size"})
 
 
 def update_on_owners(program: Program) -> Program:
-    """Lets updates of tables of split scopes run on the ranks that own the rows."""
+    """Rewrites updates by unique ids, of tables under split scopes, so that they can run on the ranks that own the
+    rows.
+    """
     uniques = (n for n in program.nodes if n.op == "Unique" and split_scope(n.scope))
     updates = [u for n in uniques if (u := _Update(program, n)).is_by_row()]
     return _rewritten(program, updates) if updates else program
@@ -34,12 +36,14 @@ def update_on_owners(program: Program) -> Program:
 
 @dataclass
 class _Update:
-    """The nodes that process the unique ids of one ``Unique`` node.
+    """Collects the nodes that process the unique ids of one ``Unique`` node.
 
     Attributes:
-      sums: nodes that sum rows by id; counts: nodes that count the ids for these.
-      ids: the unique ids, and views of them; rows: tensors that have a row for each.
-      marked: nodes that do the same to each row.
+      sums: the node that sums rows by id (one if the update can be rewritten).
+      counts: names of nodes that count the unique ids for this sum.
+      ids: the unique ids, and copies of them.
+      rows: tensors with a row for each unique id.
+      marked: names of nodes that do the same to each row.
     """
 
     program: Program
@@ -51,7 +55,9 @@ class _Update:
     marked: set[str] = field(default_factory=set)
 
     def is_by_row(self) -> bool:
-        """Tells whether every operation that depends on the ids is known to treat all rows alike."""
+        """Returns True if every operation that depends on the unique ids treats all rows alike, and one of them writes
+        rows; fills the attributes.
+        """
         program, once, back = self.program, Ref(self.unique.name), Ref(self.unique.name, 1)
         if not program.find_type(self.unique.inputs[0]).is_static:
             return False
@@ -78,7 +84,7 @@ class _Update:
         return any(program.by_name[n].op in ROW_SCATTERS for n in self.marked)
 
     def _counts_ids(self, ref: Ref) -> bool:
-        """Tells whether ``ref`` is the number of ids, and only the sums read it."""
+        """Returns True if ``ref`` is the number of unique ids, and only the sum reads it."""
         program, readers = self.program, [(self.sums[0], 2)]
         while ref != Ref(self.unique.name):
             node = program.by_name[ref.node]
@@ -89,7 +95,11 @@ class _Update:
         return bool(self.counts)
 
     def _takes(self, node: Node, found: list[int]) -> bool:
-        """Tells whether the node treats all rows alike, and records its results."""
+        """Returns True if the node treats all rows alike, and records its results as ids or rows.
+
+        Args:
+          found: numbers of its operands that are ids or rows.
+        """
         refs = node.inputs
         if node.op == "ResourceGather":
             made, fits = self.rows, found == [1] and refs[1] in self.ids and not node.attrs.get("batch_dims", 0)
@@ -119,7 +129,9 @@ class _Update:
         return all(_is_beside(t, depth) if i not in found else len(t.shape or ()) == depth for i, t in enumerate(types))
 
     def join(self) -> Node:
-        """Creates one node for ids and sums, with the name of the node that computed the sums."""
+        """Creates the node that replaces ``Unique`` and the sum; it has the name of the sum, and yields (unique ids,
+        sums).
+        """
         total, unique = self.sums[0], self.unique
         types = self.program.find_type(Ref(unique.name)), self.program.find_type(Ref(total.name))
         attrs = {"T": total.attrs["T"], "Tindices": unique.attrs["T"]}
@@ -130,7 +142,7 @@ class _Update:
 def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
     moved: dict[Ref, Ref] = {}
     by_name: dict[str, Node] = {}
-    gone: dict[str, str] = {}  # -> the node in whose place others wait
+    gone: dict[str, str] = {}  # removed node -> the node that others wait for instead
     marked: set[str] = set()
     for update in updates:
         one = by_name[update.sums[0].name] = update.join()
@@ -152,6 +164,10 @@ def _rewritten(program: Program, updates: Sequence[_Update]) -> Program:
 
 
 def _is_beside(t: TensorType, depth: int) -> bool:
-    """Tells whether a tensor is the same for all rows, so that it only broadcasts over them."""
+    """Returns True if a tensor has no row dimension, or one of size 1, so that it broadcasts over the rows.
+
+    Args:
+      depth: rank of the tensor with rows.
+    """
     shape = t.shape or ()
     return None not in shape and (len(shape) < depth or shape[0] == 1)

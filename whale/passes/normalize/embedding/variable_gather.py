@@ -1,13 +1,13 @@
-"""Looks up rows in a variable where a program looks them up in the variable's value.
+"""Looks up rows in a variable itself, in programs that look them up in the variable's value.
 
-`tf.gather` of a variable reads rows where it lies (`ResourceGather`). Keras 3's `Embedding` takes the variable's value
-first, and so does `tf.gather(tf.convert_to_tensor(variable), ids)`: `ReadVariableOp`, which is all of the table, and
-then `GatherV2`. The value is the variable's own memory, so nothing is lost, but where the table is copied: when it
-is read, once rows of it have been changed by their numbers (TensorFlow's copy_on_read_mode), and to a device, where the
-table is kept in the host's memory. Where the value is cast first (mixed precision), the rows are cast.
+`tf.gather` of a variable reads only the rows (`ResourceGather`). Keras 3's `Embedding` reads the variable first, and so
+does `tf.gather(tf.convert_to_tensor(variable), ids)`: `ReadVariableOp`, which yields all of the table, and then
+`GatherV2`. This is costly if the table is copied for it: on every read, once rows of it have been updated by index
+(TensorFlow's copy_on_read_mode), and to a device, if the table is kept in host memory. If the value is cast first
+(mixed precision), the rows are cast instead.
 
-A variable that anything else needs whole is left as it is. A lookup has to see what the reading saw, so it runs before
-all that changes the variable after that; where it needs such a change itself, the variable is left as it is, too.
+A variable whose whole value anything else needs is left alone. A lookup must see the value that was read, so it runs
+before all later updates of the variable; if it depends on such an update itself, the variable is left alone too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from whale.ir.values import DType, TensorType
 from whale.sharding_rules.graph import iterate_variable_uses
 
 _LOOKS_UP_OR_CHANGES = READS_ROWS | UPDATES
-_IDS = ("int32", "int64")  # in which `ResourceGather` takes them
+_IDS = ("int32", "int64")  # dtypes of ids that `ResourceGather` takes
 
 
 def gather_from_variables(program: Program, every: bool = True) -> Program:
-    """Rewrites ``program`` so that no variable is read only for lookups of rows (along dimension 0).
+    """Rewrites ``program`` so that lookups of rows (along dimension 0) read a variable directly, if its value is read
+    for nothing else.
 
     Args:
-      every: also variables whose rows the program does not change by their numbers.
+      every: for all such variables; False: only for those whose rows the program updates by index, which are copied on
+        every read.
     """
     found = program
     changed_by_rows = None if every else _changed_by_rows(program)
@@ -42,10 +44,10 @@ def gather_from_variables(program: Program, every: bool = True) -> Program:
 
 
 def _only_looked_up(program: Program) -> list[str]:
-    """Returns the handle nodes of variables, read outside of functions, whose other uses only change them or look rows
-    up.
+    """Returns the handle nodes of variables whose value the main graph reads, and whose other uses only update them or
+    look rows up.
 
-    `_lookups` checks how the values that are read are used.
+    How the value is used is checked by `_lookups`.
     """
     read: set[str] = set()
     other: set[str] = set()
@@ -59,17 +61,18 @@ def _only_looked_up(program: Program) -> list[str]:
 
 
 def _changed_by_rows(program: Program) -> set[str]:
-    """Returns the handle nodes of variables of which every read is a copy."""
+    """Returns the handle nodes of variables that are updated row by row; TensorFlow copies them on every read."""
     uses = iterate_variable_uses(program)
     return {handle for use in uses if use.node.op in SCATTERS | APPLIES_ROWS for handle in use.handles}
 
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """A node that looks up rows in a variable's value.
+    """Represents a node that looks up rows in a variable's value.
 
     Attributes:
-      casts: the casts between the variable's value and its operand.
+      node: the Gather or GatherV2 node.
+      casts: the casts between the variable's value and the node, in order.
     """
 
     node: Node
@@ -77,9 +80,11 @@ class _Lookup:
 
 
 def _lookups(program: Program, read: str) -> tuple[list[_Lookup], dict[str, tuple[str, ...]]] | None:
-    """Returns (the lookups in a value that is read, the nodes used only for these with the control inputs of each).
+    """Finds the lookups in the value that the node ``read`` reads.
 
-    Returns None if any other node needs the value.
+    Returns:
+      The lookups, and the nodes used only for them (the read, casts), each with the control inputs to hand on; None if
+        any other node needs the value.
     """
     found: list[_Lookup] = []
     gone = {read: program.by_name[read].controls}
@@ -110,7 +115,9 @@ def _takes_rows(program: Program, node: Node) -> bool:
 
 
 def _drop_read(program: Program, handle: str, read: str) -> Program | None:
-    """Removes one read of a variable from ``program``; None where it has to stay."""
+    """Returns ``program`` with one read of a variable replaced by lookups in the variable; None if the read has to
+    stay.
+    """
     known = _lookups(program, read)
     if known is None:
         return None
@@ -138,8 +145,8 @@ def _drop_read(program: Program, handle: str, read: str) -> Program | None:
 
 
 def _find_later_changes(program: Program, handle: str, read: str) -> list[str] | None:
-    """Returns the nodes that may change the variable after the read; None where one might come before it or
-    after it.
+    """Returns the nodes that update the variable after the read; None if the order of an update and the read is not
+    fixed.
     """
     before, found = find_waited_for(program, [read]), []
     for node, _ in program.consumers[Ref(handle)]:
@@ -152,7 +159,7 @@ def _find_later_changes(program: Program, handle: str, read: str) -> list[str] |
 
 
 def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
-    """Creates the nodes that look rows up in the variable, and cast them; the last one has the name of the lookup."""
+    """Creates the nodes that look rows up in the variable and cast them; the last one has the old lookup's name."""
     node, variable = lookup.node, program.variable_of[handle]
     (t,) = node.outputs
     internal = {key: value for key, value in node.attrs.items() if key.startswith("_")}
@@ -177,6 +184,6 @@ def _rows(program: Program, handle: str, lookup: _Lookup) -> list[Node]:
 
 
 def _free(program: Program, stem: str, count: int) -> list[str]:
-    """Returns ``count`` names, derived from ``stem``, that no node has."""
+    """Returns ``count`` unused node names that begin with ``stem``."""
     names = (f"{stem}/rows_{n}" for n in range(count + len(program.nodes)))
     return [name for name in names if name not in program.by_name][:count]

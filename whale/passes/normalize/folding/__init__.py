@@ -1,1 +1,1 @@
-"""Evaluates shape arithmetic in NumPy before a program is planned."""
+"""Folds constants before a program is planned: evaluates shape arithmetic in NumPy."""

@@ -1,7 +1,8 @@
-"""Evaluates integer and boolean ops in NumPy: the ops that build shapes, axes and bounds.
+"""Evaluates integer and boolean ops in NumPy: the ops that compute shapes, axes and bounds.
 
-Each evaluator takes the node and its operands' values and returns one value per output (None: not known). Values are
-NumPy arrays. Operands that do not fit the op raise IndexError or ValueError, as NumPy does.
+``EVALUATORS`` maps an op to its evaluator, which takes the node and the values of its operands (NumPy arrays) and
+returns one value per output; None: not known. Operands that do not fit the op raise IndexError or ValueError, as in
+NumPy.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _divide_truncating(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _divides(f: Callable[[np.ndarray, np.ndarray], Any]) -> Evaluator:
-    """Makes the evaluator of a division; a division by zero is an error at run time, so it stays in the program."""
+    """Makes the evaluator of a division. A division by zero stays in the program, since it is an error at run time."""
 
     def run(node: Node, v: Values) -> tuple[Any, ...]:
         return (np.asarray(f(v[0], v[1]), _out_dtype(node)),) if np.all(v[1] != 0) else (None,)
@@ -61,7 +62,12 @@ def _reduction(f: Callable[..., Any]) -> Evaluator:
 def make_strided_index(
     attrs: Any, begin: np.ndarray, end: np.ndarray, strides: np.ndarray, rank: int
 ) -> tuple[Any, ...]:
-    """Returns the NumPy index equivalent to a StridedSlice (or its gradient, or assignment) with these masks."""
+    """Returns the NumPy index that is equivalent to a StridedSlice (or its gradient, or assignment).
+
+    Args:
+      attrs: the node's attributes, with the masks.
+      rank: rank of the sliced tensor.
+    """
     masks = {k: int(attrs.get(f"{k}_mask") or 0) for k in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     index: list[Any] = []
     count = len(begin)
@@ -135,7 +141,7 @@ def _gather(node: Node, v: Values) -> tuple[Any, ...]:
 
 def _range(node: Node, v: Values) -> tuple[Any, ...]:
     numbers = range(int(v[0]), int(v[1]), int(v[2]))
-    # The caller takes small results only; this one's size is in its operands' values.
+    # The caller keeps small results only, but cannot know the size of this one from the operands' shapes.
     return (np.array(numbers, _out_dtype(node)) if len(numbers) <= 1 << 16 else None,)
 
 
@@ -148,10 +154,11 @@ def _invert_permutation(node: Node, v: Values) -> tuple[Any, ...]:
 
 
 def broadcast_gradient_args(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the axes over which the gradients of two broadcast operands of shapes ``a`` and ``b`` are summed.
+    """Returns the axes over which the gradients of two broadcast operands of shapes ``a`` and ``b`` are summed, for
+    each operand.
 
-    An axis where both are 1 is listed for both, as TensorFlow's BCast does; so are the leading axes that an operand
-    lacks. Equal shapes need nothing.
+    An axis where both have size 1 is listed for both, as TensorFlow's BCast does; so are the leading axes that an
+    operand lacks. Equal shapes need no sums: ([], []).
     """
     if list(a) == list(b):
         return [], []

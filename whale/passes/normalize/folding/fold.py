@@ -1,11 +1,11 @@
-"""Folds shape arithmetic: integer and boolean constants, in NumPy, without TensorFlow.
+"""Folds shape arithmetic to constants (integers and booleans), in NumPy, without TensorFlow.
 
-Never folded: stateful ops (a random op whose operands are constant still draws), floating-point values, and anything
-of more than 4096 elements. Shapes of loop variables are inferred by induction: a loop keeps the shape that it starts
-with if one iteration does.
+Never folded: stateful ops (a random op with constant operands still draws), floating-point values, and anything of more
+than 4096 elements. Shapes of loop variables are inferred by induction: a loop variable keeps the shape of its initial
+value if one iteration does.
 
-Powers with well-known exponents become cheaper ops: a square root is ten times as fast as ``Pow``. TensorFlow's graph
-optimizer does the same (its stage ConvertPow), but does not run on the ranks' programs.
+``powers`` replaces powers with well-known exponents by cheaper ops: a square root is ten times as fast as ``Pow``.
+TensorFlow's graph optimizer does the same (its stage ConvertPow), but does not run on the ranks' programs.
 
 Decision: 0124.
 """
@@ -31,7 +31,7 @@ _FOLDED = frozenset(
     {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
 )  # fmt: skip
 
-# The value of these is the size of something unknown in places; each place is followed on its own.
+# Ops that rearrange sizes: if some elements of their operands are unknown, the others are still followed.
 _PARTIAL = VIEWS | {"Cast", "StridedSlice", "Slice", "Pack", "ConcatV2", "GatherV2"}
 _UNKNOWN = np.iinfo(np.int64).min
 _OPS = {2.0: "Square", 0.5: "Sqrt", -0.5: "Rsqrt", -1.0: "Reciprocal", 1.0: "Identity"}
@@ -39,18 +39,17 @@ _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def fold(program: Program) -> Program:
-    """Folds shape chains of ``program`` to constants, splits IdentityN into one Identity per output, and removes dead
-    nodes.
+    """Folds shape arithmetic of ``program`` and its functions to constants, and removes dead nodes.
 
-    Output types that a folded operand makes known (Reshape, Fill, Slice, ...) are refined. Bodies of functions are
-    folded too.
+    Also splits IdentityN into one Identity per tensor, and refines output types that become known (of Reshape, Fill,
+    Slice, ...).
     """
     folded = _refine_loops(_fold_until_settled(program), _fold_until_settled)
     return prune(replace(folded, functions={name: prune(body) for name, body in folded.functions.items()}))
 
 
 def _fold_until_settled(program: Program) -> Program:
-    """Folds ``program`` until the contents of its lists give no new types."""
+    """Folds ``program`` repeatedly, until the contents of its TensorLists give no new types."""
     folded = _fold_all(program)
     while (better := refine_lists(folded)) is not folded:
         folded = _fold_all(better)
@@ -70,7 +69,7 @@ def _fold_graph(program: Program) -> Program:
     moved = folder.moved
     if not folder.changed:
         return program
-    # Renamed operands may be read by a control edge: the node that went keeps its name, so controls stay valid.
+    # Control inputs stay valid: a node of every old name remains.
     return replace(
         program,
         nodes=tuple(folder.nodes),
@@ -79,7 +78,7 @@ def _fold_graph(program: Program) -> Program:
 
 
 class _Folder:
-    """One walk over a graph in topological order."""
+    """Folds one graph in a single walk over its nodes in topological order."""
 
     def __init__(self, program: Program) -> None:
         self.nodes: list[Node] = []
@@ -97,7 +96,7 @@ class _Folder:
                     self.loose.add(Ref(node.name, i))
 
     def visit(self, node: Node) -> None:
-        """Adds ``node`` to the result, folded if possible."""
+        """Adds ``node`` to the result, with known outputs as constants and refined output types."""
         moved = self.moved
         if moved and node.inputs:
             inputs = tuple([moved.get(r, r) for r in node.inputs])
@@ -141,7 +140,7 @@ class _Folder:
         return value
 
     def _find_known(self, ref: Ref) -> np.ndarray | None:
-        """Returns the value of ``ref`` with _UNKNOWN for elements that are not known; None if no element is known."""
+        """Returns the value of ``ref``, with _UNKNOWN for elements that are not known; None if no element is known."""
         value = self._value(ref)
         return value if value is not None else self.partial.get(ref)
 
@@ -163,7 +162,7 @@ class _Folder:
                 self._settle(part, self._evaluate(part))
             else:
                 self.nodes.append(part)
-        # Whatever waits for the whole op still can.
+        # Nodes that wait for the IdentityN wait for this NoOp, and by it for all tensors.
         self.nodes.append(Node(node.name, "NoOp", (), tuple(names), scope=node.scope))
         self.changed = True
 
@@ -196,7 +195,7 @@ class _Folder:
             known = _complete([self._find_known(r) for r in node.inputs])
             if known is None:
                 return [None] * len(node.outputs)
-            # Operands that steer the op (bounds, axes, shapes) must be known themselves.
+            # Operands that say how elements are rearranged (bounds, axes, shapes) must be fully known.
             steering = _list_steering_operands(node.op, len(values))
             if any(values[i] is None for i in steering):
                 return [None] * len(node.outputs)
@@ -212,7 +211,7 @@ class _Folder:
         return [None] * len(node.outputs)
 
     def _settle(self, node: Node, results: list[np.ndarray | None]) -> None:
-        """Replaces the known outputs of ``node`` by constants."""
+        """Adds ``node`` to the result with its known outputs (not None in ``results``) as constants."""
         if len(results) == 1:
             if results[0] is None:
                 self.nodes.append(node)
@@ -244,7 +243,7 @@ class _Folder:
 
 
 class _Lazy:
-    """A constant whose value is computed when first needed."""
+    """Represents a constant whose value is decoded when an op first needs it."""
 
     __slots__ = ("node",)
 
@@ -253,13 +252,15 @@ class _Lazy:
 
 
 def _complete(values: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
-    """Returns ``values`` if none is missing, else None."""
+    """Returns ``values`` if none of them is None; else None."""
     found = [v for v in values if v is not None]
     return found if len(found) == len(values) else None
 
 
 def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
-    """Evaluates ``node``; yields nothing if its operands do not fit: TensorFlow reports that if the node ever runs."""
+    """Evaluates ``node`` on known operands; returns None for each output if they do not fit, which TensorFlow reports
+    if the node ever runs.
+    """
     try:
         return EVALUATORS[node.op](node, values)
     except (IndexError, ValueError):
@@ -267,8 +268,10 @@ def _run(node: Node, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
 
 
 def _list_steering_operands(op: str, count: int) -> list[int]:
-    """Returns the numbers of the operands that say how an op rearranges sizes (indices, axes); the others are the
-    sizes.
+    """Returns the numbers of the operands (indices, axes) that say how an op rearranges the elements of the others.
+
+    Args:
+      count: number of operands.
     """
     data = {"Pack": count, "ConcatV2": count - 1}.get(op, 1)
     return list(range(data, count))
@@ -279,22 +282,22 @@ def _as_type(value: Any, kind: TensorType) -> np.ndarray | None:
 
 
 class _Variable(NamedTuple):
-    """Variable ``index`` of the loop ``node`` in ``graph`` ("" is the main graph)."""
+    """Identifies a loop variable: number ``index`` of the loop ``node`` in ``graph`` ("" is the main graph)."""
 
     graph: str
     node: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, of which nobody has need
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody uses
 
 
 def _refine_loops(program: Program, settle: Callable[[Program], Program]) -> Program:
     """Makes the types of loop variables as static as their initial values, if the body preserves them.
 
     All candidate shapes are assumed at once, ``settle`` infers the types that follow, and shapes that a body does not
-    preserve are dropped; the remaining ones are an invariant of all loops together. A body that several loops share is
+    preserve are dropped. The remaining ones are an invariant of all loops together. A body that several loops share is
     not changed.
 
     Args:
-      program: already settled.
+      program: a program to which ``settle`` was applied already.
       settle: folds and refines types within all graphs.
     """
     rejected: set[_Variable] = set()
@@ -312,7 +315,7 @@ def _graphs(program: Program) -> dict[str, Program]:
 
 
 def _candidates(program: Program) -> dict[_Variable, Dims]:
-    """Returns the loop variables whose initial value has a better known shape than the variable."""
+    """Returns the loop variables whose initial value has a more static shape than the variable, with that shape."""
     graphs = _graphs(program)
     uses = Counter(f.name for graph in graphs.values() for n in graph.nodes if n.op in LOOPS
                    for _, f in iterate_function_refs(n))  # fmt: skip
@@ -336,7 +339,9 @@ def _merge(own: Dims | None, told: Dims | None) -> Dims | None:
 
 
 def _assume(program: Program, assumed: Mapping[_Variable, Dims]) -> Program:
-    """Returns the program with these shapes on loops' outputs and on the arguments of their bodies and conditions."""
+    """Returns the program with the assumed shapes on the loops' outputs and on the arguments of their bodies and
+    conditions.
+    """
     graphs = _graphs(program)
     outputs: dict[tuple[str, str], dict[int, Dims]] = {}
     for variable, shape in assumed.items():
@@ -372,7 +377,9 @@ def _keeps(program: Program, variable: _Variable, shape: Dims) -> bool:
 
 
 def powers(program: Program) -> Program:
-    """Replaces powers of floating-point numbers with a constant exponent in ``program`` and its functions."""
+    """Replaces ``Pow`` of floating-point tensors by Square, Sqrt, Rsqrt, Reciprocal or Identity if the exponent is such
+    a constant.
+    """
     functions = {name: _rewrite_graph(body) for name, body in program.functions.items()}
     return replace(_rewrite_graph(program), functions=functions)
 
@@ -391,5 +398,5 @@ def _other(node: Node, nodes: Mapping[str, Node]) -> Node:
     op = _OPS.get(float(constant.attrs["value"].numpy()))
     if op is None:
         return node
-    # The reader waits for what the constant waited for.
+    # The exponent's control inputs are handed on.
     return replace(node, op=op, inputs=(base,), controls=tuple(dict.fromkeys((*node.controls, *constant.controls))))

@@ -1,8 +1,10 @@
-"""Infers the contents of tensor lists through loops and branches: shapes, and values for shapes pushed as constants.
+"""Infers the contents of TensorLists through loops and branches: shapes of items, and constant values of small integer
+items.
 
-A list made before its batch was known allows any batch; the items pushed tell the size. The gradient of a loop reads
-the shapes that the loop pushed, one per iteration: when all are the same constant, that is the value read. The analysis
-is a fixpoint over the lattice: no item < one item < an item with unknown sizes or value < an item of unknown rank.
+A list created before its batch was known allows items of any size; the items pushed to it tell the size. The gradient
+of a loop reads the shapes that the loop pushed, one per iteration: if all of them are the same constant, the value read
+is that constant. The analysis is a fixpoint over the lattice: no item < one item < an item with unknown sizes or value
+< an item of unknown rank.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from whale.ir.values import Dims, Func, Tensor, TensorType
 
 
 class _Item(NamedTuple):
-    """The shape (None: of unknown rank), and the constant value or None, that every item of a list has."""
+    """Represents what all items of a list have in common.
+
+    Attributes:
+      shape: their shape; None: of unknown rank.
+      value: their value if it is the same constant; else None.
+    """
 
     shape: Dims | None = None
     value: Tensor | None = None
 
 
 _ANY = _Item()
-_LARGEST_ELEMENTS = 64  # shapes and the like
+_LARGEST_ELEMENTS = 64  # of a constant item that is followed, such as a shape
 
 _SAME = IDENTITIES | {"TensorListResize", "TensorListPopBack", "ZerosLike"}
 _ITEM_OUTPUT = {"TensorListGetItem": 0, "TensorListPopBack": 1}
@@ -32,9 +39,9 @@ _INTEGERS = frozenset({"int32", "int64"})
 
 
 def refine_lists(program: Program) -> Program:
-    """Refines the output types of list reads in ``program`` by the types of the items that are pushed.
+    """Refines the output types of reads from TensorLists by the types of the items that were pushed.
 
-    Bodies in ``program.functions`` are refined too. Returns ``program`` itself if no type changes.
+    Functions are refined too. Returns ``program`` itself if no type changes.
     """
     graphs = {"": program, **program.functions}
     if not any(_reads_loosely(n) for graph in graphs.values() for n in graph.nodes):
@@ -48,8 +55,8 @@ def refine_lists(program: Program) -> Program:
 
 
 def _reads_loosely(node: Node) -> bool:
-    """Tells whether the result of the list read ``node`` is not fully known: a size, or the value of an integer
-    vector.
+    """Returns True if ``node`` reads from a list and its result is not fully known: a size is missing, or it is an
+    integer vector whose value might be a constant.
     """
     if node.op not in _ITEM_OUTPUT and node.op not in LIST_STACKS:
         return False
@@ -58,7 +65,9 @@ def _reads_loosely(node: Node) -> bool:
 
 
 def _join(a: _Item | None, b: _Item | None) -> _Item | None:
-    """Returns the least element of the lattice above both; None is the empty list."""
+    """Returns what two items have in common, the least element of the lattice above both; None stands for the empty
+    list.
+    """
     if a is None or b is None:
         return b if a is None else a
     if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
@@ -68,7 +77,7 @@ def _join(a: _Item | None, b: _Item | None) -> _Item | None:
 
 
 class _Elements:
-    """The items that each list of each graph may hold: (graph, ref) -> item."""
+    """Computes the items that each list of each graph may hold."""
 
     def __init__(self, graphs: Mapping[str, Program]) -> None:
         self.graphs = graphs
@@ -76,7 +85,9 @@ class _Elements:
         self.changed = False
 
     def solve(self) -> dict[tuple[str, Ref], _Item]:
-        """Computes the least fixpoint; every step only moves up a lattice of finite height."""
+        """Computes the least fixpoint: (graph, list) -> item. It ends, since every step only moves up a lattice of
+        finite height.
+        """
         self.changed = True
         while self.changed:
             self.changed = False
@@ -136,7 +147,7 @@ def _put(graph: Program, node: Node) -> _Item:
     ref = node.inputs[-1]
     source = graph.by_name[ref.node]
     kind = source.outputs[ref.index]
-    # A list that was reserved reads as zeros where nothing was set, so only what is pushed has a value.
+    # Items of a reserved list are zeros until they are set, so that only pushed items have a known value.
     known = node.op == "TensorListPushBack" and source.op == "Const" and kind.dtype in _INTEGERS
     return _Item(kind.shape, source.attrs["value"] if known and kind.elements <= _LARGEST_ELEMENTS else None)
 

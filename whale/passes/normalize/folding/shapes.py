@@ -1,4 +1,8 @@
-"""Infers static shapes from known operands, for the ops that mostly carry shapes."""
+"""Infers static output shapes from the types and known values of operands, for ops that shape arithmetic leads through.
+
+``STATIC_SHAPE`` maps an op to a function (node, type_of, known) that returns the shape of its first output; ``refine``
+applies it.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ Known = Callable[[Ref], "np.ndarray | None"]
 
 
 def _sizes(value: np.ndarray | None) -> Dims | None:
-    """Reads a shape operand as dimensions; negative entries (unknown sizes, and -1) are None."""
+    """Reads the value of a shape operand as dimensions; negative entries (-1, or unknown elements) become None."""
     if value is None or value.ndim != 1:
         return None
     return tuple(None if d < 0 else int(d) for d in value.tolist())
 
 
 def _shapes(refs: Iterable[Ref], type_of: TypeOf) -> list[Dims] | None:
-    """Returns the shapes of ``refs``; None if the rank of one is unknown."""
+    """Returns the shapes of ``refs``; None if the rank of one of them is unknown."""
     shapes = []
     for ref in refs:
         shape = type_of(ref).shape
@@ -267,7 +271,12 @@ STATIC_SHAPES: dict[str, Callable[..., list[Dims] | None]] = dict.fromkeys(CROSS
 
 
 def refine(node: Node, type_of: TypeOf, known: Known) -> tuple[TensorType, ...]:
-    """Returns the output types of ``node``, with the sizes that follow from its operands."""
+    """Returns the output types of ``node`` with all sizes that follow from its operands.
+
+    Args:
+      type_of: returns the type of an operand.
+      known: returns the value of an operand, with a large negative number for unknown elements; None: unknown.
+    """
     if node.op in STATIC_SHAPES:
         shapes = STATIC_SHAPES[node.op](node, type_of, known)
         return node.outputs if shapes is None else tuple(map(_merge, node.outputs, shapes))
