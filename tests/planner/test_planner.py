@@ -196,7 +196,7 @@ def test_what_is_fixed_stays_fixed(plan):
     "fixed, reason",
     [
         ("attention/*.split=5", "16 heads are not divisible by 5"),
-        ("*.split=16", "16 ranks divide tensors, and a host has at most 8 devices of a kind"),
+        ("*.split=16", "tensor-parallel degree 16 needs as many devices of a kind on one host, which has at most 8"),
         ("stages=25", "24 layers are not enough for 25 stages"),
         ("micro_batch=3", "a batch of 256 is not divisible by 3 rows of a micro-batch"),
         ("data=17", "17 devices are needed, and unequal has 16"),
