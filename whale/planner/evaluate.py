@@ -1,8 +1,8 @@
 """Predicts a step under a strategy through one interface, for described models and for captured programs.
 
-Evaluator          the interface: evaluate(strategy) -> Prediction ModelEvaluator     for a described or measured model:
-formulas, and a simulated pipeline schedule ProgramEvaluator   for a captured program: plans and partitions it, and
-simulates the ranks' programs
+Evaluator          the interface: evaluate(strategy) -> Prediction
+ModelEvaluator     for a described or measured model: formulas, and a simulated pipeline schedule
+ProgramEvaluator   for a captured program: plans and partitions it, and simulates the ranks' programs
 
 Decision: 0146.
 """

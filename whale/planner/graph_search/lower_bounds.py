@@ -1,9 +1,11 @@
 """Computes lower bounds of step times, so that the search need not plan strategies that cannot be the fastest.
 
-Speed, speed_of         how fast one kind of rank computes nodes Shares                  the smallest share of an
-operation that a rank computes alone                   bound for: every rank computes everything bound_pipelines
-bound for: pipeline stages and micro-batches bound_divided_state     bound for: data parallelism with sharded optimizer
-state bound_splits            bound for: tensors sharded from a weight on, by all ranks or in groups
+Speed, speed_of         how fast one kind of rank computes nodes
+Shares                  the smallest share of an operation that a rank computes
+alone                   bound for: every rank computes everything
+bound_pipelines         bound for: pipeline stages and micro-batches
+bound_divided_state     bound for: data parallelism with sharded optimizer state
+bound_splits            bound for: tensors sharded from a weight on, by all ranks or in groups
 
 Decisions: 0090, 0117.
 """

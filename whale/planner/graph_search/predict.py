@@ -1,7 +1,8 @@
 """Predicts a step of a captured program under a strategy: plans, lowers and simulates it just as it would run.
 
-apply        applies a strategy to a program and its settings Plans        caches the plans of one search predict
-predicts the seconds of a step, and whether it fits into memory
+apply        applies a strategy to a program and its settings
+Plans        caches the plans of one search
+predict      predicts the seconds of a step, and whether it fits into memory
 
 Decision: 0055.
 """

@@ -1,8 +1,10 @@
 """Evaluates strategies in several processes: the first one searches, and assigns some strategies to the others.
 
-Asked           a request to a member to predict a strategy Answer          the prediction, or the reason why the
-strategy is invalid Team            the interface through which the search uses the other members try_candidate
-predicts one strategy Member          runs in each process but the first
+Asked           a request to a member to predict a strategy
+Answer          the prediction, or the reason why the strategy is invalid
+Team            the interface through which the search uses the other members
+try_candidate   predicts one strategy
+Member          runs in each process but the first
 """
 
 from __future__ import annotations

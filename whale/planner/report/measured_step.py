@@ -1,7 +1,7 @@
 """Draws a step measured by `whale run --trace` below the predicted one: what ranks did, and when they waited.
 
-read        reads the events of a trace, also of one that the end of the run cut off step_drawn  returns the step of
-median duration as a timeline of the page
+read        reads the events of a trace, also of one that the end of the run cut off
+step_drawn  returns the step of median duration as a timeline of the page
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPlan(Plan):
-    """The plan of a step together with the step's program; `wh.plan` and a compiled step return it.
+    """The plan of a step together with the step's program; `wh.plan` returns it.
 
     Attributes:
       step: the normalised program that the plan is for, with global shapes.

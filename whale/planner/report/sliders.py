@@ -1,7 +1,7 @@
 """Simulates a step with faster or slower networks and devices on a grid of values, for the sliders of a plan's page.
 
-sliders                for a described model's plan, simulated on changed clusters make_captured_sliders  for a script's
-plan, whose ranks' programs are simulated at other speeds
+sliders                for a described model's plan, simulated on changed clusters
+make_captured_sliders  for a script's plan, whose ranks' programs are simulated at other speeds
 """
 
 from __future__ import annotations
