@@ -290,7 +290,7 @@ def test_a_stack_is_fitted_to_ten_measured_rows_and_says_how_well(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--fit", "rows.csv"], "--out says where"),
+        (["--fit", "rows.csv"], "--fit needs --out"),
         (["job.yaml", "--fit", "rows.csv", "--out", "o.yaml"], "without a job file"),
         (["--fit", "rows.csv", "--out", "o.yaml", "--network", "ethernet-10g"], "without a job file"),
         (["job.yaml", "--cluster", "c.yaml", "--out", "o.yaml"], "--out is for --fit"),

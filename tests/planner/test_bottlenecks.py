@@ -198,6 +198,6 @@ def test_a_trace_that_was_cut_off_in_a_step() -> None:
     run._event(0, "rank 1 was killed by SIGKILL", "i")
     ranks = divide_time(run.events)
     assert ranks[0].end_s == pytest.approx(run.now_ms[0] / 1e3) and ranks[0].kinds_s["computes"] > 0.5
-    with pytest.raises(PlanError, match="nothing of the run's ranks is in the trace"):
+    with pytest.raises(PlanError, match="the trace contains no events of the run's ranks"):
         format_costs([{"name": "rank 1 failed", "ph": "i", "pid": 1, "tid": 1, "ts": 1.0}], "out.json", 80)
-    assert "No step of Whale's was called" in bottlenecks.format_costs(run.events[:2], "out.json", 80)
+    assert "The script called no step function of Whale" in bottlenecks.format_costs(run.events[:2], "out.json", 80)

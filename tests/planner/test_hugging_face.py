@@ -102,8 +102,8 @@ def test_what_others_call_a_field_is_named(field: str, message: str) -> None:
         ('{"model_type": "t5", "d_model": 512}', "not that of a decoder-only"),
         ('{"model_type": "llama", "hidden_size": 64}', "layers (num_hidden_layers"),
         ('{"num_hidden_layers": "32", "hidden_size": 64, "num_attention_heads": 4}', "num_hidden_layers '32'"),
-        ("[1]", "is no mapping"),
-        ("{", "is no JSON"),
+        ("[1]", "is no JSON object"),
+        ("{", "is not valid JSON"),
     ],
 )
 def test_what_is_no_configuration_is_an_error(tmp_path: Path, text: str, message: str) -> None:

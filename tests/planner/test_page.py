@@ -125,7 +125,7 @@ def test_a_sentence_says_what_limits_a_step() -> None:
     )
     assert "saves nothing" in describe_limit("bubble", 0.9, 1.0, "stage 1", 0.001, None)
     assert "network" not in describe_limit("communication", 0.6, 1.0, "rank 1", 0.6, None)
-    assert describe_likely(None, "any").startswith("how far it may be off is not known")
+    assert describe_likely(None, "any").startswith("the error of this prediction is unknown")
 
 
 def test_a_trace_goes_with_one_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

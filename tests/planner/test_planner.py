@@ -196,7 +196,7 @@ def test_what_is_fixed_stays_fixed(plan):
     "fixed, reason",
     [
         ("attention/*.split=5", "16 heads are not divisible by 5"),
-        ("*.split=16", "16 ranks divide tensors, and a host has at most 8 devices of a kind"),
+        ("*.split=16", "tensor-parallel degree 16 needs as many devices of a kind on one host, which has at most 8"),
         ("stages=25", "24 layers are not enough for 25 stages"),
         ("micro_batch=3", "a batch of 256 is not divisible by 3 rows of a micro-batch"),
         ("data=17", "17 devices are needed, and unequal has 16"),
@@ -244,7 +244,7 @@ def test_the_page_names_overridden_figures_long_sequences_and_a_bounded_gain():
     assert (
         "overridden a/h100: memory_gb 160 (85.9 in the catalogue); a/h100: memory_gb_per_s 3000 (3350 in the" in words
     )
-    assert "attention has all 131,072 positions of a sequence on one rank; `--set context=2` plans with" in words or (
+    assert "attention has all 131,072 tokens of a row on one rank; `--set context=2` plans with" in words or (
         "ranks divide the 131,072 tokens of a row, 65,536 each" in words
     )
     gain = int(re.search(r"at most (\d+)% of the step to gain", words)[1])
@@ -387,7 +387,7 @@ def test_the_page_says_that_a_search_was_cut_and_what_tied_weights_take():
     found = ask.plan(where, 32, model, limits=ask.limits(["stages=8"], 0.05))
     words = " ".join(show(found).split())
     assert found.cut == "the budget" and "search ended by the budget before all was looked at" in words
-    share = int(re.search(r"the weights that they share: [\d.]+ m?s \((\d+)% of the step\)", words)[1])
+    share = int(re.search(r"gradients of their tied weights: [\d.]+ m?s \((\d+)% of the step\)", words)[1])
     assert share == round(100 * found.evaluate()[2].tied_s / found.step_s)
 
 

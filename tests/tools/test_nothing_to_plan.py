@@ -19,8 +19,8 @@ descend(tf.ones([4]))
 """
 INIT = "import whale as wh; wh.init()\n"
 ONE = "def one(): return 1.0\nwh.function(one)()"
-BESIDE = "trained beside Whale: the tf.function `descend`, called at script.py:"
-NEVER = "script.py, which never calls wh.init()"
+BESIDE = "trained without Whale: the tf.function `descend`, called at script.py:"
+NEVER = "script.py, which does not call wh.init()"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ NEVER = "script.py, which never calls wh.init()"
     [
         pytest.param("print(1)", NEVER, "put `import whale as wh; wh.init()`", id="nothing"),
         pytest.param(TRAINS, BESIDE, "put `import whale as wh; wh.init()`", id="alone"),
-        pytest.param(INIT + TRAINS, BESIDE, "make what is named a wh.function", id="a tf.function"),
+        pytest.param(INIT + TRAINS, BESIDE, "replace tf.function by wh.function", id="a tf.function"),
         pytest.param(INIT + ONE, "without a batch: one", "check that the script", id="no batch"),
     ],
 )

@@ -1,6 +1,7 @@
-"""Implements the command ``whale``: a verb parses its arguments and calls the part that does the work.
+"""Implements the command ``whale``: each verb parses its arguments and calls the module that does the work.
 
-A file per verb, but for those that read a saved plan (show, explain, diff, check, trace, html): they are in ``show``.
+Each verb has a file, except those that read a saved plan (show, explain, diff, check, trace, html), which are in
+``show``. A verb's module has `add_parser`, which declares its options, and `run_command`, which returns the exit code.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ VERBS = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command."""
+    """Returns the argument parser of the command with all its verbs."""
     top = Parser(
         prog="whale",
         description="Runs a training program written for one device over many unequal ones.",
@@ -57,16 +58,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns the exit code: that of the verb, 2 for a mistake that Whale explains, 130 after Ctrl-C."""
+    """Runs one verb of the command ``whale``.
+
+    Args:
+        arguments: the command line without the command's name; None: that of this process.
+
+    Returns:
+        the exit code: that of the verb, 2 for a mistake that Whale explains, 130 after Ctrl-C, 141 if the reader of the
+        output has gone.
+    """
     options = make_parser().parse_args(arguments)
-    # Ranks have GPUs by number: that of nvidia-smi, and of cluster files that are written by it, not CUDA's own order,
-    # which begins with the fastest.
+    # Ranks get GPUs by the numbers of nvidia-smi, as cluster files do; CUDA's own order begins with the fastest GPU.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if getattr(options, "verbose", False):
         set_level("debug")
     try:
         code = int(options.call(options))
-        sys.stdout.flush()  # here, where it is known what to do if nobody reads it
+        sys.stdout.flush()  # so that a closed pipe raises here, where it is handled
         return code
     except WhaleError as error:
         print(f"whale {options.verb}: {error}", file=sys.stderr)
@@ -77,10 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"whale {options.verb}: {no_tensorflow(f'whale {options.verb}')}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what this would still say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader is gone: discard what is still buffered
         return 141
     except OSError as error:
-        print(f"whale {options.verb}: a file cannot be used: {error}", file=sys.stderr)
+        print(
+            f"whale {options.verb}: a file cannot be used: {error}\n"
+            "  next: check the path, its permissions and the disk",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,4 +1,6 @@
-"""Implements `whale cluster`: prints an example of a cluster file, or what a given one says."""
+"""Implements `whale cluster`: prints an example of a cluster file, the catalogue of devices, or what a given file
+describes.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ networks:
   fabric: {type: infiniband-hdr-200}   # what connects the hosts below that name it
 hosts:
   - name: new
-    count: 2                           # so many hosts of this kind
+    count: 2                           # number of equal hosts
     devices: [{type: a100-sxm-80gb, count: 8}]
     networks: {fabric: {nics: 8}}
-    memory_gb: 1024                    # the host's own memory, for what is offloaded
+    memory_gb: 1024                    # memory of the host itself, for offloaded state
   - name: old
     count: 4
     devices: [{type: v100-sxm2-32gb, count: 4}]   # {type: t4, share: 0.5} is half of a T4
@@ -26,12 +28,12 @@ hosts:
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale cluster` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser(
         "cluster",
-        help="print an example of a cluster file, or what one says",
-        description="Prints what a cluster file says, an example of one, or the devices, links and networks that it "
-        "may name.",
+        help="print an example of a cluster file, or what a cluster file describes",
+        description="Prints what a cluster file describes, an example of such a file, or the devices, links and "
+        "networks that it may name.",
     )
     verb.add_argument("file", nargs="?", help="a cluster file (YAML), or local for this machine")
     verb.add_argument("--example", action="store_true", help="print a file to start from")
@@ -40,7 +42,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs the verb."""
+    """Runs `whale cluster`; returns the exit code."""
     if given.example:
         print(EXAMPLE, end="")
         return 0
@@ -50,7 +52,7 @@ def run_command(given: argparse.Namespace) -> int:
     if given.devices:
         print("devices")
         for name, device in catalogue.load_devices().items():
-            if name == device.name:  # the others are aliases
+            if name == device.name:  # other names are aliases
                 print(f"  {name:22} {format_bytes(device.memory_bytes):>9}  {_format_rate(device.peak_tflops)}")
         print("links")
         for name, link in catalogue.load_links().items():

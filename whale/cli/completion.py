@@ -1,4 +1,4 @@
-"""Implements `whale completion`: prints a script by which a shell completes verbs, options and files."""
+"""Implements `whale completion`: prints a script with which a shell completes verbs, options and files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale completion` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser(
         "completion",
         help="print a script that completes the command in a shell",
@@ -36,7 +36,11 @@ def add_parser(verbs: Any) -> None:
 
 
 def run_command(given: argparse.Namespace, verbs: dict[str, argparse.ArgumentParser]) -> int:
-    """Runs the verb."""
+    """Runs `whale completion`; returns the exit code.
+
+    Args:
+        verbs: the parser of each verb, by name, whose options are completed.
+    """
     cases = []
     for name, verb in verbs.items():
         options = [option for action in verb._actions for option in action.option_strings]

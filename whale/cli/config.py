@@ -1,4 +1,4 @@
-"""Implements `whale config`: asks a few questions and writes a file of keys, or shows each key's value and source."""
+"""Implements `whale config`: writes a file of configuration keys, or shows each key's value and source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whale.errors import ConfigError
 if TYPE_CHECKING:
     from whale.config.deepspeed import Translation
 
-# What a run's user decides first; every other key is one line more in the file.
+# The keys that users most often set; other keys can be added to the file by hand.
 QUESTIONS = (
     "mesh.auto_parallel",
     "batch.mode",
@@ -30,12 +30,12 @@ _WORDS = {"bool": {"y": "true", "yes": "true", "n": "false", "no": "false"}}  # 
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale config` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser(
         "config",
         help="write a file of settings by a few questions, or show what is set",
-        description="Asks a few questions and writes a file for `whale run --config FILE`; with --from: writes what a "
-        "configuration of DeepSpeed's says; with show: prints every key with its value and where that comes from.",
+        description="Asks a few questions and writes a file for `whale run --config FILE`; with --from: translates a "
+        "configuration file of DeepSpeed; with show: prints every key with its value and where the value comes from.",
     )
     verb.add_argument("what", nargs="?", choices=("show",), help="print all keys, values and sources")
     verb.add_argument("-o", dest="out", default=FILE, metavar="FILE", help=f"the file, YAML (default {FILE})")
@@ -43,27 +43,27 @@ def add_parser(verbs: Any) -> None:
         "--from",
         dest="foreign",
         metavar="FILE",
-        help="ask nothing: write the keys that DeepSpeed's ds_config.json stands for",
+        help="ask nothing: translate DeepSpeed's ds_config.json to keys of Whale",
     )
     add_settings(verb)
     verb.set_defaults(call=run_command, wrong=verb.error)
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs the verb."""
+    """Runs `whale config`; returns 1 if the user declines to replace an existing file, else 0."""
     if given.what == "show":
         if given.foreign:
-            given.wrong("--from writes a file; `whale config show --config FILE` then shows what it has")
+            given.wrong("--from writes a file and cannot be combined with show; use `whale config show --config FILE`")
         print("\n".join(_list_keys(given)))
         return 0
     if given.config or given.settings:
-        given.wrong("--config and --set are for `whale config show`; the questions begin at the defaults")
+        given.wrong("--config and --set are for `whale config show`; the questions start from the defaults")
     if not given.out.endswith((".yaml", ".yml")):
-        given.wrong(f"the file's name ends with .yaml: -o {given.out}")
+        given.wrong(f"-o {given.out}: give a file name that ends with .yaml")
     require_writable(given.out)
     translated = _translate(given.foreign) if given.foreign else None
     if os.path.exists(given.out) and _ask(f"{given.out} exists. Replace it? [no]: ").lower() not in ("y", "yes"):
-        print("nothing is written")
+        print(f"nothing was written; {given.out} is unchanged")
         return 1
     answers = _ask_all() if translated is None else translated.keys
     with open(given.out, "w") as file:
@@ -75,11 +75,11 @@ def run_command(given: argparse.Namespace) -> int:
 
 
 def _translate(path: str) -> Translation:
-    """Reads a configuration of DeepSpeed's.
+    """Reads a configuration file of DeepSpeed and translates it to keys of Whale.
 
     Raises:
         PlanError: the file cannot be read.
-        ConfigError: it is none of DeepSpeed's, or a value is none that a key may have.
+        ConfigError: the file is no configuration of DeepSpeed, or a translated value is not allowed for its key.
     """
     from whale.config import deepspeed
     from whale.config.reading import Config, read_file
@@ -90,7 +90,7 @@ def _translate(path: str) -> Translation:
         raise ConfigError(
             "no name in the file is a field of DeepSpeed's configuration",
             given=f"{path}: {', '.join(fields) or 'nothing'}",
-            expected="a ds_config.json; other launchers' files are not read",
+            expected="a ds_config.json; files of other launchers cannot be translated",
             action="answer the questions of `whale config`, or write a line `memory.zero: 2` for each key by hand",
         )
     found = deepspeed.translate(fields)
@@ -99,18 +99,20 @@ def _translate(path: str) -> Translation:
 
 
 def _list_translated(found: Translation) -> list[str]:
-    """Returns a line for each key and the field that it comes from, then for each other field what says it here."""
+    """Formats a line for each key with the DeepSpeed field it comes from, then a note for each field that has no
+    key.
+    """
     width = max(60, shutil.get_terminal_size().columns)
     lines = [f"  {f'{key}: {_format_value(value)}':38}{found.sources[key]}" for key, value in found.keys.items()]
     if found.notes:
-        lines += ["", "What no key says:"]
+        lines += ["", "Fields without a key:"]
     for name, note in found.notes.items():
         lines += wrap(f"{name}: {note}", width, initial_indent="  ", subsequent_indent="    ")
     return lines
 
 
 def _list_keys(given: argparse.Namespace) -> list[str]:
-    """Returns a line for each key: its name, the kind of its source, its value."""
+    """Formats a line for each key: its name, where its value comes from, and the value."""
     config = take_settings(given.config, given.settings)
     width = max(60, shutil.get_terminal_size().columns)
     lines = [f"{'key':31}{'source':14}value"]
@@ -122,7 +124,7 @@ def _list_keys(given: argparse.Namespace) -> list[str]:
 
 
 def _format_value(value: Any) -> str:
-    """Formats a value as the command line takes it; an empty one as a person sees it."""
+    """Formats a value in the form that the command line accepts; an empty value as the word "empty"."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "empty"
     if isinstance(value, (bool, int, float)):
@@ -131,13 +133,13 @@ def _format_value(value: Any) -> str:
 
 
 def _ask_all() -> dict[str, Any]:
-    """Asks every question; returns the answers that are no defaults."""
+    """Asks every question of `QUESTIONS`; returns the answers that differ from the default, by key."""
     from whale.config.keys import KEYS
     from whale.config.reading import read_value
 
     keys = {key.name: key for key in KEYS}
     width = max(60, shutil.get_terminal_size().columns)
-    print("Enter alone keeps what stands in brackets.")
+    print("Press Enter to keep the value in brackets.")
     found: dict[str, Any] = {}
     for name in QUESTIONS:
         key = keys[name]
@@ -158,24 +160,24 @@ def _ask_all() -> dict[str, Any]:
 
 
 def _ask(question: str) -> str:
-    """Returns the answer to a question, without space around.
+    """Asks a question on the terminal; returns the answer without surrounding space.
 
     Raises:
-        ConfigError: there is nobody to answer.
+        ConfigError: standard input has ended.
     """
     try:
         return input(question).strip()
     except EOFError:
         raise ConfigError(
-            "nobody answers",
-            given="the end of the input",
+            "`whale config` asks questions, but standard input has ended",
+            given="the end of standard input",
             expected="an answer, or an empty line, for each question",
             action="call `whale config` on a terminal, or write the file by hand: a line `memory.zero: 2` for each key",
         ) from None
 
 
 def _format_file(answers: dict[str, Any]) -> str:
-    """Returns the file's text: each key that is set below what it means."""
+    """Formats the file's text: each key that is set, below a comment that explains it."""
     from whale.config.keys import KEYS
 
     lines = ["# Keys of Whale, for `whale run --config FILE`; `whale config show --config FILE` lists all of them."]

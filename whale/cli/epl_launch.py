@@ -1,4 +1,4 @@
-"""Implements `epl-launch`: starts a script of the Easy Parallel Library on every rank, as ``whale run`` does."""
+"""Implements `epl-launch` of the Easy Parallel Library: starts a script on every rank, as ``whale run`` does."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from whale.errors import ClusterError, WhaleError
 from whale.launcher.mpirun import Options, parse_hosts
 from whale.launcher.run import run
 
-# What a rank runs in place of the script: a shell script is one that Python cannot.
+# Read by `whale.cli.epl_rank`, which the ranks run in place of the script, as the script may be a shell script.
 _LOGS_VARIABLE, _SCRIPT_VARIABLE = "EPL_LAUNCH_LOGS", "EPL_LAUNCH_SCRIPT"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+    """Returns the argument parser of `epl-launch`, with the options of the original command."""
     found = argparse.ArgumentParser(
         prog="epl-launch", description="Starts a script of the Easy Parallel Library on every rank."
     )
@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit code: that of the script, 2 for a mistake that is explained."""
+    """Runs `epl-launch`; returns the exit code: that of the script, or 2 for a mistake that is explained."""
     given = make_parser().parse_args(arguments)
     try:
         return run(_make_options(given))
@@ -42,20 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_options(given: argparse.Namespace) -> Options:
-    """Translates the arguments to options of ``whale run``; the environment gets what the ranks need to know."""
+    """Translates the arguments to options of ``whale run``, and sets environment variables that the ranks read."""
     if given.num_workers < 1 or given.gpu_per_worker < 1:
         raise ClusterError(
             "there is nothing to start",
             given=f"--num_workers {given.num_workers} --gpu_per_worker {given.gpu_per_worker}",
-            expected="positive numbers",
-            action="correct them",
+            expected="at least one worker with at least one device",
+            action="give positive numbers for both options",
         )
     if given.machine_rank:
         raise ClusterError(
-            "all machines' ranks are started from the first one",
+            "epl-launch starts the ranks of all machines from the first machine",
             given=f"--machine_rank {given.machine_rank}",
             expected="one call, on the first machine of --machine_list",
-            action="call epl-launch there only, without --machine_rank",
+            action="call epl-launch on the first machine only, without --machine_rank",
         )
     os.environ["EPL_DEVICES_PER_WORKER"] = str(given.gpu_per_worker)
     os.environ[_SCRIPT_VARIABLE] = os.path.abspath(given.training_script)

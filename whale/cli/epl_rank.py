@@ -1,4 +1,6 @@
-"""Replaces a rank's process by the script that ``epl-launch`` was given; with --log_dir its output goes to a file."""
+"""Replaces a rank's process by the script given to ``epl-launch``; with --log_dir the output of the script goes to a
+file.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the script."""
+    """Executes the script in place of this process."""
     script = os.environ["EPL_LAUNCH_SCRIPT"]
     folder = os.environ.get("EPL_LAUNCH_LOGS")
     if folder is not None:

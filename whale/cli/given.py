@@ -1,4 +1,4 @@
-"""Checks the arguments of a verb before anything slow is imported: numbers, files to read, files to write."""
+"""Checks the arguments of verbs before anything slow is imported: numbers, files to read, files to write."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _END_S = 5.0
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that answers mistakes with one sentence and where to read on; the exit code is 2.
+    """Parses arguments; a mistake ends the process with exit code 2 and one sentence that says what to do next.
 
     Attributes:
-        others_options: options of other programs for the same work -> what to write here.
+        others_options: {option of another launcher: what to write instead}, for errors.
     """
 
     others_options: Mapping[str, str] = MappingProxyType({})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses arguments; an unknown option ends the process with a message that names the most similar known one.
+        """Parses arguments; an unknown option ends the process with an error that names the most similar known one.
 
-        Each parser refuses unknown options itself, so that the message names the verb (`whale run`) that was called.
+        Each verb's parser refuses unknown options itself, so that the error names the verb (`whale run`).
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -59,19 +59,19 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints what is wrong and ends the process."""
+        """Prints an error and ends the process with exit code 2; argparse calls it."""
         self.exit(2, f"{self.prog}: {message}\n  next: see `{self.prog} --help`\n")
 
 
 def parse_positive(text: str) -> int:
-    """Parses a whole number above 0, for argparse."""
+    """Parses a whole number above 0, as `type=` of an argparse option."""
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
 def parse_seconds(text: str) -> float:
-    """Parses a time in seconds above 0, for argparse."""
+    """Parses a number of seconds above 0, as `type=` of an argparse option."""
     try:
         found = float(text)
     except ValueError:
@@ -82,7 +82,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_amount(text: str) -> float:
-    """Parses a number above 0, for argparse."""
+    """Parses a finite number above 0, as `type=` of an argparse option."""
     try:
         found = float(text)
     except ValueError:
@@ -93,10 +93,10 @@ def parse_amount(text: str) -> float:
 
 
 def require_readable(*paths: object) -> None:
-    """Refuses paths at which there is no file that can be read; None is skipped.
+    """Checks that each path is a readable file; None and "local" (this machine) are skipped.
 
     Raises:
-        PlanError: names the first.
+        PlanError: names the first path that cannot be read, and why.
     """
     for path in paths:
         if path is None or path == "local":  # --cluster local is this machine
@@ -116,10 +116,13 @@ def require_readable(*paths: object) -> None:
 
 
 def require_writable(path: object, option: str = "-o") -> None:
-    """Refuses a path at which no file can be written, before the work whose result goes there.
+    """Checks that a file can be written at a path, before the work whose result goes there; None is skipped.
+
+    Args:
+        option: the option that gave the path, for the error.
 
     Raises:
-        PlanError: says why.
+        PlanError: says why nothing can be written there.
     """
     if path is None:
         return
@@ -137,13 +140,13 @@ def require_writable(path: object, option: str = "-o") -> None:
             "the result cannot be written there",
             given=f"{option} {path}",
             reason=reason,
-            expected="a file in a folder that exists",
-            action=f"correct {option}, or make the folder",
+            expected="a file in a folder that exists and is writable",
+            action=f"correct {option}, or create the folder",
         )
 
 
 def add_settings(verb: argparse.ArgumentParser) -> None:
-    """Adds the options --config and --set to a verb, which `take_settings` reads."""
+    """Adds the options --config and --set to a verb; `take_settings` evaluates them."""
     add_config(verb)
     verb.add_argument(
         "--set",
@@ -156,14 +159,19 @@ def add_settings(verb: argparse.ArgumentParser) -> None:
 
 
 def add_config(verb: argparse.ArgumentParser) -> None:
-    """Adds the option --config to a verb, which `take_settings` reads."""
+    """Adds the option --config to a verb; `take_settings` evaluates it."""
     verb.add_argument(
         "--config", metavar="FILE", help="a file of keys of the configuration (YAML or JSON), as `whale config` writes"
     )
 
 
 def take_settings(config: str | None, settings: Sequence[str]) -> Config:
-    """Puts --config and --set where this process and those that it starts read them, and checks all that is set.
+    """Exports --config and --set as environment variables for this process and its children, and checks the
+    configuration.
+
+    Args:
+        config: path of --config; None: not given.
+        settings: the texts KEY=VALUE of --set.
 
     Raises:
         PlanError: the file cannot be read.
@@ -174,7 +182,7 @@ def take_settings(config: str | None, settings: Sequence[str]) -> Config:
     require_readable(config)
     if config is not None:
         os.environ[FILE_VARIABLE] = os.path.abspath(config)
-    os.environ.pop(SETTINGS_VARIABLE, None)  # of a run within which this command is called
+    os.environ.pop(SETTINGS_VARIABLE, None)  # it may be set if this command is called from a script of `whale run`
     if settings:
         os.environ[SETTINGS_VARIABLE] = json.dumps(read_settings(settings))
     return Config()
@@ -182,9 +190,12 @@ def take_settings(config: str | None, settings: Sequence[str]) -> Config:
 
 @contextmanager
 def hide_startup_lines(verbose: bool = False) -> Iterator[None]:
-    """Leaves TensorFlow's start-up lines out of what this process writes to stderr, native code included.
+    """Filters TensorFlow's start-up lines out of this process's stderr inside the context, also those of native code.
 
-    Another process filters, so that what this one says last is not lost, however it ends.
+    A child process filters, so that the last lines are not lost however this process ends.
+
+    Args:
+        verbose: do not filter.
     """
     if verbose:
         yield
@@ -192,7 +203,7 @@ def hide_startup_lines(verbose: bool = False) -> Iterator[None]:
     sys.stderr.flush()
     kept = os.dup(2)
     command = [sys.executable, "-I", "-S", "-c", _FILTER, STARTUP.decode()]
-    # A session of its own: Ctrl-C is for this process, which then has a last word.
+    # In a session of its own the filter survives Ctrl-C, and passes on what this process prints then.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=kept, start_new_session=True)
     assert process.stdin is not None
     try:
@@ -206,20 +217,23 @@ def hide_startup_lines(verbose: bool = False) -> Iterator[None]:
         try:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            pass  # a process that was started meanwhile still has the pipe
+            pass  # a child process that was started inside still holds the pipe
 
 
 @contextmanager
 def show_progress(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None]]:
-    """Shows a line with the seconds on a terminal while something takes its time; it is gone when that is done.
+    """Shows "what ... N s" on the terminal while the context runs, and removes that line at its end.
 
-    Yields: what ends it before, for who has something to say inside.
+    Nothing is shown if stderr is no terminal.
+
+    Yields:
+        a function that removes the line early, to be called before anything is printed.
     """
     if not sys.stderr.isatty():
         yield lambda: None
         return
     over, start_s = threading.Event(), time.monotonic()
-    terminal = os.dup(2)  # stderr may lead elsewhere inside
+    terminal = os.dup(2)  # stderr may be redirected inside
 
     def tell() -> None:
         text = f"{what} ..."
@@ -246,18 +260,20 @@ def show_progress(what: str, every_s: float = 1.0) -> Iterator[Callable[[], None
 
 @contextmanager
 def refuse_inconsistent(*paths: object) -> Iterator[None]:
-    """Turns an unexpected error inside into a PlanError about the files, whose parts are valid but do not fit together.
+    """Turns an unexpected error inside the context into a PlanError about the given files.
+
+    A file may be valid field by field, yet its parts may contradict each other; then any error may come up later.
 
     Raises:
-        PlanError: something inside goes wrong that no error of Whale's explains.
+        PlanError: an error was raised inside that is none of Whale's.
     """
     try:
         yield
     except (*_CONTRADICTIONS, MemoryError, StopIteration) as error:
         raise PlanError(
-            "what a file says does not fit together",
+            "the parts of a file contradict each other",
             given=", ".join(str(path) for path in paths if path),
             reason=f"{type(error).__name__}: {error}",
             expected="files as Whale's tools write them",
-            action="make the file again; if it is as Whale wrote it, report this",
+            action="create the file again; if it is unchanged since Whale wrote it, please report this error",
         ) from error

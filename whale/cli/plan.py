@@ -1,4 +1,4 @@
-"""Implements `whale plan`: plans a script, or a model from its description or from measured tables."""
+"""Implements `whale plan`: plans a script, or a model given by a description or by measured layers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale plan` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser(
         "plan",
-        help="find how a script or a described model is best spread",
+        help="find the fastest way to distribute a script or a described model",
         description="Captures a script's program and shows the plan for N ranks, without starting them; or plans a "
         "model by its description, or by measured tables, for a cluster.",
     )
@@ -43,26 +43,32 @@ def add_parser(verbs: Any) -> None:
         help="gpt:layers=96,hidden=12288,heads=96,batch=1536, moe:...,experts=64, llama:, mixtral:, or a Hugging Face "
         "configuration (config.json,sequence=8192,batch=512); "
         "dlrm:tables=26,rows=1000000,batch=4096, classifier:classes=1000000,features=512,batch=64, or "
-        "bert:, t5:, vit: and resnet: with the fields of their model files, spread as auto_parallel would",
+        "bert:, t5:, vit: and resnet: with the fields of their model files, divided as auto_parallel would",
     )
-    verb.add_argument("--profile", metavar="FILE", help="measured tables of a model's layers (JSON or YAML)")
+    verb.add_argument("--profile", metavar="FILE", help="measured times of a model's layers (JSON or YAML)")
     verb.add_argument("--offers", metavar="FILE", help="several clusters with prices (YAML), ranked by time and cost")
-    verb.add_argument("--rows", type=parse_amount, metavar="N", help="with --offers: rows to train on, all together")
-    verb.add_argument("--deadline", type=parse_amount, metavar="HOURS", help="the cheapest offer that ends by then")
-    verb.add_argument("--spend", type=parse_amount, metavar="MONEY", help="the offer that ends soonest for as much")
-    verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML), placed on the one cluster")
+    verb.add_argument("--rows", type=parse_amount, metavar="N", help="with --offers: rows that the whole job trains on")
+    verb.add_argument(
+        "--deadline", type=parse_amount, metavar="HOURS", help="with --offers: take the cheapest that ends by then"
+    )
+    verb.add_argument(
+        "--spend", type=parse_amount, metavar="MONEY", help="with --offers: take the fastest that costs no more"
+    )
+    verb.add_argument("--jobs", metavar="FILE", help="several described models (YAML) to place on one cluster")
     verb.add_argument("--batch", type=parse_positive, metavar="ROWS", help="rows of the global batch")
     verb.add_argument(
         "--budget",
         type=parse_seconds,
         metavar="S",
-        help="seconds of a core for the search (default 2.5, 8 for more than 64 devices, or 30 as auto_parallel has)",
+        help="seconds of one core for the search (default 2.5, 8 for more than 64 devices, 30 for bert:, t5:, ...)",
     )
     verb.add_argument(
         "--stack", default="megatron-2022", help="software stack of the cost model's catalogue, or a YAML file of yours"
     )
-    verb.add_argument("--planner", default="whale", choices=("whale", "whale22"), help="whale22: as the paper's")
-    verb.add_argument("--advise", action="store_true", help="also say which nearby models are trained faster")
+    verb.add_argument(
+        "--planner", default="whale", choices=("whale", "whale22"), help="whale22: formulas of the paper (ATC 2022)"
+    )
+    verb.add_argument("--advise", action="store_true", help="also say which similar models train faster")
     verb.add_argument(
         "--model", action="store_true", help="SCRIPT is a model file: a family and its sizes, captured like a script"
     )
@@ -70,20 +76,20 @@ def add_parser(verbs: Any) -> None:
         "-v",
         "--verbose",
         action="store_true",
-        help="say what each pass over a script's step took and changed, and show TensorFlow's start-up lines",
+        help="print how long each pass over a script's step took and what it changed, and TensorFlow's start-up lines",
     )
     verb.add_argument("script", nargs="?", help="the script to plan")
     verb.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
-        help="arguments of the script; right behind the script -np, -o, --cluster, --network, --set, --measured and "
-        "--explain may stand as well (`--` ends them)",
+        help="arguments of the script; -np, -o, --cluster, --network, --set, --measured and --explain may also stand "
+        "directly after the script (`--` ends them)",
     )
     verb.set_defaults(call=run_command, wrong=verb.error)
 
 
 def _add_script_options(verb: argparse.ArgumentParser) -> None:
-    """Adds the options of a script's plan, which stand before the script or right behind it."""
+    """Adds the options that may stand before the script or directly after it."""
     verb.add_argument(
         "-np",
         dest="ranks",
@@ -93,28 +99,31 @@ def _add_script_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("-o", dest="out", metavar="FILE", help="also write the plan as JSON")
     verb.add_argument("--cluster", metavar="FILE", help="cluster file (YAML), or local for this machine")
-    verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
+    verb.add_argument("--network", help="with --cluster local in a job of several hosts: type of their network")
     verb.add_argument(
         "--set",
         dest="fixed",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="for a script, a key of the configuration (memory.zero=2 or zero=2), over what the script says; for a "
-        "described model fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload, chunks, "
-        "context or experts, and compare with the plan that was found; for both 'attention/*.split=2', operations that "
-        "so many ranks divide",
+        help="for a script: a key of the configuration (memory.zero=2 or zero=2), which overrides the script; for a "
+        "described model: fix stages, tensor, data, micro_batch, micro_batches, recompute, zero, offload, chunks, "
+        "context or experts, and compare with the plan without that; for both: 'attention/*.split=2', the number of "
+        "ranks over which operations are sharded",
     )
-    verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, to predict a script's step on it")
+    verb.add_argument("--measured", metavar="FILE", help="predict a script's step with this file of `whale profile`")
     verb.add_argument(
         "--explain",
         metavar="OP",
-        help="say how an operation of the script lies (a name or a pattern), and what else would cost",
+        help="explain the layout of an operation of the script (name or pattern), and what other layouts would cost",
     )
 
 
 def _take_own_options(given: argparse.Namespace) -> argparse.Namespace:
-    """Takes the plan's own options from the beginning of the script's arguments, up to the first other one or `--`."""
+    """Parses options of `whale plan` that stand directly after the script; the rest are the script's arguments.
+
+    Options end at the first word that is no such option, or at `--`.
+    """
     own = Parser(prog="whale plan", add_help=False, allow_abbrev=False)
     _add_script_options(own)
     named = {name for action in own._actions for name in action.option_strings}
@@ -128,10 +137,10 @@ def _take_own_options(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs the verb."""
+    """Runs `whale plan`; returns the exit code."""
     if given.jobs or given.describe or given.profile:
         if given.config:
-            given.wrong("--config is for scripts: what is described has no keys of the configuration")
+            given.wrong("--config is for scripts: a described model has no configuration keys, only --set")
         require_readable(given.jobs, given.offers, given.profile, given.cluster)
         require_writable(given.out)
         with refuse_inconsistent(given.jobs, given.offers, given.profile, given.cluster):
@@ -142,13 +151,13 @@ def run_command(given: argparse.Namespace) -> int:
         given.wrong("there is nothing to plan: a script, --describe or --profile is needed")
     given = _take_own_options(given)
     if given.model and given.arguments:
-        given.wrong(f"a model file takes no arguments; options go in front of it: {' '.join(given.arguments)}")
+        given.wrong(f"a model file takes no arguments; put options before the file: {' '.join(given.arguments)}")
     require_readable(given.script, given.measured, given.cluster)
     require_writable(given.out)
     choices = [one for one in given.fixed if ".split=" in one]
     settings = [one for one in given.fixed if one not in choices]
     if given.model and (settings or given.config):
-        given.wrong("keys of the configuration are for scripts: a model file says itself how it is spread")
+        given.wrong("--set KEY=VALUE and --config are for scripts: a model file has fields for how it is divided")
     _refuse_degrees(given, settings)
     take_settings(given.config, settings)
     with show_progress(f"planning a step of {given.script}") as end, hide_startup_lines(given.verbose):
@@ -171,7 +180,7 @@ def run_command(given: argparse.Namespace) -> int:
 
 
 def _refuse_degrees(given: argparse.Namespace, settings: Sequence[str]) -> None:
-    """Refuses what --set fixes of a described model alone, and says what a script has in its place."""
+    """Refuses choices of --set that exist for described models only, and names what a script has instead."""
     for one in settings:
         name, _, value = one.partition("=")
         if name in ("tensor", "data"):
@@ -187,17 +196,27 @@ def _plan_described(given: argparse.Namespace) -> int:
     from whale.planner.report import planfile, show
 
     if given.describe and given.profile:
-        raise PlanError("a model is either described or measured", given="--describe and --profile")
+        raise PlanError(
+            "a model is either described or measured",
+            given=f"--describe {given.describe} and --profile {given.profile}",
+            action="leave one of the two options out",
+        )
     if (given.describe or "").partition(":")[0] in ask.CAPTURED:
         return _plan_captured(given)
     if given.offers:
         return _compare_offers(given)
     for option in ("rows", "deadline", "spend"):
         if getattr(given, option) is not None:
-            raise PlanError("this is for offers", given=f"--{option}", action="add --offers FILE")
+            raise PlanError(
+                f"--{option} chooses between offers",
+                given=f"--{option} without --offers",
+                action=f"add --offers FILE, or leave --{option} out",
+            )
     if given.fixed and given.planner != "whale":
         raise PlanError(
-            "the published planner decides everything itself", given=f"--set with --planner {given.planner}"
+            "the published planner cannot keep a choice fixed",
+            given=f"--set {given.fixed[0]} with --planner {given.planner}",
+            action="leave out --set, or --planner",
         )
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
@@ -222,20 +241,28 @@ def _plan_described(given: argparse.Namespace) -> int:
 
 
 def _plan_captured(given: argparse.Namespace) -> int:
-    """Plans the step of a described model as a script's step is planned."""
+    """Plans a described model whose step is captured and planned like a script's (bert, resnet, ...); returns the exit
+    code.
+    """
     for option, value in (("--offers", given.offers), ("--set", given.fixed), ("--advise", given.advise)):
         if value:
-            raise PlanError("this is for described transformers", given=f"{option} with {given.describe}")
+            family = given.describe.partition(":")[0]
+            raise PlanError(
+                f"{option} is not available for {family} models",
+                given=f"{option} with --describe {given.describe}",
+                expected=f"{option} with gpt:, moe:, llama:, mixtral: or a config.json",
+                action=f"leave {option} out",
+            )
     if given.cluster is None:
         raise PlanError("a described model needs a cluster", action="add --cluster FILE, or --cluster local")
-    with show_progress("planning each way") as end, hide_startup_lines(given.verbose):
+    with show_progress("planning each strategy") as end, hide_startup_lines(given.verbose):
         from whale.tools.plan_model import main
 
         return main(given.describe, given.batch, given.cluster, given.network, given.out, given.budget, end)
 
 
 def _read_model(given: argparse.Namespace) -> tuple[Transformer | None, LayerProfile | None, int]:
-    """Returns the model of --describe, the layer profile of --profile (None if not given), and the rows of a batch."""
+    """Returns (model of --describe, profile of --profile, global batch in rows); None for what is not given."""
     from whale.planner import ask
     from whale.planner.analytic_search import layer_profiles as tables
 
@@ -244,7 +271,11 @@ def _read_model(given: argparse.Namespace) -> tuple[Transformer | None, LayerPro
     known = [rows for rows in (given.batch, batch, table.batch if table else None) if rows is not None]
     batch = known[0] if known else None
     if batch is None:
-        raise PlanError("the global batch is not known", action="add --batch ROWS")
+        raise PlanError(
+            "the global batch is not known",
+            expected="rows of one step, over all ranks",
+            action="add --batch ROWS, or batch=ROWS to the description",
+        )
     return transformer, table, batch
 
 
@@ -253,7 +284,12 @@ def _compare_offers(given: argparse.Namespace) -> int:
     from whale.planner.report import planfile
 
     if given.cluster or given.advise or given.planner != "whale":
-        raise PlanError("offers bring their clusters", given="--offers with --cluster, --advise or --planner")
+        raise PlanError(
+            "--offers cannot be combined with --cluster, --advise or --planner",
+            given=f"--offers {given.offers} with one of these options",
+            expected="the clusters in the offers file",
+            action="leave --cluster, --advise and --planner out",
+        )
     transformer, table, batch = _read_model(given)
     wanted = offers.Wanted(given.rows, given.deadline, given.spend)
     limits = ask.limits(given.fixed, given.budget or ask.BUDGET_S)
@@ -272,7 +308,11 @@ def _place_jobs(given: argparse.Namespace) -> int:
     from whale.planner import jobs
 
     if given.cluster is None or given.describe or given.profile or given.offers:
-        raise PlanError("jobs bring their models, and need one cluster", action="give --jobs FILE --cluster FILE")
+        raise PlanError(
+            "--jobs needs one cluster, and takes its models from the jobs file",
+            given=f"--jobs {given.jobs} without --cluster, or with --describe, --profile or --offers",
+            action="give only --jobs FILE --cluster FILE",
+        )
     machines = read_named_cluster(given.cluster, given.network, cpu_quota())
     with show_progress("placing jobs"):
         placed = jobs.place(jobs.read_jobs(given.jobs), machines, given.stack)

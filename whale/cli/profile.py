@@ -1,4 +1,4 @@
-"""Implements `whale profile`: measures this machine, or a script's operations on it."""
+"""Implements `whale profile`: measures this machine, or a script's operations on it, for later predictions."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from whale.cli.given import hide_startup_lines, parse_positive, require_readable
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale profile` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser(
         "profile",
         help="measure this machine for predictions",
-        description="Measures operations and exchanges between ranks on this machine (under a minute), or with a "
-        "script what its step consists of, and keeps the figures for `whale plan`. With "
-        "WHALE_COMMUNICATION_BACKEND=nccl, cuda-ipc or pinned, exchanges between GPUs as well.",
+        description="Measures operations and exchanges between ranks on this machine (under a minute), or, with a "
+        "script, the operations of its step, and stores the figures for `whale plan`. With "
+        "WHALE_COMMUNICATION_BACKEND=nccl, cuda-ipc or pinned, exchanges between GPUs are measured as well.",
     )
     verb.add_argument("-np", dest="ranks", type=parse_positive, metavar="N", help="number of ranks (default 2)")
-    verb.add_argument("--hosts", metavar="HOST,HOST", help="a rank on each of these; the first one is this host")
-    verb.add_argument(
-        "--threads", type=parse_positive, metavar="K", help="threads per rank; unless given, the cores / ranks"
-    )
-    verb.add_argument("-o", dest="out", type=Path, metavar="FILE", help="file of the figures; unless given, the user's")
-    verb.add_argument("script", nargs="?", help="a script whose step is measured too; the machine's figures are kept")
+    verb.add_argument("--hosts", metavar="HOST,HOST", help="one rank on each of these hosts; the first is this host")
+    verb.add_argument("--threads", type=parse_positive, metavar="K", help="threads per rank (default: cores / ranks)")
+    verb.add_argument("-o", dest="out", type=Path, metavar="FILE", help="file for the figures (default: the user's)")
+    verb.add_argument("script", nargs="?", help="a script whose step is measured, and added to the machine's figures")
     verb.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     verb.set_defaults(call=run_command)
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs the verb."""
+    """Runs `whale profile`; returns the exit code."""
     from cost_model.cluster import discover
     from cost_model.graph.machine_profile import check_writable, default_path
     from whale.cgroup import cpu_quota, memory_limit_bytes
@@ -59,10 +57,10 @@ def run_command(given: argparse.Namespace) -> int:
 
 
 def _parse_lone_ranks(given: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the hosts of `--hosts`, each of which has one rank.
+    """Returns the host names of `--hosts`; exchanges between hosts are measured with one rank on each.
 
     Raises:
-        ClusterError: one has more ranks, or the first one is another host than this.
+        ClusterError: a host has several ranks, the first one is not this host, or -np or a script is given as well.
     """
     from whale.errors import ClusterError
     from whale.launcher.mpirun import parse_hosts
@@ -72,15 +70,15 @@ def _parse_lone_ranks(given: argparse.Namespace) -> tuple[str, ...]:
     if given.script or given.ranks not in (None, len(hosts)):
         given_too = "a script" if given.script else f"-np {given.ranks}"
         raise ClusterError(
-            "exchanges between hosts are measured with one rank on each, and without a script",
+            "exchanges between hosts are measured with one rank on each host, and without a script",
             given=f"--hosts {given.hosts} and {given_too}",
             action=f"leave {given_too} out",
         )
     if any(host.slots > 1 for host in hosts) or not hosts[0].is_local or len(hosts) < 2:
         raise ClusterError(
-            "exchanges between hosts are measured with one rank on each of several, of which this is the first",
+            "exchanges between hosts are measured with one rank on each of several hosts, this host being the first",
             given=f"--hosts {given.hosts}",
-            expected="such as node1,node2, on node1",
-            action="correct --hosts, or call `whale profile` on the first one",
+            expected="for example node1,node2, called on node1",
+            action="correct --hosts, or call `whale profile` on the first host of the list",
         )
     return names

@@ -11,11 +11,11 @@ from typing import Any
 from whale.cli.given import add_settings, require_readable, require_writable, take_settings
 from whale.errors import PlanError
 
-# What may stand between `python` and a script: options that ranks, too, can have. Letters may be joined, as -Bum is.
+# Options that may stand between `python` and a script, and are passed to the ranks; letters may be joined, as in -Bum.
 _PYTHON_OPTION = re.compile(
     r"-(?P<plain>[bBdOquv]*)((?P<valued>[WX])(?P<value>.*)|(?P<module>m)(?P<name>.*))?", re.DOTALL
 )
-# What to write in the place of options of horovodrun, deepspeed, torchrun, accelerate and mpirun.
+# What to write instead of options of horovodrun, deepspeed, torchrun, accelerate and mpirun.
 _OTHERS = {
     "write -np N, the number of all ranks; with --hosts or --hostfile it may be left out":
     "--num-proc --num_proc --num_gpus --num-gpus --nproc_per_node --nproc-per-node --num_processes --num-processes "
@@ -49,21 +49,20 @@ _OTHERS = {
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale run` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser("run", help="start a script on every rank", description="Starts a script on every rank.")
     verb.add_argument(
-        "-np", dest="ranks", type=int, metavar="N", help="number of ranks; all those of the hosts that are listed"
+        "-np", dest="ranks", type=int, metavar="N", help="number of ranks (default: all slots of the listed hosts)"
     )
-    verb.add_argument("-H", "--hosts", metavar="H:N,...", help="hosts and their ranks; this host unless given")
+    verb.add_argument("-H", "--hosts", metavar="H:N,...", help="hosts with their numbers of ranks (default: this host)")
     verb.add_argument("--hostfile", metavar="FILE", help="the hosts as a file: a name and slots=N on each line")
     verb.add_argument(
         "--hosts-from",
         metavar="FILE",
-        help="the same, read again and again: ranks join, and leave, while an elastic run goes on; a program prints it",
+        help="like --hostfile, but read repeatedly, so that ranks join and leave an elastic run; if FILE is a program, "
+        "its output is read",
     )
-    verb.add_argument(
-        "--threads", type=int, metavar="K", help="threads per rank; unless given, the host's cores / ranks"
-    )
+    verb.add_argument("--threads", type=int, metavar="K", help="threads per rank (default: the host's cores / ranks)")
     verb.add_argument(
         "--max-restarts",
         type=int,
@@ -72,13 +71,13 @@ def add_parser(verbs: Any) -> None:
         help="start again after a fault, at most K times (default 0)",
     )
     verb.add_argument(
-        "--min-ranks", type=int, default=1, metavar="M", help="start again only where M ranks are left (default 1)"
+        "--min-ranks", type=int, default=1, metavar="M", help="start again only if M ranks are left (default 1)"
     )
     verb.add_argument(
         "--trace",
         "--timeline-filename",
         metavar="FILE",
-        help="write where the time of all ranks goes, for ui.perfetto.dev or chrome://tracing",
+        help="write a trace of all ranks, for ui.perfetto.dev, chrome://tracing or `whale why`",
     )
     verb.add_argument(
         "--logdir", metavar="DIR", help="write step times, bytes, waits, memory and plans for TensorBoard"
@@ -86,17 +85,17 @@ def add_parser(verbs: Any) -> None:
     verb.add_argument(
         "--metrics-port",
         metavar="[ADDRESS:]PORT",
-        help="answer Prometheus there while the run goes on; on this host alone unless an address is given",
+        help="serve metrics for Prometheus during the run; on localhost unless an address is given",
     )
     verb.add_argument(
         "-v",
         "--verbose",
         action="store_true",
-        help="show every rank's errors, mpirun's messages, and at the end what was communicated",
+        help="show every rank's errors, mpirun's messages, and at the end a summary of communication",
     )
-    verb.add_argument("--plan", metavar="FILE", help="run the script's step under a plan of `whale plan -o FILE`")
+    verb.add_argument("--plan", metavar="FILE", help="run the script's step under a plan that `whale plan -o` wrote")
     verb.add_argument(
-        "--annotate", metavar="FILE", help="put layers and variables into scopes by name: a JSON file, see wh.annotate"
+        "--annotate", metavar="FILE", help="a JSON file that puts layers and variables into scopes, see wh.annotate"
     )
     verb.add_argument(
         "--mesh", metavar="AXES", help="named axes of the ranks, outermost first: stage=2,data=2,tensor=2"
@@ -110,7 +109,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs the verb."""
+    """Runs `whale run`; returns the exit code of the job."""
     from whale.launcher.job.metrics import parse_address
     from whale.launcher.mpirun import (
         ANNOTATE_VARIABLE,
@@ -167,10 +166,10 @@ def run_command(given: argparse.Namespace) -> int:
 
 
 def _drop_python(given: argparse.Namespace) -> tuple[str, ...]:
-    """Drops `python -u` from `whale run -np 2 python -u train.py`, as mpirun and horovodrun want it.
+    """Removes the interpreter from `whale run -np 2 python -u train.py`, a form that mpirun and horovodrun require.
 
     Returns:
-        the options of Python, which the ranks' interpreters get.
+        the options for Python (here -u), which the ranks' interpreters get.
     """
     name = os.path.basename(given.script)
     if given.as_module or not re.fullmatch(r"python(3(\.\d+)?)?", name) or not given.arguments:
@@ -181,7 +180,7 @@ def _drop_python(given: argparse.Namespace) -> tuple[str, ...]:
         found = _PYTHON_OPTION.fullmatch(option) if option != "-" else None
         if found is None:
             given.wrong(
-                f"`{given.script} {option}` is no way to start ranks: give a script or `-m MODULE`, before it at most "
+                f"`{given.script} {option}` cannot start ranks: give a script or `-m MODULE`, before it only "
                 "Python's options -b -B -d -O -q -u -v -W -X"
             )
             return ()  # argparse has ended the process
@@ -189,25 +188,25 @@ def _drop_python(given: argparse.Namespace) -> tuple[str, ...]:
             options.append(f"-{found['plain']}")
         if found["valued"]:
             if not found["value"] and not rest:
-                given.wrong(f"Python's option -{found['valued']} wants a value")
+                given.wrong(f"Python's option -{found['valued']} needs a value")
             options += [f"-{found['valued']}", found["value"] or rest.pop(0)]
         given.as_module = bool(found["module"])
         if found["name"]:
             rest.insert(0, found["name"])
     if not rest:
-        given.wrong(f"no script stands behind `{given.script}`")
+        given.wrong(f"there is no script after `{given.script}`")
     given.script, *given.arguments = rest
     return tuple(options)
 
 
 def _check_plan(given: argparse.Namespace) -> None:
-    """Refuses a plan of another script, or for another number of ranks, before a rank is started.
+    """Checks, before a rank is started, that --plan is for this script and this number of ranks.
 
-    A script is known again by its file's name or contents, wherever it lies: whether its step is still the plan's is
-    seen when it runs.
+    Scripts are compared by file name or content, wherever they lie. Whether the script's step is still the one that was
+    planned is checked when it runs.
 
     Raises:
-        PlanError: says what the plan is of.
+        PlanError: the plan is for another script or another number of ranks.
     """
     from whale.planner.report import planfile
     from whale.tools.run_as_main import locate
@@ -225,6 +224,6 @@ def _check_plan(given: argparse.Namespace) -> None:
         "the plan is of another script",
         given=f"{given.plan}, of {os.path.relpath(planned)}",
         expected=given.script,
-        action=f"make its plan: `whale plan -np {given.ranks} -o FILE {given.script}`; where both scripts have one "
-        f"step, `whale run --set mesh.plan={given.plan}` runs under it",
+        action=f"plan this script: `whale plan -np {given.ranks} -o FILE {given.script}`; if both scripts have the "
+        f"same step, run with `--set mesh.plan={given.plan}`",
     )

@@ -1,4 +1,6 @@
-"""Implements whale show, explain, diff, check, trace and html: prints, questions, compares or draws a saved plan."""
+"""Implements `whale show`, explain, diff, check, trace and html: prints, explains, compares, checks or draws a saved
+plan.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +19,35 @@ if TYPE_CHECKING:
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verbs to the command's parser."""
+    """Adds `whale show`, explain, diff, check, trace and html to the subparsers ``verbs``."""
     verb = verbs.add_parser("show", help="print a saved plan", description="Prints a plan that `whale plan -o` wrote.")
     verb.add_argument("plan", help="the plan's JSON file")
-    verb.add_argument("-v", dest="verbose", action="store_true", help="a row for each operation, or layer, as well")
+    verb.add_argument("-v", dest="verbose", action="store_true", help="also print a row for each operation or layer")
     verb.add_argument(
         "--analyze",
         action="store_true",
-        help="run the plan's script under it on this host, and put what is measured beside what is predicted",
+        help="run the plan's script under the plan on this host, and compare measured with predicted figures",
     )
     verb.add_argument(
-        "--steps", type=parse_positive, default=20, metavar="N", help="with --analyze: steps that are measured (20)"
+        "--steps", type=parse_positive, default=20, metavar="N", help="with --analyze: steps to measure (default 20)"
     )
     verb.add_argument(
-        "--measured", metavar="FILE", help="with --analyze: what `whale profile` wrote; the user's unless"
+        "--measured", metavar="FILE", help="with --analyze: a file that `whale profile` wrote (default: the user's)"
     )
     verb.set_defaults(call=run_command)
     verb = verbs.add_parser(
         "explain",
-        help="say where an operation or a layer lies and why",
-        description="One operation of a script's plan (a name, a part of it, or a pattern), or one layer of a "
-        "described model's, and what else would cost.",
+        help="explain the layout of an operation, or the place of a layer",
+        description="Explains one operation of a script's plan (a name, a part of it, or a pattern), or one layer of a "
+        "described model's plan, and what the alternatives would cost.",
     )
     verb.add_argument("plan", help="the plan's JSON file")
     verb.add_argument(
         "what",
         metavar="OP",
         help="an operation's name; for a described model a layer's number, from 0, or a question: tensor=4 (why not), "
-        "stage=2, device=t4, batch=512 (what if), a host's name and count, a network's and kind, cluster=FILE (what to "
-        "move when the cluster has changed, and when that pays)",
+        "stage=2, device=t4, batch=512 (what if), HOST=COUNT, NETWORK=KIND, cluster=FILE (what to move when the "
+        "cluster has changed, and when that pays off)",
     )
     verb.add_argument(
         "--budget", type=float, default=8.0, metavar="S", help="seconds for a question's search (default 8)"
@@ -54,20 +56,20 @@ def add_parser(verbs: Any) -> None:
     verb = verbs.add_parser(
         "diff",
         help="compare two plans",
-        description="What differs between two saved plans, of scripts or of described models.",
+        description="Prints the differences between two saved plans, of scripts or of described models.",
     )
     verb.add_argument("plan", help="a plan's JSON file")
-    verb.add_argument("other", help="another plan's")
+    verb.add_argument("other", help="the JSON file of another plan")
     verb.set_defaults(call=_run_diff)
     verb = verbs.add_parser(
         "check",
         help="check a plan against a cluster",
-        description="Checks layers, rows, devices and memory of a plan, independently of the planner; of a script's "
-        "plan, whose program is captured again, every operation's layout, what ranks send each other, and memory. The "
-        "exit code is 1 if something is wrong.",
+        description="Checks layers, rows, devices and memory of a plan, independently of the planner. For a script's "
+        "plan, the program is captured again, and every operation's layout, what ranks send each other, and memory are "
+        "checked. The exit code is 1 if something is wrong.",
     )
     verb.add_argument("plan", help="the plan's JSON file")
-    verb.add_argument("--cluster", metavar="FILE", help="another cluster file than the plan's own")
+    verb.add_argument("--cluster", metavar="FILE", help="cluster file to check against, instead of the plan's own")
     verb.set_defaults(call=_check)
     verb = verbs.add_parser(
         "trace", help="write a plan's timeline", description="Writes the simulated timeline for ui.perfetto.dev."
@@ -79,24 +81,26 @@ def add_parser(verbs: Any) -> None:
     verb = verbs.add_parser(
         "html",
         help="draw plans as a page",
-        description="Writes one self-contained offline page of a plan, or of several, whose steps stand side by side.",
+        description="Writes one self-contained HTML page of a plan, or of several plans side by side.",
     )
     verb.add_argument("plan", nargs="+", help="the plan's JSON file; several are compared")
     verb.add_argument("-o", dest="out", required=True, type=Path, metavar="FILE", help="the page")
     verb.add_argument(
-        "--trace", metavar="FILE", help="what `whale run --trace FILE` wrote: a step as it ran, below the predicted one"
+        "--trace",
+        metavar="FILE",
+        help="a trace that `whale run --trace` wrote: draw a measured step below the predicted",
     )
     _add_devices(verb)
     verb.set_defaults(call=_run_html)
 
 
 def _add_devices(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--measured", metavar="FILE", help="of a program's plan: what `whale profile` wrote")
-    verb.add_argument("--cluster", metavar="FILE", help="of a program's plan: predict on this cluster instead")
+    verb.add_argument("--measured", metavar="FILE", help="for a script's plan: predict with a file of `whale profile`")
+    verb.add_argument("--cluster", metavar="FILE", help="for a script's plan: predict for this cluster instead")
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs `whale show`."""
+    """Runs `whale show`; returns the exit code."""
     from whale.planner.report import planfile
     from whale.planner.report.show import details, show, terminal_width
 
@@ -123,7 +127,7 @@ def _analyze(given: argparse.Namespace, plan: PlanFile) -> int:
             "the plan has no script that could run",
             given=given.plan,
             expected="a plan that `whale plan -o FILE train.py` made",
-            action="plan a script, or see what is predicted with `whale show`",
+            action="plan a script, or leave --analyze out: `whale show` prints the prediction",
         )
     profile = given.measured or str(default_path())
     read(profile)
@@ -174,7 +178,7 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _trace(given: argparse.Namespace) -> int:
-    """Writes a plan's timeline."""
+    """Runs `whale trace`: writes a plan's simulated timeline."""
     plan = _read_drawable(given.plan, given)
     with _import_plan_tools(plan, given.plan) as tools:
         text = tools.trace(plan, given.plan, given.measured, given.cluster)
@@ -183,7 +187,7 @@ def _trace(given: argparse.Namespace) -> int:
 
 
 def _run_html(given: argparse.Namespace) -> int:
-    """Writes the page of plans, with a step as it ran where there is a trace of it."""
+    """Runs `whale html`: writes a page of plans, with a measured step below the predicted one if --trace is given."""
     from whale.planner.report import measured_step
     from whale.planner.report.draw import page
 
@@ -191,9 +195,9 @@ def _run_html(given: argparse.Namespace) -> int:
     plans = [_read_drawable(path, given) for path in given.plan]
     if given.trace and len(plans) > 1:
         raise PlanError(
-            "a trace is of one run, and the page of several plans",
+            "a trace is of one run, but several plans were given",
             given=f"--trace {given.trace} and {len(plans)} plans",
-            expected="the plan that the run had",
+            expected="one plan: the one that the run used",
             action=f"whale html {given.plan[0]} --trace {given.trace} -o {given.out}",
         )
     events = measured_step.read(Path(given.trace)) if given.trace else []
@@ -211,7 +215,7 @@ def _run_html(given: argparse.Namespace) -> int:
 
 
 def _read_drawable(path: str, given: argparse.Namespace) -> PlanFile:
-    """Reads a plan, and reports first what cannot be read or written."""
+    """Reads a plan, and checks that all files to read or write are usable before the slow work begins."""
     from cost_model.graph.machine_profile import default_path, read
     from whale.planner.report import planfile
 
@@ -220,13 +224,16 @@ def _read_drawable(path: str, given: argparse.Namespace) -> PlanFile:
     require_writable(given.out)
     measured = given.measured or (None if plan.cluster else default_path())
     if plan.program is not None and given.cluster is None and measured and (given.measured or Path(measured).exists()):
-        read(measured)  # what cannot be read is told before the script runs
+        read(measured)  # raises an error before the slow capture begins
     return plan
 
 
 @contextmanager
 def _import_plan_tools(plan: PlanFile, *paths: object) -> Iterator[Any]:
-    """Yields what checks and draws a plan: of a program it captures a step again, which needs TensorFlow."""
+    """Yields the module that checks and draws a plan: `of_model`, or for a script's plan `program_report`.
+
+    The latter captures the step again, which needs TensorFlow.
+    """
     if plan.program is None:
         with refuse_inconsistent(*paths):
             yield import_module("whale.planner.report.of_model")

@@ -1,6 +1,7 @@
-"""Implements `whale simulate`: predicts a job's step time and memory on a cluster, or a model's on a measured machine.
+"""Implements `whale simulate`: predicts step time and memory of a job on a cluster, or of a model on a measured
+machine.
 
-On a cluster it needs no TensorFlow and no devices.
+The prediction for a cluster needs no TensorFlow and no devices. `--fit` fits a software stack to measured steps.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from whale.cli.given import hide_startup_lines, parse_positive, refuse_inconsist
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale simulate` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser(
         "simulate",
         help="predict a job's step time and memory",
         description="Predicts step time and memory of a transformer, given by its hyper-parameters, on a cluster; or "
-        "of a model of any family, spread over ranks of the machine that `whale profile` measured.",
+        "of a model of any family, divided over ranks on the machine that `whale profile` measured.",
     )
     verb.add_argument("job", nargs="?", help="YAML file with model, plan and software; with --measured a model file")
     verb.add_argument("--cluster", help="cluster file (YAML), or local for this machine")
-    verb.add_argument("--measured", metavar="FILE", help="what `whale profile` wrote, instead of a cluster")
+    verb.add_argument("--measured", metavar="FILE", help="a file that `whale profile` wrote, instead of a cluster")
     verb.add_argument(
         "-np", dest="ranks", type=parse_positive, default=2, metavar="N", help="with --measured: ranks (default 2)"
     )
-    verb.add_argument("--network", help="with --cluster local in a job of several hosts: what connects them")
+    verb.add_argument("--network", help="with --cluster local in a job of several hosts: type of their network")
     verb.add_argument("--profile", help="measured times of the model's layers (YAML), instead of formulas")
     verb.add_argument("--stack", help="software stack (a name, or a YAML file of yours), instead of the job's")
     verb.add_argument(
@@ -41,15 +42,15 @@ def add_parser(verbs: Any) -> None:
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs the verb. Returns 1 when the job does not fit into the devices' memory."""
+    """Runs `whale simulate`; returns 1 if the job does not fit into the devices' memory, else 0."""
     if given.fit:
         return _fit(given)
     if given.out:
-        given.wrong("--out is for --fit")
+        given.wrong("--out is for --fit: it names the stack file that --fit writes")
     if given.job is None:
         given.wrong("a job file is needed, or --fit with measured rows")
     if (given.cluster is None) == (given.measured is None):
-        given.wrong("either --cluster or --measured says on what the job runs")
+        given.wrong("give either --cluster or --measured: the machine that the job runs on")
     if given.measured:
         if given.profile or given.trace or given.network or given.stack:
             given.wrong("--profile, --trace, --network and --stack are for jobs on a cluster")
@@ -78,11 +79,11 @@ def run_command(given: argparse.Namespace) -> int:
 
 
 def _fit(given: argparse.Namespace) -> int:
-    """Fits a stack to a file of measured steps; prints how well."""
+    """Fits a software stack to a file of measured steps, writes it, and prints how well it fits."""
     if given.job or given.measured or given.profile or given.trace or given.network:
         given.wrong("--fit is for measured rows, without a job file, --measured, --profile, --trace or --network")
     if given.out is None:
-        given.wrong("--out says where the fitted stack is written")
+        given.wrong("--fit needs --out STACK.yaml, the file for the fitted stack")
     require_readable(given.fit, given.cluster)
     require_writable(given.out, "--out")
     from cost_model.fit_stack import fit_file

@@ -1,4 +1,4 @@
-"""Implements `whale why`: says what a traced run spent its time on, and what to do about it."""
+"""Implements `whale why`: reports what a traced run spent its time on, with advice."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from whale.cli.given import refuse_inconsistent, require_readable
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb to the command's parser."""
+    """Adds `whale why` and its options to the subparsers ``verbs``."""
     verb = verbs.add_parser(
         "why",
         help="say why a run is slow, from its trace",
-        description="Says where the time of a run went, by what `whale run --trace FILE` wrote: the three things that "
-        "cost most, and what to do about each.",
+        description="Reads a trace that `whale run --trace FILE` wrote, and reports where the time of the run went: "
+        "the three largest costs, and what to do about each.",
     )
-    verb.add_argument("run", metavar="RUN", help="the trace")
+    verb.add_argument("run", metavar="TRACE", help="the trace file")
     verb.set_defaults(call=run_command)
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Runs the verb."""
+    """Runs `whale why`; returns the exit code."""
     from whale.planner.report.bottlenecks import format_costs
     from whale.planner.report.measured_step import read
     from whale.planner.report.show import terminal_width

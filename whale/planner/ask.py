@@ -1,4 +1,4 @@
-"""Plans from a user's text (`gpt:layers=96,hidden=12288,...`), a profile, and a cluster."""
+"""Plans for what a user typed: a described model (`gpt:layers=96,hidden=12288,...`) or a profile, on a cluster."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from whale.planner.hugging_face import read_config
 from whale.planner.report.planfile import PlanFile, from_search
 
 SHORT = {"seq": "sequence", "vocab": "vocabulary", "ffn": "feed_forward", "batch": "batch"}
-# The operations of a described layer: they are divided alike, and so are all layers.
+# The operations of a described layer; all of them, in all layers, have one tensor-parallel degree.
 OPERATIONS = ("embedding", "attention/qkv", "attention/core", "attention/out", "mlp/up", "mlp/down", "head")
 WORDS = {"recompute": ("none", "selective", "full"), "offload": ("none", "optimizer", "parameters")}
 _STRATEGY = frozenset(f.name for f in msgspec.structs.fields(Degrees)) - {"experts", "batch"}
-HEAD_WIDTHS = (128, 64)  # that published models have
-LAYER_STEPS = (2, 4, 8)  # numbers of layers that stages divide are multiples of these
+HEAD_WIDTHS = (128, 64)  # widths of attention heads in published models, which `advise` tries
+LAYER_STEPS = (2, 4, 8)  # `advise` tries numbers of layers that are multiples of these, so that stages divide them
 DEFAULTS = {"sequence": 2048, "vocabulary": 51200}
 # Families of described transformers, and what their models have in common.
 _GATED = {"gated": 1, "untied": 1, "rotary": 1}
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, int]] = {"gpt": {}, "moe": {}, "llama": _GATED, "m
 WITH_EXPERTS = ("moe", "mixtral")
 
 
-# Families whose step is captured and planned as a script's: their layers are unlike.
+# Families whose step is captured and planned like a script's, since their layers differ.
 CAPTURED = ("bert", "t5", "vit", "resnet", "dlrm", "classifier")
 MOST = {"layers": MOST_LAYERS}
 MOST_OTHERWISE = 10**12
@@ -47,14 +47,19 @@ BUDGET_S, MANY_DEVICES, MANY_BUDGET_S = 2.5, 64, 8.0  # of a search, and of one 
 
 
 def describe(text: str) -> tuple[Transformer, int | None]:
-    """Parses the description of a transformer.
+    """Parses the description of a decoder-only transformer, `FAMILY:name=number,...`.
 
-    `gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]`, and
-    `moe:...,experts=64[,top=2]`, each layer's feed-forward networks; `state_bytes=4` for an optimizer without moments.
-    `llama` and `mixtral` are `gpt` and `moe` with gates, rotations and a head of its own. A Hugging Face configuration
-    says most of it: `config.json[,sequence=8192,batch=512]`.
+    `gpt:layers=96,hidden=12288,heads=96[,sequence=2048,vocabulary=51200,feed_forward=...,batch=1536]` is the basic
+    form; `moe:...,experts=64[,top=2]` has that many experts in each layer's feed-forward network. `state_bytes=4`
+    stands for an optimizer without moments. `llama` and `mixtral` are `gpt` and `moe` with gated networks, rotary
+    positions and an untied output layer. A Hugging Face configuration gives most of the fields:
+    `config.json[,sequence=8192,batch=512]`.
 
-    Returns: the transformer, and the batch where the text names one.
+    Returns:
+        (the transformer, the global batch in rows; None: the text has no `batch=`).
+
+    Raises:
+        PlanError: an unknown family or field, or a value that is no number or too large.
     """
     values: dict[str, int] = dict(DEFAULTS)
     path, _, rest = text.partition(",")
@@ -69,10 +74,10 @@ def describe(text: str) -> tuple[Transformer, int | None]:
         others = ["moe:...,experts=64", *(f"{name}:..." for name in ("llama", "mixtral", *CAPTURED)), "config.json"]
         near = find_similar(family, (*FAMILIES, *CAPTURED))
         raise PlanError(
-            "there is no such kind of model",
+            "the description names an unknown kind of model",
             given=text,
             expected=", ".join([example, *others]),
-            action=f"write {near}:{rest}, if that is meant" if near else None,
+            action=f"write {near}:{rest}, if that is meant" if near else "describe the model in one of these forms",
         )
     values |= FAMILIES[family]
     for part in filter(None, rest.split(",")):
@@ -96,17 +101,30 @@ def describe(text: str) -> tuple[Transformer, int | None]:
                 action=f"write {near}={number.strip()}, if that is meant" if near else None,
             )
         if not number.strip().isdigit():
-            raise PlanError("a description cannot be read", given=part, expected=f"{name}=<a whole number>")
+            raise PlanError(
+                "a field of the model's description is no number",
+                given=part,
+                expected=f"{name}=<a whole number>",
+                action="write digits only, without commas or units",
+            )
         if len(number.strip()) > MOST_DIGITS or not int(number) <= MOST.get(name, MOST_OTHERWISE):
             most = MOST.get(name, MOST_OTHERWISE)
             raise PlanError(
-                "a model of that size cannot be planned", given=part, expected=f"{name} of at most {most:,}"
+                "a model of that size cannot be planned",
+                given=part,
+                expected=f"{name} of at most {most:,}",
+                action=f"give a smaller {name}",
             )
         values[name] = int(number)
     batch = values.pop("batch", None)
     needed = ("layers", "hidden", "heads") + (("experts",) if family in WITH_EXPERTS else ())
     if missing := [n for n in needed if n not in values]:
-        raise PlanError("a model's description is incomplete", given=text, expected=", ".join(missing))
+        raise PlanError(
+            "a model's description is incomplete",
+            given=text,
+            expected=", ".join(f"{n}=<a whole number>" for n in missing),
+            action=f"add {' and '.join(missing)} to the description",
+        )
     return Transformer(**values), batch
 
 
@@ -119,45 +137,75 @@ def plan(
     limits: Constraints | None = None,
     planner: str = "whale",
 ) -> PlanFile:
-    """Finds the best plan for a model by description or by measured tables, under a stack of the package or of a file.
+    """Finds the best plan for a described or a measured model on a cluster.
+
+    Args:
+        batch: global batch in rows.
+        transformer: the model by its hyper-parameters, or None.
+        table: the model by measured layers, if `transformer` is None.
+        software: name of a training stack of the package, or a path to a file that describes one.
+        limits: the user's constraints and the budget; None: all free.
+        planner: "whale", or "whale22" for the published formulas.
 
     Raises:
-        PlanError: no strategy fits (the message proposes changes), or a description cannot be followed.
+        PlanError: no strategy fits (the error proposes changes), or the constraints exclude each other.
     """
     machines = Machines(cluster)
     if is_file(software):
-        software = os.path.abspath(software)  # the plan names it, whatever folder it is read in
+        software = os.path.abspath(software)  # the plan file refers to it and may be read from another folder
     model: Model
     if transformer is not None:
         model = TransformerModel(transformer, stack(software), machines)
     elif table is not None:
         model = TableModel(table, stack(software), machines)
     else:
-        raise PlanError("there is nothing to plan", expected="a description or a profile")
+        raise PlanError(
+            "there is nothing to plan",
+            expected="a described model or a profile of measured layers",
+            action="give --describe gpt:layers=... or --profile FILE",
+        )
     if limits is not None and (reason := _infeasible(model, machines, batch, limits)):
         raise PlanError(
-            "the fixed choices cannot be combined", reason=f"infeasible: {reason}", action="fix something else, or less"
+            "the fixed choices cannot be combined",
+            reason=f"infeasible: {reason}",
+            action="fix other values (`--set`), or fewer choices",
         )
     if planner == "whale22":
         found = plan22(model, machines, batch)
     elif planner == "whale":
         found = search(model, machines, batch, limits)
     else:
-        raise PlanError("there is no such planner", given=planner, expected="whale or whale22")
+        raise PlanError(
+            "there is no planner of that name",
+            given=planner,
+            expected="whale or whale22",
+            action="leave --planner out for the default, whale",
+        )
     return from_search(found, found.cluster, software, batch, transformer, table, planner)
 
 
 def find_budget_s(cluster: Cluster) -> float:
-    """Returns the seconds of work that a search for a cluster has unless told otherwise."""
+    """Returns the default budget of a search, in seconds of work: larger for a cluster with many devices."""
     return MANY_BUDGET_S if cluster.device_count > MANY_DEVICES else BUDGET_S
 
 
 def limits(fixed: list[str], budget_s: float = BUDGET_S) -> Constraints:
-    """Parses choices fixed by `--set name=value`; `attention/*.split=8` is the tensor-parallel degree, equal for all
-    layers.
+    """Parses constraints given as `--set name=value`.
+
+    `PATTERN.split=8`, such as `attention/*.split=8`, fixes the tensor-parallel degree; all layers of a described model
+    share one degree, whichever operation the pattern names.
+
+    Args:
+        fixed: the texts `name=value`.
+        budget_s: seconds of work for the search.
+
+    Raises:
+        PlanError: an unknown name, an impossible value, or a name given twice.
     """
     if budget_s <= 0:
-        raise PlanError("the search needs time", given=f"a budget of {budget_s:g} s", action="give some seconds")
+        raise PlanError(
+            "the search needs time", given=f"a budget of {budget_s:g} s", action="give a budget of more than 0 seconds"
+        )
     values: dict[str, int | str] = {}
     first: dict[str, str] = {}
     for one in fixed:
@@ -165,14 +213,19 @@ def limits(fixed: list[str], budget_s: float = BUDGET_S) -> Constraints:
         if name.endswith(".split"):
             pattern, name = name.removesuffix(".split"), "tensor"
             if not any(fnmatchcase(op, pattern) or fnmatchcase(op, f"*/{pattern}") for op in OPERATIONS):
-                raise PlanError("no operation has that name", given=one, expected=", ".join(OPERATIONS))
+                raise PlanError(
+                    "no operation has that name",
+                    given=one,
+                    expected=f"a name or pattern of {', '.join(OPERATIONS)}",
+                    action="write for example 'attention/*.split=2', which is the same as tensor=2",
+                )
         if name not in FIXED:
             near = find_similar(name, FIXED)
             raise PlanError(
                 "this choice cannot be fixed",
                 given=one,
                 expected=", ".join([*(f"{n}=..." for n in sorted(FIXED)), "OPERATION.split=..."]),
-                action=f"write {near}={value}, if that is meant" if near else None,
+                action=f"write {near}={value}, if that is meant" if near else "fix one of these choices",
             )
         number = int(value) if value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS else None
         least, most = LEVELS if name == "zero" else (1, MOST_OTHERWISE)
@@ -187,7 +240,9 @@ def limits(fixed: list[str], budget_s: float = BUDGET_S) -> Constraints:
 
 
 def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraints) -> str:
-    """Explains why the user's constraints are infeasible whatever else is chosen; empty: they are feasible."""
+    """Explains why no strategy can satisfy the user's constraints, before any search; empty: none was found to
+    conflict.
+    """
     tensor = limits.tensor or 1
     t = model.transformer if isinstance(model, TransformerModel) else None
     for name, count in (("heads", t.heads), ("columns of a layer's output", t.hidden)) if t is not None else ():
@@ -195,19 +250,20 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
             return f"{count} {name} are not divisible by {tensor}"
     most = max(pool.per_host for pool in machines.pools)
     if tensor > most:
-        return f"{tensor} ranks divide tensors, and a host has at most {most} devices of a kind"
+        return f"tensor-parallel degree {tensor} needs as many devices of a kind on one host, which has at most {most}"
     degrees = sorted({d for pool in machines.pools for d in model.tensor_degrees(pool.number)})
     if limits.tensor is not None and tensor not in degrees:
-        return f"{tensor} ranks divide tensors; known are {', '.join(map(str, degrees))}"
+        return f"tensor-parallel degree {tensor} is not one of the model's: {', '.join(map(str, degrees))}"
     if limits.context not in (None, 1) and (not model.sequence or model.sequence % limits.context):
-        return f"{limits.context} ranks do not divide the {model.sequence or 'unknown number of'} tokens of a row"
+        tokens = model.sequence or "an unknown number of"
+        return f"rows of {tokens} tokens are not divisible by {limits.context} context-parallel ranks"
     if limits.experts is not None and (not model.experts or model.experts % limits.experts):
-        return f"{limits.experts} ranks do not divide {model.experts or 'no'} experts of a layer"
+        return f"{model.experts or 'no'} experts of a layer are not divisible by {limits.experts} expert-parallel ranks"
     stages, replicas = limits.stages or (2 if limits.chunks not in (None, 1) else 1), limits.data or 1
     if limits.stages is not None and stages > model.count:
         return f"{model.count} layers are not enough for {stages} stages"
     if limits.recompute not in (None, *(known := [kind for kind, _ in model.recomputes()])):
-        return f"{model.stack.name} does not recompute {limits.recompute}; known are {', '.join(known)}"
+        return f"{model.stack.name} has no {limits.recompute} recompute, but {', '.join(known)}"
     for name, parts in (("micro-batches", limits.micro_batches), ("rows of a micro-batch", limits.micro_batch)):
         if parts is not None and batch % parts:
             return f"a batch of {batch} is not divisible by {parts} {name}"
@@ -223,9 +279,9 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
         return f"{each} rows of a micro-batch are not enough for {replicas} replicas"
     if batch % (replicas * (limits.micro_batch or 1)) and limits.micro_batch is not None:
         return f"a batch of {batch} is not divisible by {replicas} replicas of {limits.micro_batch} rows"
-    same = limits.context or 1  # ranks of a stage with the same parameters, for each replica
+    same = limits.context or 1  # ranks that divide the tokens of a replica's rows; each counts as a replica below
     if limits.experts is not None and limits.data is not None and replicas * same % limits.experts:
-        return f"{limits.experts} ranks that divide experts do not divide {replicas * same} replicas"
+        return f"{replicas * same} replicas are not divisible by {limits.experts} expert-parallel ranks"
     replicas *= same
     if limits.data is None:
         replicas = max(replicas, limits.experts or 1)
@@ -238,7 +294,7 @@ def _infeasible(model: Model, machines: Machines, batch: int, limits: Constraint
 
 
 def _not_interleaved(layers: int, limits: Constraints) -> str:
-    """Explains why no number of stages can be interleaved as was fixed; empty: one can."""
+    """Explains why no number of stages can have the fixed number of chunks; empty: the chunks are possible."""
     chunks, stages = limits.chunks or 1, limits.stages or 2
     if chunks > 1 and limits.stages == 1:
         return f"one stage is not interleaved in {chunks} chunks"
@@ -250,7 +306,12 @@ def _not_interleaved(layers: int, limits: Constraints) -> str:
 def advise(
     cluster: Cluster, batch: int, transformer: Transformer, software: str = "megatron-2022", budget_s: float = 1.0
 ) -> list[str]:
-    """Compares similar models by training speed per parameter; returns one line each, best first."""
+    """Compares similar models (vocabulary, heads, layers, batch) by how fast they train; `whale plan --advise` prints
+    it.
+
+    Returns:
+        one line per changed model with its gain in parameters x rows per second, largest gain first.
+    """
     t = transformer
     changes: list[tuple[str, int]] = []
     padded = padded_vocabulary(t.vocabulary)

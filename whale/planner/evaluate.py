@@ -1,8 +1,8 @@
-"""Evaluates strategies of described models and of captured programs through one interface.
+"""Predicts a step under a strategy through one interface, for described models and for captured programs.
 
-Evaluator          evaluate(strategy) -> Prediction
-ModelEvaluator     of a described or measured model: by formulas and a simulated schedule
-ProgramEvaluator   of a captured program: plans and partitions it, and simulates the ranks' programs
+Evaluator          the interface: evaluate(strategy) -> Prediction
+ModelEvaluator     for a described or measured model: formulas, and a simulated pipeline schedule
+ProgramEvaluator   for a captured program: plans and partitions it, and simulates the ranks' programs
 
 Decision: 0146.
 """
@@ -28,13 +28,13 @@ from whale.planner.graph_search.predict import apply, recompute_of
 
 
 class Evaluator(Protocol):
-    """Predicts a step under a strategy."""
+    """Predicts a step of one model on one cluster, under any strategy."""
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
-        """Predicts a step.
+        """Predicts step time and memory.
 
         Raises:
-          WhaleError: the strategy cannot run.
+            WhaleError: the strategy cannot run.
         """
 
 
@@ -46,7 +46,9 @@ class ModelEvaluator:
     machines: Machines
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
-        """Predicts a step; PlanError where its schedule is none for such a model."""
+        """Predicts step time and memory; raises PlanError if the strategy's schedule is not supported for such
+        models.
+        """
         return prediction_of(evaluate(self.model, self.machines, strategy), strategy, self.machines, self.model.stack)
 
 
@@ -55,7 +57,8 @@ class ProgramEvaluator:
     """Evaluates strategies of a captured program.
 
     Attributes:
-        captured: with its gradients marked, which recomputation needs.
+        captured: the program as captured, with its gradients marked, which recomputation needs.
+        settings: settings of the compilation; a strategy's recompute and offload override them.
         on: a machine that `whale profile` measured, or a cluster.
     """
 
@@ -64,7 +67,7 @@ class ProgramEvaluator:
     on: MachineProfile | Cluster
 
     def apply(self, strategy: ParallelStrategy) -> tuple[Program, PlanSettings]:
-        """Applies a strategy: returns the program to plan, and the settings for that."""
+        """Applies a strategy; returns the normalised program to plan, and the settings to plan it with."""
         settings = self.settings
         if how := recompute_of(strategy):
             settings = settings.but(memory__recompute=how)
@@ -76,11 +79,11 @@ class ProgramEvaluator:
         """Plans the program under a strategy.
 
         Raises:
-          PlanError: the program cannot be distributed that way.
+            PlanError: the program cannot be distributed that way.
         """
         program, settings = self.apply(strategy)
         return Planned(program, make_any_plan(program, settings), settings)
 
     def evaluate(self, strategy: ParallelStrategy) -> Prediction:
-        """Predicts a step; raises PlanError if the program cannot be distributed that way."""
+        """Predicts step time and memory; raises PlanError if the program cannot be distributed that way."""
         return predict_on(self.plan(strategy), self.on)

@@ -1,7 +1,7 @@
 """Reads the hyper-parameters of a decoder-only transformer from a Hugging Face `config.json`.
 
-Keys are those of github.com/huggingface/transformers, models/*/configuration_*.py, whose families call a few fields
-differently.
+The keys are those of github.com/huggingface/transformers, models/*/configuration_*.py. Model families name a few fields
+differently, so that `KEYS` lists several keys for a field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from cost_model.cluster.yaml_files import read_text
 from whale.errors import PlanError
 
-# A field of `Transformer`, and the keys that say it, of which the first that is there counts.
+# Field of `Transformer` -> keys that may hold its value; the first one found in the file counts.
 KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -35,28 +35,40 @@ KEYS = {
     "window": ("sliding_window",),
 }
 CONTEXT = ("max_position_embeddings", "n_positions")  # the longest sequence that a model takes
-DROPPED = ("resid_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout")
-GATES = ("silu", "swish", "swiglu", "geglu", "gelu_pytorch_tanh")  # activations of networks with a gate, where ...
-UNGATED = ("gpt", "opt", "bloom", "falcon", "phi", "starcoder", "mpt", "bert", "codegen")  # the family has none
+DROPPED = ("resid_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout")  # dropout probabilities
+GATES = ("silu", "swish", "swiglu", "geglu", "gelu_pytorch_tanh")  # activations of gated networks, except in ...
+UNGATED = ("gpt", "opt", "bloom", "falcon", "phi", "starcoder", "mpt", "bert", "codegen")  # ... these families
 ENCODERS = ("t5", "bart", "bert", "vit", "clip", "whisper")
 
 
 def read_config(path: str | Path) -> dict[str, int]:
-    """Returns the fields of `Transformer` that a model's `config.json` says, by name.
+    """Returns the fields of `Transformer` that a model's `config.json` gives, by name.
 
-    The sequence is not among them, but where the model takes no longer one than that: how long rows are, training says.
+    The sequence length is among them only if the model takes no sequence longer than 2047 tokens; otherwise the user
+    has to say how long rows are in training.
 
     Raises:
-        ClusterError: the file cannot be read; PlanError: it is no configuration of a decoder-only transformer.
+        ClusterError: the file cannot be read.
+        PlanError: the file is no configuration of a decoder-only transformer.
     """
     try:
         given = json.loads(read_text(path, "model's configuration"))
     except ValueError as error:
-        raise PlanError("the model's configuration is no JSON", given=f"{path}: {error}") from error
+        raise PlanError(
+            "the model's configuration is not valid JSON",
+            given=f"{path}: {error}",
+            expected="a config.json of Hugging Face transformers",
+            action="correct the file, or download it again",
+        ) from error
     if isinstance(given, dict) and isinstance(given.get("text_config"), dict):  # of a model that also takes images
         given = {**given, **given["text_config"]}
     if not isinstance(given, dict):
-        raise PlanError("the model's configuration is no mapping", given=str(path), expected="a config.json")
+        raise PlanError(
+            "the model's configuration is no JSON object",
+            given=str(path),
+            expected='a config.json of Hugging Face transformers: {"hidden_size": ..., ...}',
+            action="give the model's config.json",
+        )
     family = str(given.get("model_type", "")).lower()
     if given.get("is_encoder_decoder") or family.startswith(ENCODERS):
         raise PlanError(
@@ -68,7 +80,12 @@ def read_config(path: str | Path) -> dict[str, int]:
     if missing := [
         f"{name} ({' or '.join(KEYS[name])})" for name in ("layers", "hidden", "heads") if name not in found
     ]:
-        raise PlanError("the model's configuration is incomplete", given=str(path), expected=", ".join(missing))
+        raise PlanError(
+            "the model's configuration is incomplete",
+            given=str(path),
+            expected=", ".join(missing),
+            action="add the keys to the file, or describe the model as gpt:layers=...,hidden=...,heads=...",
+        )
     _settle(found, given, family)
     return found
 
@@ -80,14 +97,23 @@ def _find(given: Mapping[str, object], keys: tuple[str, ...], path: str | Path) 
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise PlanError(
-                "a model's configuration has a size that is none", given=f"{path}: {key} {value!r}", expected="a number"
+                "a size in the model's configuration is no whole number",
+                given=f"{path}: {key} {value!r}",
+                expected="a whole number, 0 or more",
+                action=f"correct {key} in the file",
             )
         return value
     return None
 
 
 def _settle(found: dict[str, int], given: Mapping[str, object], family: str) -> None:
-    """Turns what families say in their own ways into what fields mean."""
+    """Corrects `found` in place for families that use a key in another meaning, and adds flags such as `gated`.
+
+    Args:
+        found: fields of `Transformer` found so far.
+        given: the content of the configuration file.
+        family: its `model_type`, in lower case.
+    """
     if found.get("kv_heads") == found["heads"] or "latent" in found:
         found.pop("kv_heads", None)
     if found.get("head_width", 0) * found["heads"] == found["hidden"] and "latent" not in found:
@@ -110,7 +136,7 @@ def _settle(found: dict[str, int], given: Mapping[str, object], family: str) -> 
         for name in ("experts", "top", "shared_experts", "dense_layers"):
             found.pop(name, None)
     if "experts" not in found or not 1 < found.get("expert_groups", 1) > found.get("top_groups", 0) > 0:
-        for name in ("expert_groups", "top_groups"):  # a token's experts are in any
+        for name in ("expert_groups", "top_groups"):  # a token may choose experts of all groups
             found.pop(name, None)
     act = str(given.get("hidden_act") or given.get("hidden_activation") or given.get("activation_function") or "")
     gated = act in GATES and not (act == "gelu_pytorch_tanh" and not family.startswith("gemma"))

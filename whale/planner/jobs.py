@@ -1,13 +1,13 @@
-"""Places several jobs on the hosts of one cluster so that the last one ends early.
+"""Places several training jobs on the hosts of one cluster so that the last one ends as early as possible.
 
 jobs:
   - {name: small, describe: "gpt:layers=24,hidden=2048,heads=16,batch=512", rows: 1000000}
   - {name: large, describe: "gpt:layers=48,hidden=8192,heads=64,batch=1024", rows: 200000}
 
-Jobs run side by side, each on hosts of its own, or in turn on the same ones, or both: some hosts may take one job after
-the other while others do something else. A schedule of jobs on hosts is one job; or two schedules one after the other
-on these hosts; or two at once, each on a part of them. Of all such schedules the shortest is found (`Placing`); jobs
-and hosts go in bundles where there are too many for that.
+Jobs run side by side on different hosts, one after the other on the same hosts, or both. A schedule is built
+recursively: it is one job; or two schedules one after the other on the same hosts; or two schedules at the same time,
+each on a part of the hosts. `Placing` finds the shortest of all such schedules. Where there are too many jobs or hosts
+for that, jobs and hosts are bundled.
 
 Decision: 0159.
 """
@@ -33,16 +33,16 @@ from whale.planner.analytic_search.estimate import peak_rates
 from whale.planner.offers import SECONDS_PER_HOUR, decode
 from whale.planner.report.planfile import PlanFile
 
-MOST_BUNDLES = 6  # of jobs that are placed
-MOST_STATES = 40  # numbers of hosts of each kind that are told apart
-ROUNDING = 1e-9  # part of the hours by which a schedule must be shorter
+MOST_BUNDLES = 6  # most jobs that are placed one by one; of more jobs, the shortest are bundled
+MOST_STATES = 40  # most different parts of the hosts that are tried
+ROUNDING = 1e-9  # a schedule has to be shorter by this part to count as shorter
 
-Hosts = tuple[int, ...]  # of each kind of the cluster
+Hosts = tuple[int, ...]  # number of hosts of each kind, in the order of the cluster file
 Hours = Callable[[int, Hosts], float]  # (job, hosts) -> its hours there; infinite: it does not fit
 
 
 class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """A model by its description, with its batch, and the number of rows to train on."""
+    """Represents one entry of a jobs file: a described model with its batch, and how many rows to train on in all."""
 
     name: str
     describe: str
@@ -55,7 +55,9 @@ class _Jobs(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Run:
-    """One job of a schedule: its number, hosts, and hours from the beginning of all."""
+    """Represents one job in a schedule: the job's number, its hosts, and its start and end in hours after the
+    schedule's start.
+    """
 
     job: int
     hosts: Hosts
@@ -65,11 +67,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Jobs on hosts: one, or two schedules one after the other or at once.
+    """Represents a schedule on some hosts: one job, or two schedules one after the other or at the same time.
 
     Attributes:
-        hours: until all have ended.
-        job, hosts: of one job; None: there are two schedules.
+        hours: duration until the last job ends.
+        hosts: number of hosts of each kind that the schedule uses.
+        job: number of the job; None: the schedule consists of `first` and `second`.
+        in_turn: `second` begins when `first` ends; False: both begin at the same time.
     """
 
     hours: float
@@ -80,7 +84,7 @@ class Schedule:
     in_turn: bool = False
 
     def runs(self, start: float = 0.0) -> Iterator[Run]:
-        """Yields the jobs with their hosts and hours."""
+        """Yields every job of the schedule with its hosts, start and end; the schedule starts at `start` hours."""
         if self.job is not None:
             yield Run(self.job, self.hosts, start, start + self.hours)
         elif self.first is not None and self.second is not None:
@@ -89,14 +93,14 @@ class Schedule:
 
 
 class Placing:
-    """Finds the shortest schedule of jobs on hosts, and asks for as few plans as that needs.
+    """Finds the shortest schedule of jobs on hosts with as few calls of `hours`, which each cost a search, as possible.
 
     Args:
         jobs: the number of jobs.
-        hosts: of each kind.
-        steps: of each kind of hosts, the least number that a job gets more or fewer.
-        hours: a job's hours on some hosts.
-        at_least: what a job takes at least there, which costs nothing to know.
+        hosts: number of hosts of each kind.
+        steps: for each kind, hosts are divided between jobs in multiples of this.
+        hours: (job, hosts) -> the job's hours on these hosts.
+        at_least: (job, hosts) -> a lower bound of these hours that is cheap to compute.
     """
 
     def __init__(self, jobs: int, hosts: Hosts, steps: Hosts, hours: Hours, at_least: Hours) -> None:
@@ -109,7 +113,11 @@ class Placing:
         return self.shortest((1 << self.jobs) - 1, self.hosts, math.inf)
 
     def shortest(self, jobs: int, hosts: Hosts, below: float) -> Schedule | None:
-        """Returns the shortest schedule of some jobs (a set of bits), if it takes less than `below` hours."""
+        """Returns the shortest schedule of a set of jobs on some hosts; None: there is none of less than `below` hours.
+
+        Args:
+            jobs: bit mask: bit i stands for job i.
+        """
         found, looked = self._known.get((jobs, hosts), (None, 0.0))
         if found is not None:
             return found if found.hours < below else None
@@ -130,13 +138,17 @@ class Placing:
         return best
 
     def _bound(self, jobs: int, hosts: Hosts) -> float:
-        """Returns hours that no schedule of these jobs on these hosts falls below: as if all of a job's work were
-        divided over all hosts without loss, one job after the other.
+        """Returns a lower bound of the hours of any schedule: each job runs on all hosts without loss, one job after
+        the other.
         """
         return sum(self._at_least(job, hosts) for job in range(self.jobs) if jobs >> job & 1)
 
     def _ways(self, jobs: int, hosts: Hosts) -> Iterator[tuple[int, Hosts | None]]:
-        """Yields (some of the jobs, the hosts that they get) of each schedule; None: all of them, before the others."""
+        """Yields (first part of the jobs, hosts of that part) for each way to divide a set of jobs in two.
+
+        None instead of hosts: both parts use all hosts, one after the other; these ways come first. A single job is not
+        divided.
+        """
         if jobs & (jobs - 1) == 0:
             yield jobs, None
             return
@@ -144,7 +156,9 @@ class Placing:
         yield from itertools.product(_parts(jobs), self._divisions(hosts))
 
     def _divisions(self, hosts: Hosts) -> Iterator[Hosts]:
-        """Yields the numbers of hosts of each kind that one part may get, some but not all."""
+        """Yields the parts of the hosts, as numbers of each kind, that the first of two simultaneous schedules may
+        get.
+        """
         for own in itertools.product(*(range(0, n + 1, step) for n, step in zip(hosts, self.steps))):
             if any(own) and own != hosts:
                 yield own
@@ -164,7 +178,7 @@ class Placing:
 
     def _at_once(self, some: int, others: int, own: Hosts, hosts: Hosts, below: float) -> Schedule | None:
         rest = tuple(a - b for a, b in zip(hosts, own))
-        # What looks longer is asked for first: if it is too long, nothing need be known of the other one.
+        # The part that looks longer comes first: if it is too long, the other part need not be planned.
         parts = sorted(((some, own), (others, rest)), key=lambda part: -self._bound(*part))
         if self._bound(*parts[0]) >= below:
             return None
@@ -178,7 +192,7 @@ class Placing:
 
 
 def _parts(jobs: int) -> Iterator[int]:
-    """Yields the subsets of a set of bits that have its lowest one, but not the set itself."""
+    """Yields the proper subsets of a bit mask that contain its lowest bit, so that each division in two comes once."""
     lowest, rest = jobs & -jobs, jobs & (jobs - 1)
     some = rest
     while some:
@@ -188,7 +202,7 @@ def _parts(jobs: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Placed:
-    """A job with its number of hosts of each kind, its plan on these, and its hours from the beginning of all."""
+    """Represents a placed job: its hosts of each kind, its plan on them, and its start and end in hours."""
 
     job: Job
     hosts: Hosts
@@ -198,19 +212,24 @@ class Placed:
 
 
 def read_jobs(path: str) -> list[Job]:
-    """Reads the jobs of a file.
+    """Reads a jobs file.
 
     Raises:
-        PlanError: the file cannot be read, or does not list jobs.
+        PlanError: the file cannot be read, lists no jobs, or gives two jobs the same name.
     """
     jobs = decode(path, _Jobs, "jobs: [{name: ..., describe: gpt:layers=..., rows: ...}]").jobs
     if not jobs or len({job.name for job in jobs}) < len(jobs):
-        raise PlanError("jobs need names of their own, and at least one is needed", given=path)
+        raise PlanError(
+            "a jobs file lists no jobs, or two of the same name",
+            given=f"{path}: {', '.join(job.name for job in jobs) or 'no jobs'}",
+            expected="at least one job, each with a name of its own",
+            action="give every job another `name`",
+        )
     return jobs
 
 
 class Plans:
-    """The plans of jobs on some of a cluster's hosts, each made once."""
+    """Plans jobs on parts of a cluster, and caches the plans."""
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float) -> None:
         self.jobs, self.cluster, self.software = jobs, cluster, software
@@ -220,13 +239,18 @@ class Plans:
         for job in jobs:
             transformer, batch = ask.describe(job.describe)
             if batch is None:
-                raise PlanError("a job's batch is not known", given=job.describe, action="add batch=ROWS")
+                raise PlanError(
+                    "the description of a job has no global batch",
+                    given=f"{job.name}: {job.describe}",
+                    expected="batch=ROWS in the description",
+                    action="add ,batch=ROWS to `describe`",
+                )
             self.described.append((transformer, batch))
         self.whole = tuple(host.count for host in cluster.hosts)
         self.rates = [self._host_rates(number) for number in range(len(jobs))]
 
     def plan(self, number: int, hosts: Hosts) -> PlanFile | None:
-        """Returns a job's plan on `hosts` of each kind; None: no strategy fits."""
+        """Returns the plan of job `number` on `hosts` hosts of each kind; None: no strategy fits."""
         key = number, hosts
         if key not in self.known:
             chosen = [msgspec.structs.replace(h, count=n) for h, n in zip(self.cluster.hosts, hosts) if n]
@@ -241,19 +265,21 @@ class Plans:
         return self.known[key]
 
     def hours(self, number: int, hosts: Hosts) -> float:
-        """Returns a job's hours on `hosts` of each kind; infinite: no strategy fits."""
+        """Returns the hours of job `number` on `hosts` hosts of each kind; infinite: no strategy fits."""
         plan = self.plan(number, hosts)
         if plan is None:
             return math.inf
         return self.jobs[number].rows / plan.batch * plan.step_s / SECONDS_PER_HOUR
 
     def at_least(self, number: int, hosts: Hosts) -> float:
-        """Returns the hours of a job on hosts that lose nothing."""
+        """Returns a lower bound of a job's hours: every host trains at its peak rate, without any loss; needs no
+        search.
+        """
         speed = sum(rate * n for rate, n in zip(self.rates[number], hosts))
         return self.jobs[number].rows / speed / SECONDS_PER_HOUR if speed else math.inf
 
     def _host_rates(self, number: int) -> list[float]:
-        """Returns at most how many rows of a job a host of each kind trains in a second."""
+        """Returns the most rows per second of a job that one host of each kind can train."""
         transformer, batch = self.described[number]
         machines = Machines(self.cluster)
         rates = peak_rates(TransformerModel(transformer, stack(self.software), machines), machines, batch)
@@ -263,10 +289,10 @@ class Plans:
 
 
 def place(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float = 0.2) -> list[Placed]:
-    """Returns the jobs with their hosts and hours in the schedule that ends first, in the order in which they begin.
+    """Returns the placed jobs of the shortest schedule, in the order in which they start.
 
     Args:
-        budget_s: of the search for one plan.
+        budget_s: seconds of work for each search of a plan.
 
     Raises:
         PlanError: a job fits nowhere.
@@ -289,8 +315,8 @@ def place(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float 
         raise PlanError(
             "a job does not fit on the cluster",
             given=f"{lost.name} on all hosts of {cluster.name}",
-            expected="enough memory for every job, if it has all hosts to itself",
-            action="leave it out, or add hosts",
+            expected="every job fits into memory when it has all hosts to itself",
+            action=f"leave {lost.name} out of the jobs file, or add hosts to the cluster file",
         )
     found = []
     for run in best.runs():
@@ -304,7 +330,15 @@ def place(jobs: Sequence[Job], cluster: Cluster, software: str, budget_s: float 
 
 
 def bundled(hours: Sequence[float]) -> list[list[int]]:
-    """Returns the jobs' numbers in at most `MOST_BUNDLES` bundles, whose jobs run in turn: the shortest together."""
+    """Groups jobs into at most `MOST_BUNDLES` bundles whose jobs run one after the other; the shortest jobs are
+    grouped.
+
+    Args:
+        hours: lower bound of each job's hours on all hosts.
+
+    Returns:
+        the numbers of the jobs in each bundle.
+    """
     bundles = [[number] for number in range(len(hours))]
     while len(bundles) > MOST_BUNDLES:
         bundles.sort(key=lambda own: sum(hours[job] for job in own))
@@ -313,7 +347,9 @@ def bundled(hours: Sequence[float]) -> list[list[int]]:
 
 
 def steps_of(hosts: Hosts) -> Hosts:
-    """Returns in what steps hosts of each kind are divided, so that there are at most `MOST_STATES` numbers of them."""
+    """Returns for each kind of host the multiple in which hosts are divided, so that there are at most `MOST_STATES`
+    parts.
+    """
     steps = [1] * len(hosts)
     while math.prod(-(-n // step) + 1 for n, step in zip(hosts, steps)) > MOST_STATES:
         most = max(range(len(hosts)), key=lambda kind: hosts[kind] / steps[kind])
@@ -324,7 +360,7 @@ def steps_of(hosts: Hosts) -> Hosts:
 
 
 def placement(placed: Sequence[Placed], cluster: Cluster) -> list[str]:
-    """Formats a row for each job: its hosts, step time, and when it begins and ends."""
+    """Formats a table with one line per job (hosts, step time, start and end in hours, strategy), and a last line."""
     rows = [f"{'job':20} {'hosts':32} {'step':>10} {'begins':>10} {'ends':>10}  plan"]
     for one in placed:
         hosts = ", ".join(f"{n} {host.name}" for n, host in zip(one.hosts, cluster.hosts) if n)

@@ -1,4 +1,4 @@
-"""Ranks offers of devices, and combinations of them, for one job by time and cost.
+"""Ranks priced clusters ("offers"), and combinations of them, for one training job by time and cost.
 
 offers:
   - {name: old, cluster: v100.yaml, price_per_hour: 24.0}    # a path from this file's folder, or a cluster itself
@@ -30,23 +30,26 @@ from whale.planner.analytic_search.layer_profiles import LayerProfile
 from whale.planner.report.planfile import PlanFile
 
 EXAMPLE = "offers: [{name: ..., cluster: FILE, price_per_hour: ...}]"
-MOST_TOGETHER = 6  # offers that may be taken together, of which all combinations are planned
+MOST_TOGETHER = 6  # most offers with one word in `together`: all their combinations are planned
 SECONDS_PER_HOUR = 3600
-NAME = 28  # characters of an offer's name, or of several
+NAME = 28  # width of the column with names of offers
 
 Amount = Annotated[float, Meta(ge=0)]
 
 
 class Offer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """An offer of devices: a cluster file (or the cluster itself) and its price.
+    """Represents one entry of an offers file: a cluster with its price.
 
     Attributes:
-        price_per_hour: while the devices are held; 0: free of charge.
-        startup_hours, startup_price: until the first step, and once besides.
+        cluster: path of a cluster file, relative to the offers file, or the content of one.
+        price_per_hour: price while the devices are held, in any one currency; 0: free of charge.
+        startup_hours: hours from the beginning of the rent to the first step.
+        startup_price: price that is paid once, in addition.
         interruptions_per_hour: how often the devices are taken away on average (spot prices).
-        hours_per_interruption: what each costs: the wait for other devices, the restart, and half of the time between
-            two checkpoints, whose steps are done again.
-        together: offers with the same word here may be taken together, as one cluster; networks of one name are one.
+        hours_per_interruption: hours lost each time: the wait for other devices, the restart, and half of the time
+            between two checkpoints, whose steps are repeated.
+        together: offers with the same word here may be taken together as one cluster, in which networks of equal name
+            are one network.
     """
 
     name: str
@@ -65,12 +68,12 @@ class _Offers(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The limits of a job's cost.
+    """Holds what the user wants of a job: rows to train, a deadline, a budget.
 
     Attributes:
-        rows: to train on, all together; None: not known, so that only speeds and prices are compared.
-        deadline_hours: the job's end; None: as soon as can be.
-        money: for the whole job; None: any.
+        rows: rows to train on in all; None: unknown, so that only speeds and prices are compared.
+        deadline_hours: latest end; None: as soon as possible.
+        money: most that the whole job may cost; None: no limit.
     """
 
     rows: float | None = None
@@ -79,12 +82,22 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.rows is None and (self.deadline_hours is not None or self.money is not None):
-            raise PlanError("a deadline or a budget is for a whole job", action="add --rows, all that it trains on")
+            raise PlanError(
+                "--deadline and --spend need the length of the job",
+                expected="--rows N, the number of rows that the whole job trains on",
+                action="add --rows N",
+            )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Offers that are taken together, mostly one, with their best plan, or the reason why there is none."""
+    """Holds the best plan for an offer, or for several offers taken together.
+
+    Attributes:
+        offers: the offers, mostly one.
+        plan: the best plan; None: no strategy fits.
+        why: the reason why there is no plan.
+    """
 
     offers: tuple[Offer, ...]
     plan: PlanFile | None
@@ -92,61 +105,68 @@ class Answer:
 
     @property
     def name(self) -> str:
-        """Returns the names of the offers."""
+        """Returns the names of the offers, joined by +."""
         return " + ".join(offer.name for offer in self.offers)
 
     @property
     def price_per_hour(self) -> float:
-        """Returns what all of them cost in an hour."""
+        """Returns the price per hour of all offers together."""
         return sum(offer.price_per_hour for offer in self.offers)
 
     @property
     def useful_part(self) -> float:
-        """Returns the part of the time that is not lost by interruptions, of any of the offers; 0: all is lost.
+        """Returns the part of the time in which steps run, that is, not lost to interruptions; 0: all is lost.
 
-        While steps take t hours, t + n h pass for n interruptions of h hours each, which come all of the time: n is
-        their rate times t + n h (Young, "A first order approximation to the optimum checkpoint interval", 1974).
+        While steps take t hours, t + n h pass for n interruptions of h hours each. Interruptions come all of the time,
+        so that n is their rate times t + n h (Young, "A first order approximation to the optimum checkpoint interval",
+        1974).
         """
         lost = sum(offer.interruptions_per_hour * offer.hours_per_interruption for offer in self.offers)
         return max(0.0, 1.0 - lost)
 
     @property
     def rows_per_s(self) -> float:
-        """Returns the rows that are trained on in a second on average, interruptions included."""
+        """Returns the rows trained per second on average, interruptions included; 0: no plan."""
         return 0.0 if self.plan is None else self.useful_part * self.plan.batch / self.plan.step_s
 
     @property
     def cost_per_million_rows(self) -> float:
-        """Returns the cost of a million rows in the currency of the offers' prices."""
+        """Returns the price of a million rows, in the currency of the offers; infinite: no plan."""
         if not self.rows_per_s:
             return math.inf
         return self.price_per_hour / SECONDS_PER_HOUR / self.rows_per_s * 1e6
 
     def hours(self, rows: float) -> float:
-        """Returns the hours until so many rows are trained on, start included; infinite: never."""
+        """Returns the hours from the beginning of the rent until `rows` rows are trained; infinite: never."""
         if not self.rows_per_s:
             return math.inf
         return max(offer.startup_hours for offer in self.offers) + rows / self.rows_per_s / SECONDS_PER_HOUR
 
     def cost(self, rows: float) -> float:
-        """Returns the money for so many rows; devices cost from their start on."""
+        """Returns the price to train `rows` rows; the price per hour is due during startup too."""
         if not self.rows_per_s:
             return math.inf
         return sum(offer.startup_price for offer in self.offers) + self.price_per_hour * self.hours(rows)
 
 
 def read_offers(path: str) -> list[tuple[tuple[Offer, ...], Cluster]]:
-    """Reads the offers of a file, and what can be taken together of them, each with its cluster.
+    """Reads an offers file; returns (offers, cluster) for each offer and for each combination that may be taken
+    together.
 
     Raises:
         PlanError: the file cannot be read, or does not list offers.
-        ClusterError: a cluster cannot be read, or two do not fit together.
+        ClusterError: a cluster cannot be read, or the clusters of a combination cannot be joined.
     """
     offers = decode(path, _Offers, EXAMPLE).offers
     if not offers:
-        raise PlanError("a file of offers lists no offers", given=path, expected=EXAMPLE)
+        raise PlanError("an offers file lists no offers", given=path, expected=EXAMPLE, action="add an offer")
     if len({offer.name for offer in offers}) < len(offers):
-        raise PlanError("offers need names of their own", given=path)
+        raise PlanError(
+            "two offers have the same name",
+            given=f"{path}: {', '.join(offer.name for offer in offers)}",
+            expected="a name of its own for each offer",
+            action="give one of them another `name`",
+        )
     where: dict[str, Cluster] = {}
     for offer in offers:
         if isinstance(offer.cluster, str):
@@ -165,18 +185,22 @@ def _combinations(offers: Sequence[Offer], path: str) -> Iterator[tuple[Offer, .
         if len(own) > MOST_TOGETHER:
             raise PlanError(
                 "too many offers may be taken together",
-                given=f"{path}: {len(own)} of {word}",
-                expected=f"at most {MOST_TOGETHER}, of which all combinations are planned",
+                given=f"{path}: {len(own)} offers with together: {word}",
+                expected=f"at most {MOST_TOGETHER}, as all their combinations are planned",
+                action="give some of them another word in `together`, or none",
             )
         for count in range(2, len(own) + 1):
             yield from itertools.combinations(own, count)
 
 
 def join_clusters(parts: Sequence[tuple[str, Cluster]]) -> Cluster:
-    """Returns one cluster of several, by their offers' names, which are put before the names of their hosts.
+    """Returns one cluster that consists of several; names of hosts are prefixed by the name of their offer.
+
+    Args:
+        parts: (name of the offer, cluster).
 
     Raises:
-        ClusterError: a network of one name is another one in another cluster, or hosts share no network.
+        ClusterError: two clusters have different networks of the same name, or hosts share no network.
     """
     hosts: list[HostEntry] = []
     networks: dict[str, NetworkEntry] = {}
@@ -185,8 +209,9 @@ def join_clusters(parts: Sequence[tuple[str, Cluster]]) -> Cluster:
             if networks.setdefault(network, entry) != entry:
                 raise ClusterError(
                     "offers that are taken together have unlike networks of one name",
-                    given=f"{network} of {name}",
-                    action="give one of them another name",
+                    given=f"network {network} of offer {name}",
+                    expected="the same type and figures for networks with the same name",
+                    action="give one of the networks another name",
                 )
         hosts += [msgspec.structs.replace(host, name=f"{name}-{host.name}") for host in one.hosts]
     joined = Cluster(" + ".join(name for name, _ in parts), hosts, networks)
@@ -196,7 +221,9 @@ def join_clusters(parts: Sequence[tuple[str, Cluster]]) -> Cluster:
 
 
 def decode(path: str, kind: Any, expected: str) -> Any:
-    """Reads a YAML file as a type; raises PlanError if it cannot be."""
+    """Reads a YAML file into the type `kind`; raises PlanError if the file cannot be read or does not have that
+    form.
+    """
     try:
         return yaml_files.YamlFile(yaml_files.read_text(path, "file"), path, "file").decode(kind)
     except ClusterError as error:
@@ -211,7 +238,13 @@ def rank(
     software: str,
     limits: Constraints,
 ) -> list[Answer]:
-    """Plans all offers and returns them fastest first; those on which no strategy fits come last."""
+    """Plans the model on every offer and combination; returns the answers, fastest first, those without a plan last.
+
+    Args:
+        offers: (offers, cluster), as `read_offers` returns them.
+        batch: global batch in rows.
+        limits: the user's constraints and the budget of each search.
+    """
     found = []
     for several, cluster in offers:
         try:
@@ -222,9 +255,10 @@ def rank(
 
 
 def choose(answers: Sequence[Answer], wanted: Wanted) -> Answer | None:
-    """Returns the answer to take; None: none is as was wanted.
+    """Returns the answer to take; None: none meets the deadline or the budget.
 
-    The cheapest that ends by the deadline; without one, what ends soonest for the money, or at all.
+    With a deadline this is the cheapest answer that ends in time; without one, the answer that ends first within the
+    budget.
     """
     able = [a for a in answers if a.rows_per_s]
     rows = wanted.rows
@@ -242,7 +276,9 @@ def choose(answers: Sequence[Answer], wanted: Wanted) -> Answer | None:
 
 
 def format_ranking(answers: Sequence[Answer], wanted: Wanted) -> list[str]:
-    """Formats a row for each answer, the fastest and the cheapest marked, and a line that says what to take."""
+    """Formats a table with one line per answer, in which the fastest and the cheapest are marked, and a line of
+    advice.
+    """
     fitting = [a for a in answers if a.rows_per_s]
     rows, chosen = wanted.rows, choose(answers, wanted)
     priced = [a for a in fitting if a.price_per_hour]
@@ -254,7 +290,7 @@ def format_ranking(answers: Sequence[Answer], wanted: Wanted) -> list[str]:
         plan, price = answer.plan, answer.price_per_hour
         start = f"{answer.name[:NAME]:{NAME}}"
         if plan is None or not answer.rows_per_s:
-            why = answer.why or "it is interrupted sooner than it goes on"
+            why = answer.why or "interruptions take all of the time"
             empty = f" {'-':>9} {'-':>10}" if rows is not None else ""
             lines.append(f"{start} {'-':>10} {'-':>12} {price:>10.2f} {'-':>12}{empty}  {why}")
             continue
@@ -277,15 +313,15 @@ def _advice(chosen: Answer | None, fitting: Sequence[Answer], wanted: Wanted, ro
         limits.append(f"within {wanted.deadline_hours:g} hours")
     if wanted.money is not None:
         limits.append(f"for at most {wanted.money:g}")
-    words = " ".join(limits) or "as soon as can be"
+    words = " ".join(limits) or "as soon as possible"
     if chosen is not None:
         hours, cost = chosen.hours(rows), chosen.cost(rows)
         return f"Take {chosen.name}: {words}, it ends after {hours:.2f} hours and costs {cost:.2f}."
     if not fitting:
-        return f"None of the offers trains the model: nothing ends {words}."
+        return "None of the offers can train the model: it does not fit, or interruptions take all of the time."
     soonest = min(fitting, key=lambda a: a.hours(rows))
     cheapest = min(fitting, key=lambda a: a.cost(rows))
     return (
-        f"None ends {words}: {soonest.name} ends soonest, after {soonest.hours(rows):.2f} hours, and {cheapest.name} "
-        f"costs least, {cheapest.cost(rows):.2f}."
+        f"No offer ends {words}: {soonest.name} ends soonest, after {soonest.hours(rows):.2f} hours, and "
+        f"{cheapest.name} costs least, {cheapest.cost(rows):.2f}."
     )

@@ -1,9 +1,9 @@
-"""Compares a plan with the best one on a cluster that has changed: what moves between devices, what that costs, and
-after how many steps it pays.
+"""Compares a plan with the best plan on a changed cluster: what moves between devices, how long, and when that pays
+off.
 
-Hosts are the same as before by their names in the cluster file and their numbers: of an entry with fewer hosts the last
-ones are gone. A device keeps what it holds already; the rest comes from others through the hosts' adapters, or from a
-checkpoint where nobody is left who holds it.
+A host counts as the same if the cluster file names it the same and it has the same number; if an entry now has fewer
+hosts, the last ones are gone. A device keeps what it already holds. The rest comes from other devices through the
+hosts' network adapters, or from a checkpoint where no remaining device holds it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from whale.planner import ask
 from whale.planner.report.planfile import PlanFile
 from whale.planner.run_described import devices_of
 
-Place = tuple[str, int, int, int]  # host entry, host, device entry, device
-Span = tuple[float, float]  # part of a tensor, of 0 to 1
-ROUNDING = 1e-9  # part of a tensor
+Place = tuple[str, int, int, int]  # name of the host entry, number of the host, of the device entry, of the device
+Span = tuple[float, float]  # a part of a tensor: begin and end as fractions from 0 to 1
+ROUNDING = 1e-9  # fractions of a tensor below this are rounding errors
 
 
 @dataclass(frozen=True)
 class Held:
-    """A part of a layer's data that a device holds: weights, experts' weights, or the optimizer's state of them."""
+    """Represents a part of a layer's data that a device holds.
+
+    Attributes:
+        layer: number of the layer.
+        kind: "weights", "experts" (their weights), "state" or "experts' state" (of the optimizer).
+        span: the part, as fractions of the whole data from 0 to 1.
+    """
 
     layer: int
     kind: str
@@ -39,11 +45,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Moves:
-    """The state that a change of plans moves.
+    """Holds what a change of plans moves.
 
     Attributes:
-        moved_bytes: that devices get from others; lost_bytes: that nobody holds any more.
-        seconds: until the slowest host has got all that its devices lack.
+        moved_bytes: bytes that devices get from other devices.
+        lost_bytes: bytes that no remaining device holds, which have to come from a checkpoint.
+        seconds: time until the slowest host has received all that its devices lack.
     """
 
     moved_bytes: float
@@ -52,14 +59,20 @@ class Moves:
 
 
 def compare(plan: PlanFile, cluster: Cluster, budget_s: float) -> list[str]:
-    """Describes what becomes of a described model's plan on another cluster, and the best plan there.
+    """Describes, in lines of text, how a described model's plan would run on another cluster and what the best plan
+    there is.
+
+    Args:
+        budget_s: seconds of work for the search on the other cluster.
 
     Raises:
-        PlanError: the plan is one of a program, or nothing fits on the other cluster.
+        PlanError: the plan is one of a script's program, or nothing fits on the other cluster.
     """
     if plan.program is not None:
         raise PlanError(
-            "a plan of a program is made anew for another cluster", action="`whale plan --cluster FILE script.py`"
+            "a script's plan cannot be moved to another cluster",
+            expected="a plan of a described model or of a profile",
+            action="plan the script for that cluster: `whale plan --cluster FILE script.py`",
         )
     own = msgspec.structs.replace(plan, cluster=cluster)
     kept = carried(plan, Machines(cluster))
@@ -74,15 +87,17 @@ def compare(plan: PlanFile, cluster: Cluster, budget_s: float) -> list[str]:
     new = ask.plan(cluster, plan.batch, plan.transformer, plan.table, plan.software, ask.limits([], budget_s))
     lines = [f"plan       {plan.strategy.format_summary()}: {format_seconds(plan.step_s)} a step, {stays}"]
     if new.step_s >= kept_s:
-        return [*lines, "best       nothing faster was found: keep it"]
+        return [*lines, "best       no faster plan was found: keep this one"]
     move = moves(plan, new)
     lines.append(f"best       {new.strategy.format_summary()}: {format_seconds(new.step_s)} a step")
     lost = (
-        f"; {format_bytes(move.lost_bytes)} are on no host that is left: from a checkpoint" if move.lost_bytes else ""
+        f"; {format_bytes(move.lost_bytes)} have to come from a checkpoint, as no remaining device holds them"
+        if move.lost_bytes
+        else ""
     )
     lines.append(
         f"move       {format_bytes(move.moved_bytes)} between hosts and devices, {format_seconds(move.seconds)} for "
-        f"the slowest host, beside the restart{lost}"
+        f"the slowest host, in addition to the restart{lost}"
     )
     if math.isinf(kept_s):
         return [*lines, "pays       at once: the plan cannot go on as it is"]
@@ -96,7 +111,7 @@ def compare(plan: PlanFile, cluster: Cluster, budget_s: float) -> list[str]:
 
 
 def carried(plan: PlanFile, machines: Machines) -> ParallelStrategy | None:
-    """Returns the plan's strategy with the pools' numbers on other machines; None: they lack devices that it needs."""
+    """Returns the plan's strategy with the pool numbers of other machines; None: it cannot run there."""
     of = {(pool.host.name, pool.entry.type): pool.number for pool in machines.pools}
     number = {pool.number: of.get((pool.host.name, pool.entry.type)) for pool in plan.machines.pools}
     stages = []
@@ -114,7 +129,7 @@ def carried(plan: PlanFile, machines: Machines) -> ParallelStrategy | None:
 
 
 def moves(old: PlanFile, new: PlanFile) -> Moves:
-    """Returns what the devices of a new plan lack, under which the old plan's data are divided otherwise."""
+    """Returns what has to move when training goes on under `new` after `old`."""
     machines = new.machines
     there = {
         (host.name, number, place, device)
@@ -153,7 +168,7 @@ def moves(old: PlanFile, new: PlanFile) -> Moves:
 
 
 def held_of(plan: PlanFile) -> dict[Place, list[Held]]:
-    """Returns what each device holds between two steps under a described model's plan."""
+    """Returns what each device holds between two steps under a described model's plan, by the device's place."""
     machines, strategy = plan.machines, plan.strategy
     model = plan.model(machines)
     found: dict[Place, list[Held]] = {}
@@ -190,7 +205,7 @@ def _part_of(span: Span, number: int, count: int) -> Span:
 
 
 def _uncovered(span: Span, others: list[Span]) -> float:
-    """Returns the part of a tensor in a span that no other span covers."""
+    """Returns the length of the part of `span` that no other span covers."""
     at, lacking = span[0], 0.0
     for low, high in sorted(others):
         if low >= span[1]:
@@ -202,7 +217,7 @@ def _uncovered(span: Span, others: list[Span]) -> float:
 
 
 def _sizes(plan: PlanFile) -> dict[tuple[int, str], float]:
-    """Returns the bytes of each layer's data, undivided."""
+    """Returns the bytes of each layer's data, not divided over ranks: {(layer, kind of `Held`): bytes}."""
     model: Model = plan.model(plan.machines)
     stage = plan.strategy.stages[0]
     part = stage.parts[0]
@@ -212,7 +227,7 @@ def _sizes(plan: PlanFile) -> dict[tuple[int, str], float]:
     for layer in range(model.count):
         dense = part.tensor * (costs.parameters[layer + 1] - costs.parameters[layer])
         if layer == model.count - 1 and len(plan.strategy.stages) == 1:
-            dense -= part.tensor * costs.twice  # it lies there with the first layer
+            dense -= part.tensor * costs.twice  # tied weights, which lie there with the first layer
         experts = part.tensor * ways * costs.experts_of(((layer, layer + 1),))
         for kind, size in (("weights", costs.element_bytes), ("state", costs.state_bytes)):
             found[layer, kind] = size * dense
@@ -222,7 +237,9 @@ def _sizes(plan: PlanFile) -> dict[tuple[int, str], float]:
 
 
 def _bytes_per_s(machines: Machines, name: str) -> float:
-    """Returns the bytes that a host gets in a second: through its fastest network, or over its devices' links."""
+    """Returns how many bytes per second a host receives: through its fastest network; without one, over its devices'
+    links.
+    """
     host = next(one for one in machines.cluster.hosts if one.name == name)
     if not host.networks:
         return min(entry.intra_link().bytes_per_s * entry.count for entry in host.devices)

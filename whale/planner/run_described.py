@@ -1,11 +1,11 @@
-"""Binds the strategy of a described or measured model to a captured program that has the same layers, and to ranks.
+"""Binds the plan of a described or measured model to a captured program with the same layers, and to ranks.
 
-    bound            the strategy bound; refuses a program with other layers, and parts of the plan that cannot run
-    find_repetition  finds repetitions in a chain of shapes: the layers of a model
-    ranks_of         assigns ranks to each part of each stage
+    bound            binds the strategy; refuses a program with other layers, and features that programs do not support
+    find_repetition  finds the repeated blocks in a chain of shapes: the layers of a model
+    ranks_of         assigns ranks to each device group of each stage
 
-A described model is a row of equal layers. In a program these are the repetitions in the chain of its weights
-(`chain` of `graph_search/pipelines.py`); weights before belong to the first layer, weights after to the last.
+A described model is a sequence of equal layers. In a program these are the repeated blocks of the chain of weights
+(`chain` of `graph_search/pipelines.py`); weights before them belong to the first layer, weights after them to the last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from whale.planner.report.planfile import PlanFile
 
 
 class Blocks(NamedTuple):
-    """A repetition in a chain of weights: `number` equal blocks of `period` weights each, from weight `first` on."""
+    """Represents a repetition in a chain of weights: `number` equal blocks of `period` weights each, from weight
+    `first` on.
+    """
 
     first: int
     period: int
@@ -38,7 +40,10 @@ class Blocks(NamedTuple):
 
 
 def find_repetition(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
-    """Finds the longest repetition in a chain, with the shortest blocks; one block if all shapes differ."""
+    """Finds the longest repetition in a chain of weight shapes, with the shortest blocks; one block if nothing repeats.
+
+    Example: shapes a, b, c, b, c, b, c, d give `Blocks(first=1, period=2, number=3)`.
+    """
     best = Blocks(0, max(1, len(shapes)), 1)
     longest = 0
     for period in range(1, len(shapes) // 2 + 1):
@@ -53,17 +58,23 @@ def find_repetition(shapes: Sequence[tuple[int | None, ...]]) -> Blocks:
 
 
 def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, beside_host: bool) -> ParallelStrategy:
-    """Binds the strategy of a described model's plan to a normalised program: its weights as layers, and ranks.
+    """Binds the strategy of a described model's plan to a normalised program: to its weights as layers, and to ranks.
 
     Args:
-        beside_host: ranks compute on a device with a memory of its own.
+        path: path of the plan file, for errors.
+        beside_host: ranks compute on a device that has memory of its own, as a GPU, so that offload is possible.
 
     Raises:
         PlanError: the program has other layers or rows, or the plan needs a feature that programs do not support.
     """
     strategy = _with_expert_ranks(plan, program, path)
     if found := "; ".join(plan.problems()):
-        raise PlanError("the plan is not one of its model and cluster", given=path, found=found)
+        raise PlanError(
+            "the plan's strategy is not valid for the plan's own model and cluster",
+            given=path,
+            found=found,
+            action="plan the model again: the file was edited, or made by another version",
+        )
     for what, action in _unable(strategy, beside_host):
         raise PlanError("a program cannot run under the plan", given=f"{path}: {what}", action=action)
     firsts = [*_first_weights(plan, program, path), len(chain(program))]
@@ -80,10 +91,11 @@ def bound(plan: PlanFile, program: Program, settings: PlanSettings, path: str, b
 
 
 def _with_expert_ranks(plan: PlanFile, program: Program, path: str) -> ParallelStrategy:
-    """Returns the plan's strategy with the number of replicas that divide experts, which the program must have so.
+    """Returns the plan's strategy with an explicit expert-parallel degree, after a check that the program has such
+    experts.
 
     Raises:
-        PlanError: it is another number in some stages, or the program has no weights of so many experts.
+        PlanError: the degree differs between stages, or the program has no weights for that number of experts.
     """
     strategy, t = plan.strategy, plan.transformer
     if t is None or not t.experts:
@@ -92,18 +104,21 @@ def _with_expert_ranks(plan: PlanFile, program: Program, path: str) -> ParallelS
     if len(ways) > 1:
         raise PlanError(
             "a program cannot run under the plan",
-            given=f"{path}: experts over {' and '.join(map(str, sorted(ways)))} replicas of stages",
+            given=f"{path}: expert-parallel degrees {' and '.join(map(str, sorted(ways)))} in different stages",
+            expected="one degree in all stages",
             action="plan with --set experts=N",
         )
     counts = [(program.variable_of[h].type.shape or (0,))[0] for h in chain(program) if is_of_experts(program, h)]
     if max(ways) > 1 and set(counts) != {t.experts}:
-        given = f"weights of {' and '.join(sorted(map(str, set(counts)))) or 'no'} experts"
-        raise _other_model(program, path, given, f"weights [{t.experts}, ., .] of the experts of each layer")
+        given = f"weights for {' and '.join(sorted(map(str, set(counts)))) or 'no'} experts"
+        raise _other_model(program, path, given, f"weights of shape [{t.experts}, ., .] for the experts of each layer")
     return msgspec.structs.replace(strategy, expert_ranks=max(ways))
 
 
 def _shares(strategy: ParallelStrategy, stages: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns each rank's rows of a step, as even within its group as possible; (): all stages have equal replicas."""
+    """Returns each rank's rows of a step, divided evenly over tensor-parallel ranks; (): all replicas have equal
+    rows.
+    """
     by_rank: dict[int, int] = {}
     for stage, ranks in zip(strategy.stages, stages):
         rows = (n for p in stage.parts for _ in range(p.replicas) for n in divide_evenly(p.rows, p.tensor))
@@ -114,7 +129,7 @@ def _shares(strategy: ParallelStrategy, stages: Sequence[Sequence[int]]) -> tupl
 
 
 def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str, str]]:
-    """Yields the features of a strategy that cannot run, each with an alternative."""
+    """Yields (feature that a program cannot run with, advice on how to plan without it) for a strategy."""
     for number, stage in enumerate(strategy.stages):
         if len(tensors := sorted({part.tensor for part in stage.parts})) > 1:
             yield (
@@ -122,20 +137,22 @@ def _unable(strategy: ParallelStrategy, beside_host: bool) -> Iterator[tuple[str
                 "plan with --set tensor=N",
             )
     if strategy.shard_ranks:
-        yield f"ZeRO over {strategy.shard_ranks} of the replicas", "plan without shard_ranks: ZeRO is over all of them"
+        yield f"ZeRO over {strategy.shard_ranks} of the replicas", "plan without shard_ranks: ZeRO over all replicas"
     if strategy.expert_ranks > 1 and any(
         s.replicas // strategy.context % strategy.expert_ranks for s in strategy.stages
     ):
-        what = f"experts over {strategy.expert_ranks} replicas, of which {strategy.context} divide the tokens of a row"
-        yield what, "plan with --set context=1"
+        what = f"expert-parallel degree {strategy.expert_ranks}, which is no divisor of the data-parallel replicas"
+        yield f"{what} with context-parallel degree {strategy.context}", "plan with --set context=1"
     if strategy.context > 1 and any(len({part.rows for part in stage.parts}) > 1 for stage in strategy.stages):
-        yield f"unlike rows of replicas of which {strategy.context} divide a row's tokens", "plan with --set context=1"
+        what = f"replicas with unequal rows and context-parallel degree {strategy.context}"
+        yield what, "plan with --set context=1"
     if strategy.offload != "none" and not beside_host:
-        yield f"offload of {strategy.offload}, where the host's memory is all there is", "plan with --set offload=none"
+        what = f"offload of {strategy.offload} to the hosts, where ranks compute on the CPU in that memory already"
+        yield what, "plan with --set offload=none"
 
 
 def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
-    """Returns the position of the first weight, along the program's chain, of every layer of the plan's model."""
+    """Returns, for each layer of the plan's model, the position of its first weight in the program's chain."""
     weights = [program.variable_of[handle] for handle in chain(program)]
     blocks = find_repetition([tuple(v.type.shape or ()) for v in weights])
     before, count, after = _layers(plan.transformer, plan.table)
@@ -143,7 +160,7 @@ def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
     ends = (first, len(weights) - first - period * found)
     lacking = ends[0] < before or ends[1] < after
     if found != count or lacking:
-        given = f"{found} blocks of {period} weights, with {ends[0]} before and {ends[1]} after them"
+        given = f"{found} blocks of {period} weights, with {ends[0]} weights before and {ends[1]} after them"
         wanted = f"{count} layers" + f", with {before} before and {after} after them" * bool(before or after)
         raise _other_model(program, path, given, wanted)
     t = plan.transformer
@@ -164,7 +181,7 @@ def _first_weights(plan: PlanFile, program: Program, path: str) -> list[int]:
 
 
 def _layers(transformer: Transformer | None, table: LayerProfile | None) -> tuple[int, int, int]:
-    """Returns (layers before, layers that repeat, layers after) of a model."""
+    """Returns (layers before the repeated ones, repeated layers, layers after them) of the plan's model."""
     if transformer is not None:
         return 0, transformer.layers, 0
     assert table is not None  # a plan without a model has been refused
@@ -179,12 +196,12 @@ def _compare_rows(plan: PlanFile, program: Program, settings: PlanSettings, path
     found = batch_of(program, settings)
     rows = sum(found[0].placement.sizes) if found and isinstance(found[0].placement, Shard) else 0
     if rows != plan.batch:
-        raise _other_model(program, path, f"{rows} rows in a batch", f"{plan.batch}")
+        raise _other_model(program, path, f"{rows} rows in a batch", f"{plan.batch} rows")
 
 
 def _other_model(program: Program, path: str, given: str, expected: str) -> PlanError:
     return PlanError(
-        "the plan's model is not the program's",
+        "the plan is for another model than the script's",
         op=program.name,
         given=given,
         expected=f"{expected}, as {path} has",
@@ -196,7 +213,7 @@ Device = tuple[int, int, int]  # pool, host of the pool, number on that host
 
 
 def devices_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[Device, ...], ...]:
-    """Returns the devices of each stage, part after part; neighbours divide tensors."""
+    """Returns the devices of each stage, group after group; consecutive devices form a tensor-parallel group."""
     free = {pool.number: [list(range(pool.per_host)) for _ in range(pool.hosts)] for pool in machines.pools}
     taken: dict[tuple[int, int], list[Device]] = {}
     parts = [(s, i, part) for s, stage in enumerate(strategy.stages) for i, part in enumerate(stage.parts)]
@@ -209,9 +226,9 @@ def devices_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[De
 
 
 def ranks_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each stage, numbered as the devices in the cluster file; neighbours divide tensors.
+    """Returns the ranks of each stage; ranks are numbered in the order of devices in the cluster file.
 
-    Devices that the plan leaves idle have no rank.
+    Consecutive ranks of a stage form a tensor-parallel group. Devices that the plan leaves idle have no rank.
     """
     stages = devices_of(strategy, machines)
     by_place = sorted((device for stage in stages for device in stage), key=lambda d: _place(machines, d))
@@ -220,7 +237,7 @@ def ranks_of(strategy: ParallelStrategy, machines: Machines) -> tuple[tuple[int,
 
 
 def _take(hosts: list[list[int]], part: DeviceGroup) -> list[Device]:
-    """Takes the devices of a part from the free ones: (pool, host, number on it) of each."""
+    """Removes the devices of a group from the free ones and returns them as (pool, host, number on that host)."""
     found: list[Device] = []
     for host, left in enumerate(hosts):
         while len(left) >= part.tensor and len(found) < part.ranks:
@@ -229,7 +246,7 @@ def _take(hosts: list[list[int]], part: DeviceGroup) -> list[Device]:
 
 
 def _place(machines: Machines, device: Device) -> tuple[int, int, int, int]:
-    """Returns a device's position in the cluster file: its host entry, the host, its device entry, its number."""
+    """Returns a sort key that orders devices as in the cluster file: (host entry, host, device entry, number)."""
     number, host, own = device
     pool = machines.pools[number]
     return machines.cluster.hosts.index(pool.host), host, number, own

@@ -1,7 +1,6 @@
-"""Answers questions about a plan: where a layer is and why, why not elsewhere, and the effect of other hardware or
-batches.
+"""Answers questions about a plan: where a layer is and why, and how the step changes with other choices or hardware.
 
-Each answer comes from a search with the change, and from the difference in the step's parts.
+An answer about a change comes from another search with that change; it lists how the parts of the step differ.
 """
 
 from __future__ import annotations
@@ -29,11 +28,15 @@ FORMS = (
 
 
 def explain(plan: PlanFile, what: str, budget_s: float) -> str:
-    """Explains an operation of a program, or a layer of a described model; or answers a question about the latter's
+    """Answers `whale explain`: explains an operation of a script's plan, or a layer or question of a described model's
     plan.
 
+    Args:
+        what: name of an operation, number of a layer, or a question (see `answer`).
+        budget_s: seconds of work for another search.
+
     Raises:
-        PlanError: there is no such operation or layer, or the plan has no answer.
+        PlanError: there is no such operation or layer, or the question cannot be answered.
     """
     if (program := plan.plan) is not None:
         return "\n".join(explain_operations(program, what))
@@ -41,8 +44,10 @@ def explain(plan: PlanFile, what: str, budget_s: float) -> str:
 
 
 def answer(plan: PlanFile, question: str, budget_s: float) -> str:
-    """Answers `simpler`, `tensor=4`, `stage=2`, `device=t4`, `batch=512`, a host's name and number, or a network's and
-    kind.
+    """Answers a question about a described model's plan in text.
+
+    Questions are `simpler`, `stage=2`, `device=t4`, a constraint such as `tensor=4`, `batch=512`, `HOST=COUNT` (number
+    of hosts of that name), `NETWORK=KIND`, and `cluster=FILE`.
 
     Raises:
         PlanError: the question has none of these forms.
@@ -90,17 +95,19 @@ def _again(
     batch: int | None = None,
     cluster: Cluster | None = None,
 ) -> PlanFile:
-    """Plans the same model with a fixed choice, another batch, or other devices."""
+    """Plans the same model again with fixed choices, another batch, or other devices."""
     limits = ask.limits(fixed or [], budget_s)
     where, rows = cluster or plan.machines.cluster, batch or plan.batch
     return ask.plan(where, rows, plan.transformer, plan.table, plan.software, limits)
 
 
 def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile], beats: str = "") -> str:
-    """Says what that would do to the step, by parts, or why it cannot be.
+    """Describes in one line how the step changes with another plan, or why there is no such plan.
 
     Args:
-        beats: of a change that the plan's own devices allow: how to have it where it is faster than the plan.
+        words: the change, as the line names it.
+        other: makes the other plan.
+        beats: what to do to get the other plan if it is faster; empty: it needs other hardware.
     """
     try:
         found = other()
@@ -112,7 +119,7 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile], beats: str 
         before, after = (one.batch / one.step_s for one in (plan, found))
         rows = f"; {after:,.1f} rows/s instead of {before:,.1f} ({after / before - 1:+.1%})"
     if found.strategy == plan.strategy and found.cluster == plan.cluster:
-        return f"{words}: the plan is so already{rows}"
+        return f"{words}: the plan is already so{rows}"
     faster = beats and is_faster(found, plan)
     verdict = f"faster than the plan; {beats}; " if faster else ""
     change = against(found, plan).partition("; without")[0]
@@ -120,11 +127,16 @@ def _line(words: str, plan: PlanFile, other: Callable[[], PlanFile], beats: str 
 
 
 def _stage(plan: PlanFile, question: str, value: str) -> str:
-    """Describes a stage: its seconds beside the slowest stage's, its layers and ranks."""
+    """Describes a stage: its layers, its devices with free memory, and its seconds compared to the slowest stage."""
     _, machines, found = plan.evaluate()
     stages = plan.strategy.stages
     if not value.isdigit() or int(value) >= len(stages):
-        raise PlanError("there is no such stage", given=question, expected=f"stage=0 to stage={len(stages) - 1}")
+        raise PlanError(
+            "there is no such stage",
+            given=question,
+            expected=f"stage=0 to stage={len(stages) - 1}",
+            action="give a stage of the plan (`whale show` lists them)",
+        )
     index = int(value)
     each = [sum(cost.forward_s) + sum(cost.backward_s) for cost in found.stages]
     slowest = max(range(len(each)), key=lambda i: each[i])
@@ -147,12 +159,19 @@ def _stage(plan: PlanFile, question: str, value: str) -> str:
 
 
 def _device(plan: PlanFile, kind: str, budget_s: float) -> str:
-    """Describes how many devices of a kind the plan uses, and the cost of using none of them, or only them."""
+    """Describes how many devices of a kind the plan uses, and what a plan without them, or with them alone, would
+    cost.
+    """
     pools = plan.machines.pools
     own = [pool for pool in pools if kind in (pool.device.name, pool.entry.type, pool.host.name, pool.name)]
     if not own:
         known = ", ".join(dict.fromkeys(pool.device.name for pool in pools))
-        raise PlanError("the cluster has no such device", given=kind, expected=known)
+        raise PlanError(
+            "the cluster has no such device",
+            given=f"device={kind}",
+            expected=known,
+            action="give a kind of device, or a host, of the plan's cluster",
+        )
     numbers = {pool.number for pool in own}
     used = sum(part.ranks for stage in plan.strategy.stages for part in stage.parts if part.pool in numbers)
     lines = [f"{kind}: {used} of {sum(pool.devices for pool in own)} are used"]
@@ -176,6 +195,6 @@ def _with_hosts(cluster: Cluster, name: str, count: int) -> Cluster:
 
 def _with_network(cluster: Cluster, name: str, kind: str) -> Cluster:
     catalogue.find_network(kind)  # an unknown kind is an error that names the nearest one
-    # Figures that the file overrides are those of the network that was.
+    # The cluster file may override figures of the old network; they do not hold for the new one.
     other = NetworkEntry(kind, cluster.networks[name].oversubscription)
     return msgspec.structs.replace(cluster, networks={**cluster.networks, name: other})

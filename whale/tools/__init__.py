@@ -1,3 +1,3 @@
-"""Implements the command line and the public functions with the same tasks: plans without processes, checks,
-reports.
+"""Tools behind the command line and public functions such as `wh.plan`: plans without processes, checks,
+measurements.
 """

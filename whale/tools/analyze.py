@@ -1,8 +1,8 @@
-"""Runs one rank of `whale show --analyze`: a script under a saved plan for some steps, whose times it records.
+"""Runs one rank of `whale show --analyze`: runs a script under a saved plan for some steps, and measures them.
 
     whale run -np N -m whale.tools.analyze FOLDER STEPS PROFILE SCRIPT [ARGUMENTS...]
 
-Each rank writes `rank<N>.json` into the folder; rank 0 also `prediction.json`, of the program that actually ran.
+Each rank writes `rank<N>.json` into the folder; rank 0 also writes `prediction.json`, for the program that ran.
 """
 
 from __future__ import annotations
@@ -40,16 +40,23 @@ _NO_KERNELS = ("Whale", *CALLS)
 
 
 class _Done(BaseException):
-    """Raised to end the script when its steps are measured. Not an Exception, so that the script's own handlers ignore
-    it.
+    """Raised to end the script once its steps are measured; a BaseException, so that handlers of the script do not
+    catch it.
     """
 
 
 class _Meter:
-    """Measures the steps of the program that the saved plan is for.
+    """Measures the steps of the program that the saved plan is for; the runtime calls its methods during the run.
 
     Attributes:
-      taken: seconds of each step after the first ones.
+        steps_wanted: number of steps to time.
+        seen: the program with its plan, once it has been compiled.
+        taken: seconds of each timed step; the first `WARM` steps are not timed.
+        calls: number of steps so far.
+        moving_s: seconds of exchanges per step, each from the arrival of its last participant.
+        busy_s: seconds per step in which at least one kernel ran.
+        peak_bytes: peak of TensorFlow's allocator; None: it keeps no statistics.
+        kernels: seconds of kernels per step, by operation.
     """
 
     def __init__(self, steps: int) -> None:
@@ -83,7 +90,7 @@ class _Meter:
         if number <= self.steps_wanted:
             start_s = time.perf_counter()
             result = call(*args)
-            if tf.executing_eagerly():  # a session's results are there
+            if tf.executing_eagerly():  # a session returns only when its results are computed
                 tf.test.experimental.sync_devices()
             if number > 0:
                 self.taken.append(time.perf_counter() - start_s)
@@ -92,13 +99,13 @@ class _Meter:
         raise _Done
 
     def _end(self) -> None:
-        """Records the figures of the timed steps after the last one."""
+        """Records memory and exchanges after the last timed step."""
         self.moving_s = (_moving_s() - self.counted_s) / len(self.taken)
         held = _try(whale_ops.memory.read_memory)
         self.peak_bytes = held.peak_bytes if held is not None else None
 
     def _profile(self, call: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Runs some more steps under TensorFlow's profiler."""
+        """Runs `PROFILED` more steps under TensorFlow's profiler, to time kernels; on a GPU it does nothing."""
         if tf.config.list_logical_devices("GPU"):
             return  # its host events are launches, not kernels
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
@@ -129,7 +136,7 @@ class _Meter:
 
 
 def _try(call: Callable[[], Any]) -> Any:
-    """Returns the result of a call, None if the allocator keeps no statistics."""
+    """Returns the result of `call`, or None if TensorFlow's allocator keeps no statistics."""
     try:
         return call()
     except CommError:
@@ -137,7 +144,7 @@ def _try(call: Callable[[], Any]) -> Any:
 
 
 def _moving_s() -> float:
-    """Returns the total seconds of this rank's exchanges, each from the arrival of the last participant."""
+    """Returns the seconds of all exchanges of this rank so far, each from the arrival of its last participant."""
     found = [c for comm in require_current().comms for c in comm.counters()]
     return float(sum(c.seconds - c.waiting_seconds for c in found))
 
@@ -161,10 +168,10 @@ def _predict(planned: Planned, profile: str) -> PredictedStep:
 
 
 def main() -> None:
-    """Runs the script, and writes this rank's figures.
+    """Runs the script, and writes this rank's measurements.
 
     Raises:
-      ProgramError: the script ended before the step was measured.
+      ProgramError: the script ended before enough steps were measured.
     """
     folder, steps, profile, script, *args = sys.argv[1:]
     meter = _Meter(int(steps))
@@ -178,14 +185,24 @@ def main() -> None:
             "the script ended before enough of its steps could be measured",
             given=f"{meter.calls} steps of the plan's program",
             expected=f"{WARM + meter.steps_wanted + 1} steps",
-            action="let it train longer, or give --steps a smaller number",
+            action="let the script train for more steps, or give a smaller --steps",
         )
     rank = require_current().rank
     if require_current().size > 1 and len(require_current().ranks) > 1:
-        raise PlanError("the ranks of one process cannot be measured apart", action="leave in-process transport out")
+        raise PlanError(
+            "ranks that share one process cannot be measured separately",
+            given=f"ranks {', '.join(map(str, require_current().ranks))} in one process",
+            expected="one process per rank",
+            action="do not set the in-process transport, and start the ranks with `whale run`",
+        )
     shutdown()
     if meter.seen is None:
-        raise ProgramError("the step of the saved plan did not run", given=script)
+        raise ProgramError(
+            "the step of the saved plan did not run",
+            given=script,
+            expected="the script calls the step that was planned",
+            action="plan the script again: `whale plan -o FILE " + script + "`",
+        )
     seen = meter.seen.plan.program
     kernels = dict(meter.kernels)
     found = MeasuredRank(rank, seen, meter.taken, kernels, meter.busy_s, meter.moving_s, meter.peak_bytes)

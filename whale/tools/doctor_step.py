@@ -1,6 +1,6 @@
-"""The program that `whale doctor` runs: ``whale run -np 2 -m whale.tools.doctor_step [results.json]``.
+"""The program that `whale doctor` runs as a trial: ``whale run -np 2 -m whale.tools.doctor_step [results.json]``.
 
-Every rank takes one training step alone and then the same step with the others, in float64.
+Every rank takes one training step alone, then the same step with the other ranks, in float64; the results are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from whale.runtime.start import init, shutdown
 
 
 def main() -> None:
-    """Takes the steps; rank 0 writes the largest relative difference and the bytes that the ranks exchanged."""
+    """Takes both steps; rank 0 writes the largest relative difference between them and the bytes that ranks
+    exchanged.
+    """
     alone = _train(tf.function)
     init()
     together = _train(spread)
@@ -42,7 +44,11 @@ def main() -> None:
 
 
 def _train(function: Callable[[Any], Any]) -> list[np.ndarray]:
-    """Returns loss and weights after one step of gradient descent of two layers on eight rows."""
+    """Takes one step of gradient descent of two layers on eight rows; returns the loss and both weights.
+
+    Args:
+        function: decorator that compiles the step: `tf.function` or `wh.function`.
+    """
     draw = np.random.default_rng(0).standard_normal
     hidden, output = tf.Variable(draw((4, 6))), tf.Variable(draw((6, 1)))
 

@@ -1,4 +1,4 @@
-"""Plans steps without processes: ``wh.plan`` and `whale plan script`."""
+"""Plans steps in one process, for any number of ranks: ``wh.plan`` and `whale plan script`."""
 
 from __future__ import annotations
 
@@ -64,20 +64,22 @@ from whale.tools.run_as_main import as_main, failures_told, locate, make_relativ
 from whale.tools.what_if import compare, read_what_if
 
 _MOST = 5
-UNMEASURED = "this machine by a catalogue's figures, since it was not measured (whale profile does)"
+UNMEASURED = "this machine by a catalogue's figures, since it was not measured (run `whale profile`)"
 
 
 def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPlan:
-    """Plans a step for ``ranks`` ranks in this process alone; ``graph()`` of the result is a networkx graph.
+    """Plans a step for ``ranks`` ranks in this process alone, and trains nothing.
 
     Args:
-      fn: a Python function, a tf.function or a wh.function.
-      ranks: None: as many as the run has; 1 before ``wh.init``.
-      args, kwargs: its arguments; tf.TensorSpec with static shapes (the global batch) stand for tensors.
+      fn: a Python function, a tf.function or a wh.function. args, kwargs: the arguments of ``fn``; tf.TensorSpec with
+          static shapes (of the global batch) may stand for tensors. ranks: number of ranks; None: the ranks of this
+          run, or 1 before ``wh.init``.
+
+    Returns:
+      the plan; its ``graph()`` gives a networkx graph of the step's operations and their layouts.
 
     Raises:
-      CaptureError: the step cannot be captured.
-      PlanError: the batch cannot be split as asked.
+      CaptureError: the step cannot be captured. PlanError: the batch cannot be split as asked.
     """
     settings, scale = PlanSettings(size=ranks or 1), None
     if (run := find_running()) is not None:
@@ -94,9 +96,13 @@ def plan(fn: Any, *args: Any, ranks: int | None = None, **kwargs: Any) -> StepPl
 
 @dataclass(frozen=True)
 class PredictionTarget:
-    """The machine for which a plan's time is predicted: a file written by `whale profile`, or a cluster file.
+    """Names the machine for which a plan's step time is predicted.
 
-    If neither is given, it is the default file of `whale profile`, if that exists.
+    If neither a profile nor a cluster is given, it is the default profile of `whale profile`, if that file exists.
+
+    Attributes:
+      profile: path of a file written by `whale profile`. cluster: path of a cluster file, or "local" for this machine.
+          network: type of network between the hosts of this job, if the cluster is "local".
     """
 
     profile: str | None = None
@@ -104,15 +110,19 @@ class PredictionTarget:
     network: str | None = None  # between the hosts of this job, where the cluster is local
 
     def read(self) -> MachineProfile | Cluster:
-        """Reads the machine's figures from the file.
+        """Reads the machine's figures from the cluster file or the profile.
 
         Raises:
-          ClusterError: it cannot be read, or none was named and this machine has not been measured.
+          ClusterError: the file cannot be read, or none was named and this machine has not been measured.
         """
         return self.machines() or read(self.profile or default_path())
 
     def read_or_discover(self, ranks: int) -> MachineProfile | Cluster:
-        """Reads the file's figures; where none was named, and this machine has not been measured, takes a catalogue's.
+        """Reads the machine's figures; if no file was named and this machine was not measured, takes catalogue figures
+        for it.
+
+        Args:
+          ranks: number of ranks that share this machine's devices in the latter case.
 
         Raises:
           ClusterError: the file cannot be read.
@@ -122,35 +132,34 @@ class PredictionTarget:
         return self.read()
 
     def machines(self) -> Cluster | None:
-        """Returns the cluster if one is named; else None.
+        """Returns the cluster, or None if no cluster is named.
 
         Raises:
-          ClusterError: its file cannot be read.
+          ClusterError: the cluster file cannot be read.
         """
         return None if self.cluster is None else read_named_cluster(self.cluster, self.network, cpu_quota())
 
     def devices(self) -> int:
-        """Returns the number of devices of a cluster file; 0: no file is named, or this machine, without a number of
-        ranks.
+        """Returns the number of devices in the cluster file, the default number of ranks; 0: no cluster file is named.
 
         Raises:
-          ClusterError: it cannot be read.
+          ClusterError: the cluster file cannot be read.
         """
         on = self.machines()
         return on.device_count if on is not None and self.cluster != "local" else 0
 
     def predict(self, planned: Planned) -> tuple[Prediction | None, str]:
-        """Returns (the plan's prediction or None, why there is none or "").
+        """Predicts a plan's step; returns (the prediction, "") or (None, a line that says why there is none).
 
         Raises:
-          ClusterError: a file that was named cannot be read, or does not fit the plan.
-          PlanError: a file was named, and the program has no predicted time.
+          ClusterError: a file that was named cannot be read, or does not fit the plan. PlanError: a file was named, and
+              the program's step time cannot be predicted.
         """
         if (on := self.machines()) is not None:
             return predict_on(planned, on), ""
         path = Path(self.profile) if self.profile is not None else default_path()
         if self.profile is None and not path.exists():
-            return None, "No predicted time: this machine has not been measured (`whale profile`)\n"
+            return None, "No predicted time: this machine has not been measured (run `whale profile`)\n"
         try:
             return predict_on(planned, read(path)), ""
         except WhaleError as error:
@@ -159,11 +168,10 @@ class PredictionTarget:
             return None, f"No predicted time: {error}\n"
 
     def check_memory(self, planned: Planned) -> None:
-        """Raises an error if a step needs more memory than the cluster's devices have, or ``memory.limit_bytes``
-        allows.
+        """Checks that a step fits into the devices of the cluster, or into ``memory.limit_bytes`` if that is set.
 
         Raises:
-          PlanError: it does not fit.
+          PlanError: the step does not fit.
         """
         plan, settings = planned.plan, planned.settings
         if not plan.memory:
@@ -179,14 +187,16 @@ class PredictionTarget:
             memory = {**memory, "NCCL": tuple(beside)}
         totals = [sum(sizes) for sizes in zip(*memory.values())]
         if any(total > limit for total, limit in zip(totals, limits)):
-            # The program is normalised as it was planned; that changes nothing when it is done again.
+            # `options_text` normalises the program again, which does not change a normalised program.
             beside_host = on is not None and on.kinds == {"gpu"}
             options = options_text(settings, limits, planned.program, None, beside_host)
             raise refusal_of_plan(plan.program, memory, limits, options)
 
 
 def _share_devices(local: Cluster, ranks: int) -> Cluster:
-    """Returns this machine with a device for each rank: more ranks than devices have equal parts of them."""
+    """Returns this machine as a cluster with a device for each rank; with more ranks than devices, ranks share devices
+    equally.
+    """
     parts = -(-ranks // local.device_count)
     (host,) = local.hosts
     devices = [
@@ -210,23 +220,19 @@ def main(
     found: Callable[[], None] = lambda: None,
     verbose: bool = False,
 ) -> int:
-    """Prints the plan of a script's first step with a batch for ``ranks`` ranks, and its prediction.
+    """Prints the plan of a script's first step that takes a batch, and its prediction: `whale plan SCRIPT`.
 
     Args:
-      args: the script's arguments.
-      ranks: None: as many as the devices of a cluster file, else 2.
-      out: file to write the plan to, as JSON.
-      prediction: the machine of the prediction.
-      is_model: ``script`` is a model file (see whale.tools.models).
-      explain: name or pattern of operations whose layouts are explained.
-      fixed: choices, each of which is compared with the plan (see whale.tools.what_if).
-      found: called when the plan is there, before it is printed.
-      verbose: also print the seconds and changes of each pass.
+      args: the script's arguments. ranks: number of ranks; None: the number of devices in the cluster file, else 2.
+          out: file to write the plan to, as JSON. prediction: the machine to predict for. is_model: ``script`` is a
+          model file (see whale.tools.models). explain: name or pattern of operations whose layouts are explained.
+          fixed: choices PATTERN.split=N, each of which is compared with the plan (see whale.tools.what_if). found:
+          called when the plan is complete, before it is printed. verbose: also print how long each pass took and what
+          it changed.
 
     Raises:
-      ClusterError: the script or a file does not exist.
-      PlanError: a choice cannot be read, or the plan does not fit.
-      ProgramError: the script ended without a step that takes a batch.
+      ClusterError: the script or a file does not exist. PlanError: a choice cannot be read, or the plan does not fit.
+          ProgramError: the script ended without a step that takes a batch.
     """
     asked, ranks = [read_what_if(text) for text in fixed], ranks or prediction.devices() or 2
     passes = PassLog() if verbose else None
@@ -265,15 +271,14 @@ def main(
 
 
 def capture_again(plan: PlanFile, path: str) -> Planned:
-    """Captures the step of a saved program's plan again, from its script or description, under that plan.
+    """Captures the step of a saved plan again, from its script or its description; the result has the saved plan.
 
     Args:
-      path: of the plan's file.
+      path: path of the plan file.
 
     Raises:
-      ClusterError: the script does not exist here.
-      PlanError: the plan names no script, or the program has changed since.
-      ProgramError: the script ends without the plan's step.
+      ClusterError: the script does not exist here. PlanError: the plan names no script, or the program has changed
+          since. ProgramError: the script ends without the plan's step.
     """
     if plan.description:
         return plan_again(plan, path)
@@ -282,22 +287,21 @@ def capture_again(plan: PlanFile, path: str) -> Planned:
             "the plan names no script that could be captured again",
             given=path,
             expected="a plan that `whale plan -o FILE train.py` wrote",
-            action="make it so",
+            action="plan the script again with `whale plan -o FILE train.py`",
         )
     script = locate(plan.script, path)
     return first_step(script[0], script[1:], plan.strategy.ranks, os.path.abspath(path))
 
 
 def replay(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders: bool = False) -> Drawn:
-    """Captures a saved plan's step again, and simulates it on the machine of ``prediction``, or the plan's own cluster.
+    """Captures a saved plan's step again and simulates it, to draw it.
 
     Args:
-      path: of the plan's file.
-      with_sliders: also simulate faster or slower exchanges and ranks.
+      path: path of the plan file. prediction: the machine to simulate; if it names none, the plan's own cluster, or
+          this machine. with_sliders: also simulate faster and slower exchanges and ranks.
 
     Raises:
-      ClusterError: the script does not exist here, or there is no machine for a prediction.
-      PlanError: the program has changed since.
+      ClusterError: the script does not exist here, or a file cannot be read. PlanError: the program has changed since.
     """
     planned, ranks = capture_again(plan, path), plan.strategy.ranks
     own = plan.cluster if prediction.profile is None and prediction.cluster is None else None
@@ -324,8 +328,13 @@ def replay(plan: PlanFile, path: str, prediction: PredictionTarget, with_sliders
 
 
 def simulate_file(model: str, ranks: int, measured: str) -> tuple[str, bool]:
-    """Returns (text with the prediction of a model file's step on a machine that `whale profile` measured, whether it
-    fits).
+    """Predicts the step of a model file on a machine that `whale profile` measured: `whale simulate --measured`.
+
+    Args:
+      model: path of the model file. measured: path of the profile.
+
+    Returns:
+      (text with the prediction, whether the step fits into memory).
 
     Raises:
       ClusterError: a file cannot be read.
@@ -367,18 +376,18 @@ def first_step(
     on: Cluster | None = None,
     passes: PassLog | None = None,
 ) -> Planned:
-    """Runs ``script`` up to its first step with a batch, plans that step for ``ranks`` ranks, and stops there.
+    """Runs ``script`` up to its first step that takes a batch, plans that step for ``ranks`` ranks, and stops there.
 
-    Programs without a batch input (initial values, restoring) run on one rank, so that the script gets to its step.
+    Programs without a batch (initial values, restoring) run on one rank, so that the script gets to its step.
 
     Args:
-      saved: file of a plan to use instead of planning the step.
-      on: the devices that ``auto_parallel`` plans for; None: ranks as fast as this process.
-      passes: records the seconds and changes of the passes over that step.
+      args: the script's arguments. saved: path of a plan file to use instead of planning the step. on: the devices that
+          ``auto_parallel`` plans for; None: ranks are as fast as this process. passes: records how long each pass over
+          the step took and what it changed.
 
     Raises:
-      ClusterError: the script does not exist.
-      ProgramError: the script failed, or ended without a step that takes a batch.
+      ClusterError: the script does not exist. ProgramError: the script failed, or ended without a step that takes a
+          batch.
     """
     if not Path(script).is_file():
         raise ClusterError(
@@ -388,7 +397,7 @@ def first_step(
     seen: dict[str, None] = {}
 
     def stop(plan: Plan, program: Program, settings: PlanSettings, ranks: Sequence[Program]) -> None:
-        # Under auto_parallel every rank may compute the whole batch alone, and nothing is divided.
+        # Under auto_parallel the plan may be to replicate the whole step, so that no input is a divided batch.
         if plan.batch_inputs or (plan.searched and trains(program)):
             plan = replace(plan, script=(os.path.abspath(script), *args))
             planned.append(Planned(program, plan, settings.but(observer=PassObserver()), tuple(ranks)))
@@ -410,21 +419,22 @@ def _nothing_to_plan(script: str, started: bool, outside: ExternalUpdates, seen:
     """Creates the error for a script that ended without a step to plan.
 
     Args:
-      started: whether it called ``wh.init``.
-      outside: describes training outside of Whale.
-      seen: names of the programs that it ran, which take no batch.
+      started: whether the script called ``wh.init``. outside: training that the script did outside of Whale. seen:
+          names of the programs that it ran, none of which takes a batch.
     """
     facts, action = {"given": script}, "check that the script calls its step when started alone"
     if outside.trained:
-        facts["trained beside Whale"] = "; ".join(list(outside.trained)[:_MOST])
-        action = "make what is named a wh.function (in the place of tf.function), or a wh.Session"
+        facts["trained without Whale"] = "; ".join(list(outside.trained)[:_MOST])
+        action = (
+            "replace tf.function by wh.function, or tf.Session by wh.Session, where the script trains without Whale"
+        )
     if seen:
         facts["without a batch"] = ", ".join(seen[:_MOST])
     if not started:
-        facts["given"] += ", which never calls wh.init()"
+        facts["given"] += ", which does not call wh.init()"
         action = "put `import whale as wh; wh.init()` at the beginning of the script"
     if "whale.horovod" in sys.modules:
-        action = "start it with `whale run`: ranks of a script for Horovod run programs of their own, without a plan"
+        action = "start it with `whale run`: the ranks of a Horovod script run their own programs, which have no plan"
     return ProgramError(
         "the script ended before it ran a step that takes a batch",
         **facts,
@@ -434,6 +444,6 @@ def _nothing_to_plan(script: str, started: bool, outside: ExternalUpdates, seen:
 
 
 class _Planned(BaseException):
-    """Raised to end the script when its plan is known. Not an Exception, so that the script's own handlers ignore
-    it.
+    """Raised to end the script once its plan is known; a BaseException, so that handlers of the script do not
+    catch it.
     """

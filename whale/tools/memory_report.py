@@ -1,6 +1,4 @@
-"""Reports the memory of this process's ranks, by category, predicted from their programs and measured:
-``wh.memory_report``.
-"""
+"""Implements ``wh.memory_report``: predicted and measured memory of this process's ranks, by category."""
 
 from __future__ import annotations
 
@@ -19,22 +17,20 @@ from whale_ops.memory import COUNTED_FROM_BYTES
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of this process, in bytes.
+    """Holds the memory of this process in bytes; printing it gives a table.
 
     Attributes:
-      ranks: of this process; the figures are of all of them together.
-      variables: category (parameters, optimizer state, buffers) -> bytes of the variables that these ranks hold now,
-        exactly.
-      predicted: name of a program -> category -> bytes at the fullest moment of a step, of the first of these ranks:
-        variables, gradients, weights that are gathered, activations.
-      on_host_bytes: of the variables, what lies in the host's memory beside an accelerator (``read_memory.offload``).
-      copied: bytes that steps have copied to the host's memory, and from it, since the process began.
-      copied_each_step: name of a program -> bytes that a step of it is predicted to copy to the host's memory, and from
-        it, on all of these ranks; without rows of which only the step knows how many there are.
-      allocated_bytes, allocated_peak_bytes: what TensorFlow's allocator has given out, now and at most, in pieces of
-        256 KiB and more; None where that is not measured, as ``not_allocated`` says.
-      not_allocated: why.
-      resident_bytes, resident_peak_bytes: of the process, by the kernel, libraries included.
+      ranks: the ranks of this process; all figures are for all of them together, except `predicted`. variables:
+          category (parameters, optimizer state, buffers) -> exact bytes of the variables that these ranks hold now.
+          predicted: name of a program -> category -> bytes at the peak of a step, on the first of these ranks.
+          Categories are variables, gradients, gathered weights and activations. on_host_bytes: part of `variables` that
+          lies in host memory because of ``memory.offload``. copied: bytes that steps have copied (to host memory, from
+          host memory) since the process began. copied_each_step: name of a program -> bytes that a step is predicted to
+          copy (to, from) host memory. Rows of tables whose number only the step knows are not counted. allocated_bytes,
+          allocated_peak_bytes: bytes that TensorFlow's allocator has given out, now and at most; tensors below 256 KiB
+          are not counted. None: not measured, see ``not_allocated``. not_allocated: why the allocator's figures are
+          missing. resident_bytes, resident_peak_bytes: resident memory of the process, libraries included, as the
+          kernel counts it.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +47,7 @@ class MemoryReport:
 
     @property
     def variable_bytes(self) -> int:
-        """Returns the sum of all categories of variables."""
+        """Returns the bytes of all variables that these ranks hold now."""
         return sum(self.variables.values())
 
     def __str__(self) -> str:
@@ -63,7 +59,7 @@ class MemoryReport:
             lines += [f"    {name:<24} {format_bytes(n)}" for name, n in categories.items()]
             lines.append(f"    {'together':<24} {format_bytes(sum(categories.values()))}")
         for program, (there, back) in self.copied_each_step.items():
-            lines.append(f"  predicted for a step of {program}, beside the host's memory")
+            lines.append(f"  predicted copies of a step of {program} to and from host memory")
             lines += [f"    {'copied to the host':<24} {format_bytes(there)}"]
             lines += [f"    {'copied from the host':<24} {format_bytes(back)}"]
         lines.append("  measured")
@@ -83,9 +79,10 @@ class MemoryReport:
 
 
 def memory_report() -> MemoryReport:
-    """Reports the memory of this process: variables by category, predictions of its programs, and measurements.
+    """Reports the memory of this process: variables by category, predicted peaks of its programs, and measurements.
 
-    Not collective. Variables that no step has used yet are not counted; they take no memory while they are deferred.
+    Not collective: ranks may call it at different times. Variables that no step has used yet are not counted, since
+    they take no memory before that.
 
     Raises:
       ClusterError: called before ``wh.init``.
@@ -102,7 +99,7 @@ def memory_report() -> MemoryReport:
         if not measured.peak_bytes:
             allocated, why = (
                 (None, None),
-                f"no tensor has had {format_bytes(COUNTED_FROM_BYTES)}, from which they count",
+                f"no tensor has had {format_bytes(COUNTED_FROM_BYTES)}, the least size that is counted",
             )
     except CommError as error:
         allocated, why = (None, None), str(error).partition("\n")[0]

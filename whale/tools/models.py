@@ -1,4 +1,4 @@
-"""Captures programs of well-known models from their hyper-parameters, without allocating weights.
+"""Captures the training steps of well-known models from their hyper-parameters, without allocating weights.
 
 A model file is a family and its hyper-parameters, as YAML:
 
@@ -10,8 +10,8 @@ A model file is a family and its hyper-parameters, as YAML:
     vocabulary: 50304
     batch: 32
 
-The training step is built in a TensorFlow 1 graph, whose variables take no memory before they are initialised, so the
-size of the model does not matter; from there it is captured like any session's graph.
+The step is built in a TensorFlow 1 graph, whose variables take no memory before they are initialised, so that models of
+any size can be captured, like the graph of any session.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ from whale.runtime.scopes import enter_path, mark_held, mark_recomputed
 _v1 = tf.compat.v1
 RATE = 1e-3
 Count = Annotated[int, Meta(ge=1)]
-_MASKED = 0.15  # of the words of a row, where a description does not say how many
+_MASKED = 0.15  # part of a row's words that is masked if a description does not say how many
 Weight = Callable[[str, Sequence[int]], tf.Tensor]
 Scope = Callable[[], AbstractContextManager[None]]
 Batch = Mapping[str, tf.Tensor]
 
 
 def capture_program(d: Description, mark_gradients: bool = False) -> Program:
-    """Returns the captured step; not normalised. Allocates no weights.
+    """Returns the captured step of a description, not normalised; allocates no weights.
 
-    With recompute it has the marks for ``PlanSettings.memory.recompute="marked"``; with ``mark_gradients`` gradients
-    are marked without it.
+    If the description recomputes, activations are marked for ``PlanSettings.memory.recompute="marked"``, and gradients
+    too.
+
+    Args:
+        mark_gradients: mark gradients in any case.
     """
     with tf.Graph().as_default() as graph:
         batch = {name: _v1.placeholder(dtype, shape, name) for name, (shape, dtype) in list_inputs(d).items()}
@@ -59,13 +62,13 @@ def capture_program(d: Description, mark_gradients: bool = False) -> Program:
 
 
 def _mark_compiled(program: Program) -> Program:
-    """Marks all nodes as those of a function that XLA compiles."""
+    """Marks all nodes of a program as compiled by XLA."""
     nodes = tuple(replace(node, marks=node.marks.replace_marks(compiled=True)) for node in program.nodes)
     return replace(program, nodes=nodes, functions={n: _mark_compiled(p) for n, p in program.functions.items()})
 
 
 class _Handle:
-    """The handle of a variable without a first value: a `tf.Variable` takes several times as long to build."""
+    """Represents a variable without an initial value, which is several times as fast to build as a `tf.Variable`."""
 
     def __init__(self, name: str, shape: Sequence[int], dtype: str) -> None:
         self.handle = tf.raw_ops.VarHandleOp(dtype=tf.as_dtype(dtype), shape=shape, shared_name=name, name=name)
@@ -78,9 +81,7 @@ class _Handle:
 
 
 def make_step(d: Description) -> Callable[..., tf.Tensor]:
-    """Returns the same step as a user's function of the batch's tensors, with allocated weights, for small
-    descriptions.
-    """
+    """Returns the same step as a Python function of the batch's tensors, with allocated weights; for small models."""
     made: dict[str, Any] = {}
 
     def variable(name: str, shape: Sequence[int], dtype: str) -> Any:
@@ -95,7 +96,7 @@ def make_step(d: Description) -> Callable[..., tf.Tensor]:
 
 
 def trace_program(d: Description) -> Program:
-    """Returns the program of `make_step`, captured as a user's function is."""
+    """Returns the program of `make_step`, captured as a user's function is; compare `capture_program`."""
     specs = [tf.TensorSpec(shape, dtype, name) for name, (shape, dtype) in list_inputs(d).items()]
     return capture_function(make_step(d), specs, {}, mark_gradients=d.recompute != "none").program
 
@@ -103,7 +104,16 @@ def trace_program(d: Description) -> Program:
 def _build_step(
     d: Description, batch: Batch, made: dict[str, Any], variable: Callable[[str, Sequence[int], str], Any]
 ) -> tuple[tf.Tensor, list[tf.Operation]]:
-    """Builds (loss, updates): forward, backward, and an update of each weight."""
+    """Builds the forward pass, the backward pass, and an update of each weight in the current graph.
+
+    Args:
+        batch: the batch's tensors by name.
+        made: filled with the variables by name.
+        variable: (name, shape, dtype) -> a new variable.
+
+    Returns:
+        (the loss, the update operations).
+    """
     values: dict[str, tf.Tensor] = {}
 
     def make_held(name: str, shape: Sequence[int]) -> Any:
@@ -140,9 +150,12 @@ def _build_step(
 
 
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="family"):
-    """The fields that all families have: rows of the global batch, element type, optimizer.
+    """Holds the fields that all families have.
 
-    ``xla``: XLA compiles the step.
+    Attributes:
+        batch: rows of the global batch.
+        dtype: element type of weights and activations.
+        xla: XLA compiles the step.
     """
 
     recompute: ClassVar[str] = "none"
@@ -155,10 +168,10 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class _Transformer(_Model, frozen=True, kw_only=True):
-    """The fields of transformers.
+    """Holds the fields of transformers.
 
-    ``recompute: full`` holds the layers' inputs only and recomputes the rest for the backward pass.
-    ``selective`` recomputes the scores of the attentions and their softmax (Korthikanti et al., 2022, section 5).
+    ``recompute: full`` keeps only the inputs of layers and recomputes the rest for the backward pass; ``selective``
+    recomputes attention scores and their softmax (Korthikanti et al., 2022, section 5).
     """
 
     recompute: Literal["none", "selective", "full"] = "none"  # type: ignore[misc]
@@ -169,11 +182,16 @@ class _Transformer(_Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
-            raise PlanError("hidden is not a multiple of heads", given=f"{self.hidden} and {self.heads}")
+            raise PlanError(
+                "hidden is not a multiple of heads",
+                given=f"hidden={self.hidden}, heads={self.heads}",
+                expected="a whole number of columns for each attention head",
+                action="change hidden or heads in the model's description",
+            )
 
     @property
     def inner(self) -> int:
-        """Returns the width of the feed-forward layer."""
+        """Returns the width of the hidden layer of the feed-forward network."""
         return self.feed_forward or 4 * self.hidden
 
 
@@ -183,10 +201,10 @@ class _Text(_Transformer, frozen=True, kw_only=True):
 
 
 class _DividedText(_Text, frozen=True, kw_only=True):
-    """The fields of transformers whose weights may be divided.
+    """Holds the fields of text transformers that can be tensor parallel.
 
-    ``tensor_parallel``: all ranks divide the weights of layers, embedding and logits, as under ``wh.split``.
-    ``sequence_parallel``: and the sequence of what lies between products, as with ``sequence=1``.
+    ``tensor_parallel``: all ranks shard the weights of layers, embedding and logits, as under ``wh.split``;
+    ``sequence_parallel``: ranks also shard the sequence of activations between products, as with ``sequence=1``.
     """
 
     tensor_parallel: bool = False  # type: ignore[misc]
@@ -204,13 +222,13 @@ class _DividedText(_Text, frozen=True, kw_only=True):
 
 
 class Gpt(_DividedText, frozen=True, kw_only=True, tag="gpt"):
-    """Decoder with a causal mask; the logits use the embedding's weights."""
+    """Describes a decoder with a causal mask; the logits are computed with the embedding's weights."""
 
 
 class Bert(_DividedText, frozen=True, kw_only=True, tag="bert"):
-    """Encoder, whose logits are of the masked words of each row (Devlin et al., 2019, section 3.1).
+    """Describes an encoder with logits for the masked words of each row only (Devlin et al., 2019, section 3.1).
 
-    ``masked``: how many words these are; 0: 15 % of the sequence.
+    ``masked``: number of these words; 0: 15 % of the sequence.
     """
 
     masked: Annotated[int, Meta(ge=0)] = 0
@@ -218,27 +236,35 @@ class Bert(_DividedText, frozen=True, kw_only=True, tag="bert"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.masked > self.sequence:
-            raise PlanError("more words are masked than a row has", given=f"{self.masked} of {self.sequence}")
+            raise PlanError(
+                "more words are masked than a row has",
+                given=f"masked={self.masked}, sequence={self.sequence}",
+                expected="masked of at most sequence; 0 stands for 15 % of it",
+                action="give a smaller masked",
+            )
 
     @property
     def predicted(self) -> int:
-        """Returns the words of a row that are predicted."""
+        """Returns the number of words of a row that are masked and predicted."""
         return self.masked or max(1, round(_MASKED * self.sequence))
 
 
 class T5(_Text, frozen=True, kw_only=True, tag="t5"):
-    """Encoder and decoder, so many layers each, of sequences of equal length."""
+    """Describes an encoder and a decoder with ``layers`` layers each, on sequences of equal length."""
 
 
 class Moe(_Text, frozen=True, kw_only=True, tag="moe"):
-    """GPT whose feed-forward layers are experts: each token goes to one, which takes `capacity` times its share."""
+    """Describes a GPT whose feed-forward layers are experts; each token goes to one expert.
+
+    An expert takes at most ``capacity`` times its even share of the tokens.
+    """
 
     experts: Count
     capacity: Annotated[float, Meta(gt=0)] = 1.25
 
 
 class Vit(_Transformer, frozen=True, kw_only=True, tag="vit"):
-    """Vision transformer on square images."""
+    """Describes a vision transformer on square images."""
 
     image: Count = 224
     patch: Count = 16
@@ -246,7 +272,10 @@ class Vit(_Transformer, frozen=True, kw_only=True, tag="vit"):
 
 
 class Resnet(_Model, frozen=True, kw_only=True, tag="resnet"):
-    """ResNet with bottlenecks (He et al., 2016): blocks of each of its groups, 3, 4, 6, 3 for ResNet-50."""
+    """Describes a ResNet with bottleneck blocks (He et al., 2016).
+
+    ``blocks``: number of blocks in each group; 3, 4, 6, 3 for ResNet-50.
+    """
 
     blocks: Annotated[tuple[Count, ...], Meta(min_length=1)] = (3, 4, 6, 3)
     width: Count = 64
@@ -256,9 +285,10 @@ class Resnet(_Model, frozen=True, kw_only=True, tag="resnet"):
 
 
 class Dlrm(_Model, frozen=True, kw_only=True, tag="dlrm"):
-    """Recommendation (Naumov et al., 2019): embeddings and dense features, their products, and two perceptrons.
+    """Describes a recommendation model (Naumov et al., 2019): embeddings, dense features, their products, two
+    perceptrons.
 
-    ``split``: the ranks divide the tables by rows, as under ``wh.split(dim=0)``.
+    ``split``: ranks shard the tables by rows, as under ``wh.split(dim=0)``.
     """
 
     tables: Count
@@ -272,7 +302,10 @@ class Dlrm(_Model, frozen=True, kw_only=True, tag="dlrm"):
 
 
 class Classifier(_Model, frozen=True, kw_only=True, tag="classifier"):
-    """A dense layer and a softmax over very many classes. ``split``: the ranks divide these, as under ``wh.split``."""
+    """Describes a dense layer and a softmax over very many classes.
+
+    ``split``: ranks shard the classes, as under ``wh.split``.
+    """
 
     classes: Count
     features: Count = 512
@@ -285,13 +318,13 @@ Description = Gpt | Bert | T5 | Moe | Vit | Resnet | Dlrm | Classifier
 
 
 def read_description(path: str | Path) -> Description:
-    """Reads a model file; a mistake raises an error with line and key."""
+    """Reads a model file; the error for a mistake in it names line and key."""
     file = yaml_files.YamlFile(yaml_files.read_text(path, "model file"), str(path), "model file")
     return file.decode(Description)  # type: ignore[arg-type]
 
 
 def list_inputs(d: Description) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns name -> (shape, dtype) of the batch's tensors."""
+    """Returns {name: (shape, dtype)} of the batch's tensors."""
     if isinstance(d, Vit | Resnet):
         return {"images": ((d.batch, d.image, d.image, 3), d.dtype), "labels": ((d.batch,), "int32")}
     if isinstance(d, Dlrm):
@@ -307,7 +340,12 @@ def list_inputs(d: Description) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def compute_loss(d: Description, weight: Weight, batch: Batch) -> tf.Tensor:
-    """Computes the mean loss of the batch."""
+    """Builds the forward pass of a description; returns the mean loss of the batch.
+
+    Args:
+        weight: (name, shape) -> the value of a weight.
+        batch: the batch's tensors by name.
+    """
     scope = "split_0(sequence=1)" if d.sequence_parallel else "split_0"
     with enter_path(scope) if d.tensor_parallel else nullcontext():
         return _compute_loss(d, weight, batch)
@@ -405,10 +443,10 @@ def _dlrm(d: Dlrm, weight: Weight, features: tf.Tensor, ids: tf.Tensor) -> tf.Te
     return _dense(weight, "head", _perceptron(weight, "top", tf.concat([bottom, products], 1), d.top), 2)
 
 
-# Builds layers of TensorFlow's ops, on weights made elsewhere: eager variables, or those of a graph, which hold
-# nothing.
+# The functions below build layers of TensorFlow ops. Their weights come from `weight`: eager variables, or variables of
+# a graph without values.
 def _dense(weight: Weight, name: str, x: tf.Tensor, width: int) -> tf.Tensor:
-    """Multiplies the last dimension of rows by a kernel, and adds a bias."""
+    """Multiplies the last dimension of ``x`` by a kernel, and adds a bias."""
     shape = x.shape.as_list()
     flat = tf.reshape(x, (-1, shape[-1])) if len(shape) > 2 else x
     flat = tf.nn.bias_add(
@@ -418,7 +456,7 @@ def _dense(weight: Weight, name: str, x: tf.Tensor, width: int) -> tf.Tensor:
 
 
 def norm(weight: Weight, name: str, x: tf.Tensor) -> tf.Tensor:
-    """Applies layer normalisation, with scale and shift."""
+    """Applies layer normalisation over the last dimension, with scale and shift."""
     width = x.shape[-1]
     mean = tf.reduce_mean(x, -1, keepdims=True)
     centred = x - mean
@@ -437,14 +475,19 @@ def attention(
     memory: tf.Tensor | None = None,
     core: Scope = nullcontext,
 ) -> tf.Tensor:
-    """Computes multi-head attention; to the sequence ``memory``, if given. Its scores are computed under
-    ``core``.
+    """Computes multi-head self-attention, or cross-attention if ``memory`` is given.
+
+    Args:
+        name: prefix of the weights' names.
+        causal: mask later positions.
+        memory: the sequence that keys and values are computed from; None: ``x``.
+        core: context manager under which scores and their softmax are built, to mark them for recomputation.
     """
     rows, length, width = x.shape.as_list()
     size = width // heads
 
     def split_heads(t: tf.Tensor, count: int) -> list[tf.Tensor]:
-        # Head by head, as Megatron-LM's weights lie: whoever has a run of columns has whole heads.
+        # Columns are ordered head by head, as in Megatron-LM, so that a shard of columns has whole heads.
         split = tf.reshape(t, (rows, t.shape[1], heads, count, size))
         return [tf.transpose(part, (0, 2, 1, 3)) for part in tf.unstack(split, axis=3)]
 
@@ -469,13 +512,14 @@ def _mask(length: int) -> list[list[float]]:
 def feed_forward(
     weight: Weight, name: str, x: tf.Tensor, inner: int, activation: Callable[..., tf.Tensor]
 ) -> tf.Tensor:
-    """Computes two products with an activation between."""
+    """Computes a feed-forward network: two dense layers with an activation between."""
     return _dense(weight, f"{name}/out", activation(_dense(weight, f"{name}/in", x, inner)), x.shape[-1])
 
 
 def _experts(weight: Weight, name: str, x: tf.Tensor, inner: int, count: int, capacity: float) -> tf.Tensor:
-    """Computes a mixture of experts with one expert per token (Switch Transformer); tokens beyond its capacity are
-    dropped.
+    """Computes a mixture of experts with one expert per token (Switch Transformer).
+
+    Tokens that exceed an expert's capacity are dropped.
     """
     rows, length, width = x.shape.as_list()
     tokens = rows * length
@@ -493,7 +537,7 @@ def _experts(weight: Weight, name: str, x: tf.Tensor, inner: int, count: int, ca
 
 
 def _convolution(weight: Weight, name: str, x: tf.Tensor, width: int, size: int, stride: int = 1) -> tf.Tensor:
-    """Computes a convolution without bias, and the batch normalisation behind it."""
+    """Computes a convolution without bias, followed by batch normalisation."""
     kernel = weight(f"{name}/kernel", (size, size, x.shape[-1], width))
     x = tf.nn.conv2d(x, kernel, stride, "SAME")
     found = tf.compat.v1.nn.fused_batch_norm(
@@ -503,7 +547,7 @@ def _convolution(weight: Weight, name: str, x: tf.Tensor, width: int, size: int,
 
 
 def _bottleneck(weight: Weight, name: str, x: tf.Tensor, width: int, stride: int) -> tf.Tensor:
-    """Computes three convolutions, and adds their input."""
+    """Computes a residual block of three convolutions."""
     kept = x
     if x.shape[-1] != 4 * width or stride > 1:
         kept = _convolution(weight, f"{name}/kept", x, 4 * width, 1, stride)

@@ -1,7 +1,7 @@
-"""Plans described models of the families `FAMILIES` (`whale plan --describe bert:...`).
+"""Plans models that are described on the command line but captured as programs (`whale plan --describe bert:...`).
 
-A described step is captured, and divided over the devices of a cluster as `auto_parallel` would divide it.
-Predictions are of the ranks' programs.
+The step of the model is captured, and divided over the devices of a cluster as `auto_parallel` would divide it.
+Predictions simulate the ranks' programs.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ SPREAD = ("split", "tensor_parallel", "sequence_parallel", "recompute")  # field
 
 
 def read(text: str, batch: int | None = None) -> Description:
-    """Reads a description such as `dlrm:tables=26,rows=1000000,factors=16,batch=4096`: a family of FAMILIES and its
+    """Parses a description such as `dlrm:tables=26,rows=1000000,factors=16,batch=4096`: a family of FAMILIES with its
     fields.
 
+    Args:
+        batch: global batch in rows, which `batch=` in the text overrides.
+
     Raises:
-      PlanError: it cannot be read, or there is no batch.
+      PlanError: the text cannot be read, or there is no batch.
     """
     family, _, rest = text.partition(":")
     fields: dict[str, str | int] = {} if batch is None else {"batch": batch}
@@ -61,34 +64,34 @@ def read(text: str, batch: int | None = None) -> Description:
             raise PlanError(
                 "a model's description cannot say how the model is divided",
                 given=part,
-                action="leave it out: it is chosen",
+                action=f"leave {name.strip()} out: the search chooses it",
             )
         fields[name.strip()] = value.strip()
     try:
-        # Lists of widths are for model files.
+        # Fields that are lists (widths of layers) cannot be given in a description, only in a model file.
         return msgspec.convert({"family": family, **fields}, FAMILIES[family], strict=False)
     except msgspec.ValidationError as error:
         names = [f.name for f in msgspec.structs.fields(FAMILIES[family]) if f.name not in SPREAD]
         wrong = next((name for name in fields if name not in names), "")
         near = find_similar(wrong, names) if wrong else ""
         raise PlanError(
-            "a description cannot be read",
+            "the model's description cannot be read",
             given=text,
             reason=str(error),
-            expected=", ".join(names),
-            action=f"write {near}={fields[wrong]}, if that is meant" if near else None,
+            expected=f"{family}: with fields of {', '.join(names)}",
+            action=f"write {near}={fields[wrong]}, if that is meant" if near else "correct the field that reason names",
         ) from error
 
 
 def find_strategy(described: Description, cluster: Cluster, budget_s: float | None = None) -> tuple[Found, Plan]:
-    """Searches over all devices; returns the result, and the plan of the fastest strategy that fits, with its
+    """Searches for the fastest strategy on all devices of a cluster; returns the search's result, and the plan with
     prediction.
 
     Args:
-      budget_s: seconds after which no further strategy is tried; None: the default of a run.
+      budget_s: seconds after which no further strategy is tried; None: the default of `best_way`.
 
     Raises:
-      PlanError: no strategy of the model can run, or none fits.
+      PlanError: no strategy can run, or none fits into memory.
     """
     captured = capture_program(described, mark_gradients=True)
     settings = _settings(cluster)
@@ -105,19 +108,22 @@ def find_strategy(described: Description, cluster: Cluster, budget_s: float | No
 
 
 def plan_as(strategy: ParallelStrategy, captured: Program, cluster: Cluster) -> Plan:
-    """Returns the plan of a captured step under a strategy over all devices, with its prediction.
+    """Plans a captured step under a given strategy over all devices; the plan has its prediction.
 
     Raises:
-      PlanError: it cannot be divided that way.
+      PlanError: the step cannot be divided that way.
     """
     return _add_prediction(strategy, ProgramEvaluator(captured, _settings(cluster), cluster).plan(strategy), cluster)
 
 
 def plan_again(plan: PlanFile, path: str) -> Planned:
-    """Captures a described model's step again, under a saved plan of it.
+    """Captures a described model's step again, under a saved plan for it.
+
+    Args:
+      path: path of the plan file, for errors.
 
     Raises:
-      PlanError: the plan is not legal for the step.
+      PlanError: the plan is for another program, or not legal for the step.
     """
     assert plan.cluster is not None
     layouts = plan.plan
@@ -125,7 +131,13 @@ def plan_again(plan: PlanFile, path: str) -> Planned:
     captured = capture_program(read(plan.description, plan.batch), mark_gradients=True)
     program, settings = ProgramEvaluator(captured, _settings(plan.cluster), plan.cluster).apply(plan.strategy)
     if compute_fingerprint(program) != layouts.fingerprint:
-        raise PlanError("the saved plan was made for another program", given=path, op=program.name)
+        raise PlanError(
+            "the saved plan was made for another program",
+            given=path,
+            op=program.name,
+            expected=f"the step of {plan.description}, as this version of Whale captures it",
+            action="plan the model again: `whale plan --describe ... --cluster FILE -o FILE`",
+        )
     return Planned(program, layouts, settings, tuple(verify_saved_plan(program, layouts, settings, path)))
 
 
@@ -134,7 +146,7 @@ def _settings(cluster: Cluster) -> PlanSettings:
 
 
 def _add_prediction(strategy: ParallelStrategy, made: Planned, cluster: Cluster) -> Plan:
-    """Returns the plan of a strategy with its prediction."""
+    """Returns the plan with its memory, its prediction on the cluster, and its strategy."""
     program, settings = made.program, made.settings
     shown = lower_shown_ranks(program, made.plan, settings)
     plan = add_memory(made.plan, shown, settings)
@@ -143,7 +155,11 @@ def _add_prediction(strategy: ParallelStrategy, made: Planned, cluster: Cluster)
 
 
 def file_of(text: str, cluster: Cluster, found: Found, plan: Plan) -> PlanFile:
-    """Returns the plan file of a described model's step, with the strategies that lost."""
+    """Creates the plan file of a described model's step, with the strategies that were not chosen.
+
+    Args:
+      text: the description.
+    """
     step_s = found.chosen.step_s
     others = []
     for one in found.others:
@@ -165,16 +181,14 @@ def main(
     budget_s: float | None,
     found: Callable[[], None],
 ) -> int:
-    """Prints the plan of the fastest strategy that fits, and the predictions of others.
+    """Prints the plan of the fastest strategy that fits, and the predictions of the others.
 
     Args:
-      out: file to write that plan to, as JSON.
-      budget_s: see `spread`.
-      found: called when all are known, before anything is printed.
+      text: the description. batch: global batch in rows; None: the description says it. out: file to write the plan to,
+          as JSON. budget_s: see `find_strategy`. found: called when the plan is complete, before it is printed.
 
     Raises:
-      ClusterError: the cluster cannot be read.
-      PlanError: the description cannot be read, or no strategy fits.
+      ClusterError: the cluster cannot be read. PlanError: the description cannot be read, or no strategy fits.
     """
     machines = read_named_cluster(cluster, network, cpu_quota())
     plan = file_of(text, machines, *find_strategy(read(text, batch), machines, budget_s))

@@ -1,8 +1,8 @@
-"""Checks and draws the plan of a program: captures its step again, and inspects the ranks' programs.
+"""Checks and draws the plan of a captured program: captures its step again, and inspects the ranks' programs.
 
 `whale.planner.report.of_model` has the same functions for plans of described models. The check does not rely on the
-planner: a plan from a file is proved legal for its program before it is used (`whale/partition/verify_saved_plan.py`),
-and the memory of its ranks is compared here with the devices' memory.
+planner: a plan from a file is proved legal for its program (`whale/partition/verify_saved_plan.py`), and the predicted
+memory of each rank is compared with its device's memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,23 @@ Measured = Callable[[float], Mapping[str, Any] | None]
 
 
 def trace(plan: PlanFile, path: str, profile: str | None, cluster: str | None) -> str:
-    """Returns the simulated timeline of all ranks as a Chrome trace."""
+    """Returns the simulated timeline of all ranks as a Chrome trace in JSON.
+
+    Args:
+      path: path of the plan file. profile: path of a profile of `whale profile` to predict with; None: the cluster, or
+          the default profile. cluster: path of a cluster file to predict with; None: the plan's own.
+    """
     return draw_captured.trace(_draw(plan, path, profile, cluster))
 
 
 def describe_page(
     plan: PlanFile, path: str, profile: str | None, cluster: str | None, measured: Measured
 ) -> dict[str, Any]:
-    """Returns the plan's data for `draw.page`; ``measured``: a measured step, given the predicted seconds."""
+    """Returns the data that `draw.page` draws for the plan; the arguments are those of `trace`.
+
+    Args:
+      measured: predicted seconds of a step -> a measured step to draw below, or None.
+    """
     drawn = _draw(plan, path, profile, cluster, with_sliders=True)
     return draw_captured.describe_page(drawn, measured(drawn.prediction.step_s))
 
@@ -44,25 +53,26 @@ def _draw(plan: PlanFile, path: str, profile: str | None, cluster: str | None, w
 
 
 def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
-    """Lists the errors of a plan for its program, and for a cluster if one is given; empty: none.
+    """Returns the errors of a plan for its program, and for a cluster if one is known; an empty list: the plan is
+    valid.
 
     Args:
-      path: of the plan's file.
+      path: path of the plan file. cluster: the devices to check memory for; None: the plan's own cluster, if it has
+          one.
 
     Raises:
-      ClusterError: the script does not exist here.
-      PlanError: the plan names no script.
-      ProgramError: the script ends without the plan's step.
+      ClusterError: the script does not exist here. PlanError: the plan names no script. ProgramError: the script ends
+          without the plan's step.
     """
     ranks, cluster = plan.strategy.ranks, cluster or plan.cluster
     devices = cluster_machine(cluster).memory_bytes if cluster is not None else ()
     if cluster is not None and len(devices) < ranks:
-        return [f"{ranks} ranks, and {cluster.name} has {len(devices)} devices"]
+        return [f"the plan has {ranks} ranks, and the cluster {cluster.name} only {len(devices)} devices"]
     found = []
     try:
         planned = capture_again(plan, path)
         programs = rank_programs(planned)
-    except PlanError as error:  # made_plan has proved it
+    except PlanError as error:  # the saved plan is not legal for its program
         return [format_in_a_line(error)]
     for rank, program in enumerate(programs):
         needed = sum(predict_taken_bytes(program, rank, planned.settings).values())
@@ -76,7 +86,7 @@ def problems(plan: PlanFile, path: str, cluster: Cluster | None) -> list[str]:
 
 
 def summary(plan: Plan) -> str:
-    """Formats one line about a plan without errors."""
+    """Formats one line about a valid plan: ranks, operations, reshards and stages."""
     operations, stages = sum(map(len, plan.strategies.values())), len(plan.stage_groups)
     return f"{plan.program} on {plan.ranks} ranks, {operations} operations, {len(plan.reshards)} reshards" + (
         f", {stages} stages' groups with {len(plan.edges)} tensors between them" if stages else ""

@@ -1,4 +1,4 @@
-"""Runs a script inside one of Whale's tools as Python would, and reports failures of the script itself."""
+"""Runs a user's script inside one of Whale's tools just as Python would, and reports errors of the script as such."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STARTING = (runpy.__file__, "<frozen runpy>")
 
 @contextmanager
 def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
-    """Sets ``sys.argv`` and ``sys.path`` inside the context as if ``script`` had been started by Python."""
+    """Sets ``sys.argv`` and ``sys.path`` inside the context as if Python had been started with ``script``."""
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [script, *args], [str(Path(script).resolve().parent), *path]
     try:
@@ -29,9 +29,9 @@ def as_main(script: str, args: Sequence[str]) -> Iterator[None]:
 
 
 def make_relative(script: Sequence[str], plan: str) -> tuple[str, ...]:
-    """Returns path and arguments of a script for a plan file: the path relative to the plan's folder.
+    """Returns a script's path and arguments for a plan file, with the path relative to the folder of the plan file.
 
-    So both may move together. If they have only the root in common, the path is absolute.
+    So both files may be moved together. If they share only the root folder, the path is absolute.
     """
     folder, path = os.path.dirname(os.path.abspath(plan)), os.path.abspath(script[0])
     apart = os.path.commonpath((folder, path)) == os.sep
@@ -39,8 +39,9 @@ def make_relative(script: Sequence[str], plan: str) -> tuple[str, ...]:
 
 
 def locate(script: Sequence[str], plan: str) -> tuple[str, ...]:
-    """Returns path and arguments from a plan file (see `make_relative`), with the path relative to the current
-    folder; may be empty.
+    """Returns a script's path and arguments as read from a plan file, with the path relative to the current folder.
+
+    The inverse of `make_relative`; an empty sequence gives an empty tuple.
     """
     folder = os.path.dirname(os.path.abspath(plan))
     return tuple(os.path.normpath(os.path.join(folder, part)) if not i else part for i, part in enumerate(script))
@@ -48,10 +49,12 @@ def locate(script: Sequence[str], plan: str) -> tuple[str, ...]:
 
 @contextmanager
 def failures_told(script: str) -> Iterator[None]:
-    """Prints the traceback of an error that the script raises, without Whale's frames, and ends with one sentence.
+    """Turns an error that the script raises inside the context into a ProgramError, after printing its traceback.
+
+    Frames of Whale are left out of the traceback. Errors of Whale pass unchanged; ``sys.exit(0)`` is no error.
 
     Raises:
-      ProgramError: the script raised, or called ``sys.exit`` with a code; Whale's own errors pass.
+      ProgramError: the script raised an error, or called ``sys.exit`` with a code other than 0.
     """
     try:
         yield
@@ -70,12 +73,12 @@ def failures_told(script: str) -> Iterator[None]:
     raise ProgramError(
         f"{script} failed before its step could be planned",
         reason=reason,
-        action=f"correct the script; `python {script}` alone fails in the same way",
+        action=f"correct the script; `python {script}` fails in the same way, without Whale's tools",
     ) from None
 
 
 def _format(error: BaseException) -> str:
-    """Formats the traceback; Whale's frames are part of it only if Whale itself failed."""
+    """Formats the traceback of an error; frames of Whale are included only if the error was raised in Whale."""
     told = traceback.TracebackException.from_exception(error)
     one: traceback.TracebackException | None = told
     while one is not None:

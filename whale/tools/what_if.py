@@ -1,8 +1,8 @@
-"""Plans a script again with one choice fixed, and compares: `whale plan script --set 'dense*.split=2'`.
+"""Plans a script's step again with one choice fixed, and compares: `whale plan script --set 'dense*.split=2'`.
 
-read_what_if  reads PATTERN.split=N
+read_what_if  parses PATTERN.split=N
 with_choice   plans the step again, with all other choices unchanged
-compare       compares the two plans: predicted time, exchanges, bytes; or says why the choice is impossible
+compare       compares the two plans (predicted time, exchanges, bytes), or says why the choice is impossible
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SCOPE = "set/split_0"
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A fixed choice: operations that match ``pattern`` are divided over groups of ``ways`` ranks, or not at all
-    (1).
+    """Represents a fixed choice: operations that match ``pattern`` are sharded over groups of ``ways`` ranks; 1:
+    replicated.
     """
 
     pattern: str
@@ -43,25 +43,25 @@ class WhatIf:
         return f"{self.pattern}.split={self.ways}"
 
     def names(self, name: str) -> bool:
-        """Tells whether the pattern matches an operation: its whole name, or the part behind a scope's name (as for a
+        """Returns True if the pattern matches an operation's name, or the part of the name after some scope (as for a
         gradient).
         """
         return fnmatch.fnmatchcase(name, self.pattern) or fnmatch.fnmatchcase(name, f"*/{self.pattern}")
 
 
 def read_what_if(text: str) -> WhatIf:
-    """Reads a choice in the form PATTERN.split=N.
+    """Parses a choice in the form PATTERN.split=N.
 
     Raises:
-      PlanError: it has another form.
+      PlanError: the text has another form.
     """
     match = re.fullmatch(r"(.+)\.split=([1-9]\d*)", text)
     if match is None:
         raise PlanError(
             "this choice cannot be fixed for a script",
             given=text,
-            expected="PATTERN.split=N: how many ranks divide the operations of these names, as in 'dense*.split=2'",
-            action="correct it; stages=..., tensor=... and the like are for --describe",
+            expected="PATTERN.split=N, N ranks over which operations of matching names are sharded: 'dense*.split=2'",
+            action="correct the choice; stages=..., tensor=... and the like are for --describe",
         )
     return WhatIf(match[1], int(match[2]))
 
@@ -70,8 +70,7 @@ def with_choice(planned: Planned, one: WhatIf) -> Planned:
     """Plans the step again with the choice fixed, and all other choices unchanged.
 
     Raises:
-      PlanError: there is no such operation.
-      _Infeasible: the choice is impossible.
+      PlanError: the pattern matches no operation with a weight. _Infeasible: the choice is impossible.
     """
     program, settings = planned.program, planned.settings
     meant = {n.name for n in program.nodes if one.names(n.name)}
@@ -81,7 +80,7 @@ def with_choice(planned: Planned, one: WhatIf) -> Planned:
         raise PlanError(
             "no operation of that name has a weight that could be divided",
             given=one.pattern,
-            expected="a name, or a pattern, of one of " + ", ".join(known[:6]),
+            expected="a name or pattern that matches one of " + ", ".join(known[:6]),
             action="correct the name (`whale plan -o plan.json` and `whale show -v plan.json` list them)",
         )
     if settings.size % one.ways:
@@ -97,7 +96,7 @@ def with_choice(planned: Planned, one: WhatIf) -> Planned:
         if not any(split_scope(n.scope) for nodes in products(program).values() for n in nodes):
             program = _change_scopes(
                 program, program.by_name.keys(), _replicate
-            )  # what is left has nothing to be divided for
+            )  # without a split product the remaining split scopes serve no purpose
         return _plan(program, planned.settings)
     program = annotate(_change_scopes(program, inside, _divide))
     return _plan(program, settings.but(mesh=(Axis(TENSOR, one.ways),) if one.ways < settings.size else ()))
@@ -114,7 +113,9 @@ def _replicate(path: str) -> str:
 
 
 def _change_scopes(program: Program, names: Set[str], scope: Callable[[str], str]) -> Program:
-    """Changes the scopes of ``names``: of nodes, and of variables by their handles."""
+    """Returns the program with the scopes of nodes and variables in ``names`` replaced by ``scope`` of the old
+    scope.
+    """
     nodes = tuple(replace(n, scope=scope(n.scope)) if n.name in names else n for n in program.nodes)
     variables = tuple(replace(v, scope=scope(v.scope)) if v.node in names else v for v in program.variables)
     return replace(program, nodes=nodes, variables=variables)
@@ -128,17 +129,17 @@ def _plan(program: Program, settings: PlanSettings) -> Planned:
 
 
 class _Infeasible(Exception):
-    """Raised, with the reason, for an impossible choice."""
+    """Raised, with the reason, if a choice is impossible."""
 
 
 def compare(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) -> str:
-    """Returns one line: the changes by the choice, or why it is impossible.
+    """Formats one line that says what a choice changes, or why it is impossible.
 
     Args:
-      on: machine for predicted times; None: they are not predicted.
+      planned: the plan without the choice. on: the machine for predicted times; None: times are not predicted.
 
     Raises:
-      PlanError: there is no such operation.
+      PlanError: the pattern matches no operation with a weight.
     """
     try:
         other = with_choice(planned, one)
@@ -157,7 +158,7 @@ def compare(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) 
         changes.append(f"{format_bytes(before)} -> {format_bytes(after)} moved a step")
     split = [p.plan.split_flops_fraction for p in (planned, other)]
     if split[0] != split[1]:
-        changes.append(f"products divided {split[0]:.0%} -> {split[1]:.0%}")
+        changes.append(f"sharded part of products {split[0]:.0%} -> {split[1]:.0%}")
     told = ", ".join(changes) or "the plan stays as it is"
     if not times:
         return f"{one}: {told} (no predicted time)"
@@ -165,5 +166,5 @@ def compare(planned: Planned, one: WhatIf, on: MachineProfile | Cluster | None) 
 
 
 def exchanges(planned: Planned) -> Counter[str]:
-    """Counts the operations of each kind in the first rank's program that exchange data."""
+    """Returns the number of exchanges of each kind in the first rank's program, by op."""
     return Counter(n.op for n in rank_programs(planned)[0].nodes if n.op in EXCHANGES)

@@ -147,7 +147,7 @@ def test_others_look_while_the_first_one_asks_whether_stages_can_be() -> None:
     assert said == ["asked rows", "refused", "answered"]
     assert [f"{one.strategy.name}: {one.refused}" for one in looking.lost] == [
         "first: cannot run: a value of all micro-batches is needed",
-        "second: cannot run: as first",
+        "second: cannot run: for the same reason as first",
     ]
     # Alone, all is looked at by this process.
     assert Search(float("inf")).begin_before_stages(plans, [divide_over_all("rows", 2)]) == [divide_over_all("rows", 2)]

@@ -1,1 +1,1 @@
-"""Searches for the fastest strategy of a described model that fits into memory."""
+"""Searches for the fastest parallel strategy that fits into memory, for a model given by its hyper-parameters."""

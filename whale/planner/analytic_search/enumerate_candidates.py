@@ -1,4 +1,4 @@
-"""Enumerates the strategies that the search looks at, by families (on one kind of device, mixed), with estimates."""
+"""Enumerates the strategies that the search estimates: pure ones (each stage on one kind of device) and mixed ones."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from whale.planner.analytic_search.estimate import Estimates, divisors
 from whale.planner.analytic_search.row_shares import row_shares
 from whale.planner.analytic_search.work import Work
 
-MOST_SETS = 31  # sets of pools that pure strategies are listed for: those of five pools
-MOST_POOLS = 5  # of which all sets are looked at for mixed strategies
-NEAR = 4  # factor by which tensor degrees of three pools may differ; of more pools they are alike
-SOME = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of stages that are tried whatever number of layers there is
-SOME_CHUNKS = (1, 2, 3, 4, 6, 8)  # of stages among which layers are not divided evenly
-LEAST_FILLED = 4  # a pipeline of more than so many stages for each micro-batch is never full
-ROUGHLY = 0.8  # of an estimate by rows that are divided at will, below which no division lies
+MOST_SETS = 31  # pure strategies are listed for all sets of pools if there are no more: 31 for five pools
+MOST_POOLS = 5  # mixed strategies are listed for all sets of pools if there are no more pools
+NEAR = 4  # factor by which tensor degrees of three pools may differ; with more pools they are equal
+SOME = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of stages that are tried for any number of layers
+SOME_CHUNKS = (1, 2, 3, 4, 6, 8)  # numbers of chunks that are tried if the stages do not divide the layers evenly
+LEAST_FILLED = 4  # mixed pipelines with more stages per micro-batch than this are skipped, as mostly idle
+ROUGHLY = 0.8  # no real division of rows is faster than this part of the estimate with evenly divided rows
 
 
 def stage_counts(layers: int, most: int) -> list[int]:
-    """Returns the numbers of stages worth trying: the smallest for each number of layers per stage, and the largest."""
+    """Returns the numbers of stages worth trying for a chain of `layers` layers, none larger than `most`.
+
+    A pipeline is as slow as the stage with the most layers, so that of all numbers of stages with the same largest
+    stage only the smallest is listed; `most` is listed too. Example: 4 layers, most 4 -> [1, 2, 4], since 3 stages have
+    one with 2 layers, as 2 stages do.
+    """
     most = min(most, layers)
     return sorted({-(-layers // n) for n in range(1, layers + 1) if -(-layers // n) <= most} | {most})
 
 
 class Families(Estimates):
-    """Enumerates the candidates of each family."""
+    """Enumerates the candidates of both families, `pure` and `enumerate_mixed`, with an estimate of each one's step."""
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work) -> None:
         super().__init__(model, machines, batch, limits, work)
@@ -39,13 +44,15 @@ class Families(Estimates):
         self.stage_counts: dict[tuple[int, bool], list[int]] = {}
 
     def counts(self, most: int) -> list[int]:
-        """Returns the numbers of stages to try, at most ``most``; where the user has fixed one, that."""
+        """Returns the numbers of stages to try, at most ``most``; if the user has fixed the number, only that one or
+        none.
+        """
         key = min(most, self.model.count)
         if (fixed := self.limits.stages) is not None:
             return [fixed] if fixed <= key else []
         if (key, self.hurried) not in self.stage_counts:
             found = stage_counts(self.model.count, key)
-            if self.limits.chunks not in (None, 1):  # of stages that are interleaved, not the fewest are the best
+            if self.limits.chunks not in (None, 1):  # with interleaving, the smallest number need not be the best
                 found = list(range(1, key + 1))
             elif self.hurried:
                 found = [n for n in found if self.model.count % n == 0 or n == key]
@@ -54,7 +61,9 @@ class Families(Estimates):
         return self.stage_counts[key, self.hurried]
 
     def pure(self) -> Iterator[Candidate]:
-        """Enumerates candidates with each stage on one pool, and equal numbers of replicas and rows for all stages."""
+        """Yields candidates whose stages lie on one pool each and have the same number of replicas and of rows per
+        replica.
+        """
         pools, limits = self.machines.pools, self.limits
         sets = [s for n in range(1, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
         if len(sets) > MOST_SETS:  # of many pools: each alone, and all
@@ -102,7 +111,7 @@ class Families(Estimates):
             if limits.micro_batches not in (None, micro_batches):
                 continue
             most = [u // data for u in units]
-            # All of these devices, without a bubble.
+            # The step if all these devices were busy all the time, without a pipeline bubble.
             speed = sum(min(n, count) / c for n, c in zip(most, per_layer))
             if speed and self.far_behind(micro_batches * count / speed):
                 continue
@@ -148,11 +157,15 @@ class Families(Estimates):
                         yield self.noted(Candidate(estimate_s, kinds, settings, chunks))
 
     def _expert_degrees(self) -> tuple[int, ...]:
-        """Returns the replicas that divide experts, of candidates: as many as can (0), or none, without exchanges."""
+        """Returns the values of `expert_ranks` to try: 0 (experts over as many replicas as possible) and, if the model
+        has experts and the user has fixed nothing, 1 (each replica has all experts, no all-to-all).
+        """
         return (0, 1) if self.model.experts and self.limits.experts is None and not self.hurried else (0,)
 
     def _order_by_memory(self, chosen: Sequence[int]) -> list[int]:
-        """Orders pools by memory, largest first: the first stages keep the most activations."""
+        """Returns the indices into `chosen` (pool numbers), largest device memory first: early stages hold the most
+        activations.
+        """
         return sorted(range(len(chosen)), key=lambda i: -self.machines.pools[chosen[i]].memory_bytes)
 
     def _chunks(self, stages: int, micro_batches: int, pools: int) -> list[int]:
@@ -166,7 +179,9 @@ class Families(Estimates):
         return divisors(most) if count % stages == 0 and pools == 1 else [v for v in SOME_CHUNKS if v <= most]
 
     def enumerate_mixed(self) -> Iterator[Candidate]:
-        """Enumerates candidates with equal stages, each with replicas on all pools and rows by speed."""
+        """Yields candidates whose stages are all equal, each with replicas on several pools that get rows by their
+        speed.
+        """
         pools, limits = self.machines.pools, self.limits
         if limits.chunks not in (None, 1):
             return
@@ -174,7 +189,7 @@ class Families(Estimates):
         if 2 < len(pools) <= MOST_POOLS:
             sets = [s for n in range(2, len(pools) + 1) for s in itertools.combinations(range(len(pools)), n)]
         wanted = self._replicas_wanted()
-        if wanted is not None and len(pools) > 1:  # so many replicas may have unequal rows on one pool, too
+        if wanted is not None and len(pools) > 1:  # a fixed number of replicas may need unequal rows within one pool
             sets += [(k,) for k in range(len(pools))]
         for chosen in sets:
             degrees = [self.tensors(k) for k in chosen]
@@ -194,14 +209,25 @@ class Families(Estimates):
                         yield from self._enumerate_mixed_of(tuple(zip(chosen, tensors, each)), stages)
 
     def _replicas_wanted(self) -> int | None:
-        """Returns how many replicas follow from what the user has fixed; None: any number of them."""
+        """Returns how many replicas of a stage the user's constraints imply; None: they leave the number free."""
         limits = self.limits
         if self.data is None and limits.micro_batch is not None and limits.micro_batches is not None:
             return self.batch // limits.micro_batches // limits.micro_batch
         return self.data
 
     def _share_replicas(self, wanted: int, chosen: Sequence[int], tensors: Sequence[int], most: list[int]) -> list[int]:
-        """Returns how many of the replicas that are wanted each pool gets: the fastest as many as it has room for."""
+        """Returns how many of `wanted` replicas each chosen pool gets, fastest pool first, up to what each has room
+        for.
+
+        Args:
+            wanted: replicas of a stage, over all pools.
+            chosen: numbers of the pools.
+            tensors: tensor-parallel degree on each of these pools.
+            most: largest number of replicas of a stage on each of these pools.
+
+        Returns:
+            One number per chosen pool; all zeros if the pools together have no room for `wanted` replicas.
+        """
         how, left = self.recomputes()[0], wanted
         each = [0] * len(chosen)
         for i in sorted(range(len(chosen)), key=lambda i: self.predict_whole(chosen[i], tensors[i], 1, how)[1]):

@@ -1,5 +1,5 @@
-"""Estimates the seconds of layers on a rank, the end of a step, and whether layers fit into memory, in microseconds
-each.
+"""Estimates, within microseconds each, the seconds of layers on a rank, of the end of a step, and whether layers
+fit.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from whale.ir.strategy import DeviceGroup, Offload, ParallelStrategy, Recompute,
 from whale.planner.analytic_search.candidates import Candidate, Constraints
 from whale.planner.analytic_search.work import ESTIMATE_S, LAYERS_S, Work
 
-KEPT_PER_SHAPE = 40  # candidates
-MOST_ROWS = 128  # of a rank's micro-batch, where all sizes are known
-GRID_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # for which layers' seconds are computed
-BACKWARD = 2 / 3  # of both passes
-FAR_BEHIND = 1.6  # times the best estimate, which a candidate may not exceed
+KEPT_PER_SHAPE = 40  # candidates kept of each shape
+MOST_ROWS = 128  # largest micro-batch of a rank that is tried, where the model has formulas for any size
+GRID_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows for which `shared_s` computes layers' seconds
+BACKWARD = 2 / 3  # the backward pass's part of both passes' seconds
+FAR_BEHIND = 1.6  # a candidate is pruned if its estimate is longer than the best one by this factor
 
 
 def divisors(n: int) -> list[int]:
-    """Returns all divisors of a positive number, in growing order."""
+    """Returns all positive divisors of a positive integer in ascending order."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 class Estimates:
-    """Estimates the costs of layers, of the end of a step, and of a stage's memory on a cluster's ranks; some are
-    cached.
+    """Estimates the costs of layers, of the end of a step, and of a stage's memory on a cluster's ranks, with caches.
 
     Attributes:
-        context: ranks that divide the tokens of a row, each of which counts as a replica with that row.
-        batch: rows of a step, each counted `context` times.
-        data: replicas of each stage that the user has fixed, of each row `context`; None: any number.
-        replicas_step: the replicas of a stage are a multiple of it.
+        context: context-parallel degree: ranks that divide the tokens of a row, each counted as a replica with that
+            row.
+        batch: rows of a step times `context`.
+        data: replicas of each stage that the user has fixed, times `context`; None: any number.
+        replicas_step: the number of replicas of a stage has to be a multiple of this.
     """
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints, work: Work) -> None:
@@ -55,8 +55,8 @@ class Estimates:
         self.offload: Offload = limits.offload or "none"
         self.shapes: dict[tuple[object, ...], list[float]] = {}
         self.estimated, self.kept_per_shape = 0, KEPT_PER_SHAPE
-        # Whether candidates are left out that are far behind the best one with room, and that one; estimates that are
-        # too long to be looked at beside what was simulated.
+        # Whether candidates far behind are pruned; the best estimate of a candidate with enough memory; the longest
+        # estimate that is worth a look, given what was simulated.
         self.prunes, self.best_estimate_s, self.known_s = True, math.inf, math.inf
         self.able = [one for one in model.recomputes() if limits.recompute in (None, one[0])]
         self.kinds = {way: [kind for kind, parallel in self.able if parallel == way] for way in (False, True)}
@@ -67,10 +67,18 @@ class Estimates:
     def predict_whole(
         self, pool: int, tensor: int, rows: int, how: tuple[str, bool], ways: int = 0
     ) -> tuple[LayerCosts, float, float]:
-        """Returns (costs, seconds of all layers' passes with what experts exchange, mean seconds of one layer).
+        """Returns the predicted cost of the whole model, as if all layers lay on one rank of a pool.
 
         Args:
-            ways: ranks that divide a layer's experts; 0: all of the pool's devices, until a stage is known.
+            pool: number of the pool.
+            tensor: tensor-parallel degree.
+            rows: rows of a micro-batch on this rank.
+            how: (kind of recompute, sequence parallel).
+            ways: expert-parallel degree; 0: all the pool's devices divide a layer's experts, as no stage is known yet.
+
+        Returns:
+            (costs of the layers; seconds of the forward and backward pass of all layers, with the experts' all-to-all;
+            these seconds divided by the number of layers).
         """
         replicas = 1
         if not self.model.experts:
@@ -86,16 +94,17 @@ class Estimates:
             one = self.model.layer_costs(pool, tensor, rows, *how, self.ranks, replicas, *more)
             count = self.model.count
             total = one.forward(0, count) + one.backward(0, count)
-            if ways > 1:  # tokens go to the experts and come back, in each pass (see `stage_costs`)
+            if ways > 1:  # all-to-all to the experts and back, in each pass (see `stage_costs`)
                 group, times = self.machines.data_group(((pool, tensor, ways),)), 3 if how[0] == "full" else 2
                 total += times * count * experts_s(group, one) * (1.0 - self.model.stack.hides_experts)
             self.each[key] = one, total, total / count
         return self.each[key]
 
     def shared_s(self, pool: int, tensor: int, rows: int, how: tuple[str, bool]) -> float:
-        """Returns the seconds of all layers' passes, by which unequal replicas share rows.
+        """Returns the seconds of both passes of all layers on one rank, by which unequal replicas share rows.
 
-        By formulas they are computed for some numbers of rows only; between these they grow evenly.
+        To save time, a model with formulas is computed for the row counts `GRID_ROWS` only, and interpolated linearly
+        between.
         """
         if rows < GRID_ROWS[2] or rows > GRID_ROWS[-1] or self.model.row_choices(pool, tensor) is not None:
             return self.predict_whole(pool, tensor, rows, how)[1]
@@ -108,28 +117,32 @@ class Estimates:
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
     def rows_of(self, pool: int, tensor: int) -> list[int]:
-        """Returns the micro-batch sizes of a rank that are tried, in growing order."""
+        """Returns the micro-batch sizes to try on one rank of a pool, in rows, ascending."""
         known = self.model.row_choices(pool, tensor)
         if known is not None:
             return known
         found = list(range(1, min(self.batch, MOST_ROWS) + 1))
         rows, micro_batches = self.limits.micro_batch, self.limits.micro_batches
-        if micro_batches is not None and self.batch % micro_batches == 0:  # few of them may be large ones
+        if micro_batches is not None and self.batch % micro_batches == 0:  # few micro-batches may be large
             found += [n for n in divisors(self.batch // micro_batches) if n > MOST_ROWS]
         if rows is not None and found[-1] < rows <= self.batch:
             found.append(rows)
         return found
 
     def is_allowed(self, part: DeviceGroup) -> bool:
-        """Tells whether a stage may consist of these ranks: their rows are known, and the user's choices are
-        respected.
+        """Returns True if a stage may contain this device group: the model has costs for its rows, and the group
+        respects the user's micro-batch size and number of replicas.
         """
         known, limits = self.rows_of(part.pool, part.tensor), self.limits
         fixed = limits.micro_batch in (None, part.rows) and self.data in (None, part.replicas)
         return fixed and known[0] <= part.rows <= known[-1]
 
     def keeps_choices(self, strategy: ParallelStrategy) -> bool:
-        """Tells whether a strategy is as the user has fixed it; moves that improve one do not all look at that."""
+        """Returns True if a strategy has the numbers (stages, chunks, micro-batches, replicas, rows, degrees) that the
+        user fixed.
+
+        Moves that improve a strategy may change some of them, so that each result is checked here before simulation.
+        """
         limits, stages = self.limits, strategy.stages
         parts = [part for stage in stages for part in stage.parts]
         return (
@@ -148,16 +161,18 @@ class Estimates:
         return self.able
 
     def recompute_kinds(self, sequence_parallel: bool) -> list[Recompute]:
-        """Returns the kinds of recompute that a stage may use, the least recomputation first."""
+        """Returns the kinds of recompute that a stage may use, with the least recomputation first."""
         return self.kinds[sequence_parallel]
 
     def tensors(self, pool: int) -> list[int]:
-        """Returns the tensor-parallel degrees on a pool that the user allows."""
+        """Returns the tensor-parallel degrees that the model supports on a pool and the user allows."""
         found = self.model.tensor_degrees(pool)
         return [d for d in found if self.limits.tensor in (None, d)]
 
     def settings(self, micro_batches: int, how: tuple[str, bool]) -> ParallelStrategy:
-        """Returns a strategy without stages; `how`: (recompute, sequence parallel)."""
+        """Returns a strategy without stages, which carries all other settings of a candidate; `how`: (recompute,
+        sequence parallel).
+        """
         recompute, sequence_parallel = how
         return ParallelStrategy(
             (),
@@ -173,10 +188,15 @@ class Estimates:
     def predict_after_s(
         self, parts: tuple[DeviceGroup, ...], how: tuple[str, bool], stages: int
     ) -> tuple[float, float]:
-        """Estimates the end of a step, after the last micro-batch, for one of ``stages`` equal stages.
+        """Estimates what follows the last micro-batch of a step, for one of ``stages`` equal stages.
+
+        Args:
+            parts: the stage's device groups.
+            how: (kind of recompute, sequence parallel).
 
         Returns:
-            (seconds of the gradient reduction, including the part overlapped with passes; seconds of the update).
+            (seconds of the gradient reduction, including what overlaps with backward passes; seconds of the optimizer
+            update).
         """
         key = tuple((p.pool, p.tensor, p.replicas) for p in parts), stages
         if (known := self.after.get(key)) is not None:
@@ -200,8 +220,12 @@ class Estimates:
     def predict_reduced_s(
         self, reduce_s: float, passes_s: float, stages: int, chunks: int, micro_batches: int
     ) -> float:
-        """Estimates the part of the gradient reduction that passes do not overlap, for equal stages; `passes_s`: of one
-        micro-batch.
+        """Estimates the seconds of the gradient reduction that backward passes do not hide, for equal stages.
+
+        Args:
+            reduce_s: seconds of the whole reduction.
+            passes_s: seconds of both passes of one micro-batch on a stage.
+            chunks: model chunks of each stage.
         """
         if not self.model.stack.hides_data_parallel:
             return reduce_s
@@ -210,7 +234,11 @@ class Estimates:
         return not_hidden_s(reduce_s, counts, back, min(stages, micro_batches))
 
     def tied_s(self, first: DeviceGroup, last: DeviceGroup, stages: int) -> float:
-        """Returns the seconds to sum the gradients of the weights that the first and the last of equal stages share."""
+        """Returns the seconds to all-reduce the gradients of tied weights (embedding and head) between first and last
+        stage.
+
+        The stages in between are taken to be equal to the first one; 0 with one stage or without tied weights.
+        """
         if stages == 1 or not self.model.tied_parameters:
             return 0.0
         key = first.pool, last.pool, min(first.tensor, last.tensor), first.ranks * (stages - 1)
@@ -219,8 +247,12 @@ class Estimates:
         return self.tied[key]
 
     def sends_s(self, parts: Sequence[DeviceGroup], how: tuple[str, bool]) -> float:
-        """Estimates the seconds to send a micro-batch to an equal stage and its gradient back, over the slowest
-        path.
+        """Estimates the seconds to send one micro-batch's activations to the next stage and their gradients back.
+
+        Args:
+            parts: device groups of the sending and the receiving stage; the slowest path between any two of them is
+                taken.
+            how: (kind of recompute, sequence parallel).
         """
         ranks, cut = sum(part.ranks for part in parts), max(1, self.model.count // 2)
         each = 0.0
@@ -230,12 +262,16 @@ class Estimates:
         return 2 * each
 
     def far_behind(self, estimate_s: float) -> bool:
-        """Tells whether an estimate is so far behind the best candidate that has room that it is not worth a look."""
+        """Returns True if an estimated step is too long to be worth a look, compared to the best candidate with enough
+        memory.
+        """
         most_s = min(FAR_BEHIND * self.best_estimate_s, self.limits.faster_than_s, self.known_s)
         return self.prunes and estimate_s > most_s
 
     def keeps(self, estimate_s: float, shape: tuple[object, ...]) -> bool:
-        """Tells whether a candidate is among the best so far with its shape (recompute, stages, tensors, pools)."""
+        """Returns True if an estimate is among the `kept_per_shape` best so far of its shape (recompute, stages,
+        tensors, pools).
+        """
         self.estimated += 1
         self.work.spend(ESTIMATE_S)
         if self.far_behind(estimate_s):
@@ -250,13 +286,18 @@ class Estimates:
         return True
 
     def noted(self, one: Candidate) -> Candidate:
-        """Returns a candidate, whose estimate is noted where it is the best one with room."""
+        """Returns the candidate unchanged, after recording its estimate if it is the best one with enough memory.
+
+        `far_behind` prunes later candidates by that record.
+        """
         if self.prunes and one.estimate_s < self.best_estimate_s and self.roomy(one):
             self.best_estimate_s = one.estimate_s
         return one
 
     def roomy(self, one: Candidate) -> bool:
-        """Tells whether the stages' memory could hold all layers if layers were divisible at will."""
+        """Returns True if the devices could hold all layers if a layer could be divided arbitrarily: a quick test of
+        memory.
+        """
         s, stages = one.settings, one.stages
         room, at = 0.0, 0
         how = (s.recompute, s.sequence_parallel)
@@ -280,7 +321,9 @@ class Estimates:
         return room >= self.model.count
 
     def has_room_for_states(self) -> bool:
-        """Tells whether all devices together could hold the states, however these are divided."""
+        """Returns True if the memory of all devices together can hold weights, gradients and optimizer state, however
+        divided.
+        """
         pool = next((one.number for one in self.machines.pools if self.tensors(one.number)), None)
         if pool is None:
             return False
@@ -293,7 +336,9 @@ class Estimates:
         )
 
     def rates(self) -> dict[tuple[str, float], float]:
-        """Returns the most rows that a device of each kind, by its name and share, trains in a second."""
+        """Returns the most rows per second that one device trains, as far as estimated: {(device name, share): rows per
+        second}.
+        """
         found: dict[tuple[str, float], float] = {}
         for (number, tensor, rows, *_), (one, _, _) in self.each.items():
             pool, total = self.machines.pools[number], one.forward(0, one.count) + one.backward(0, one.count)
@@ -302,20 +347,28 @@ class Estimates:
         return found
 
     def bound_s(self) -> float:
-        """Returns a lower bound of the step: all devices at peak throughput all of the time, without communication."""
+        """Returns a lower bound of a step's seconds: all devices compute at their best rate all the time and never
+        communicate.
+        """
         return least_s(self.machines, self.batch, self.rates())
 
 
 def least_s(machines: Machines, batch: int, rates: dict[tuple[str, float], float]) -> float:
-    """Returns the seconds of a step on all devices without any loss; 0: no device's rate is known."""
+    """Returns the seconds of a step if every device trained at its best rate all the time; 0: the rates are unknown.
+
+    Args:
+        rates: rows per second of a device, by (device name, share), as `Estimates.rates` returns them.
+    """
     speed = sum(pool.devices * rates.get((pool.device.name, pool.entry.share), 0.0) for pool in machines.pools)
     return batch / speed if speed else 0.0
 
 
 def peak_rates(model: Model, machines: Machines, batch: int) -> dict[tuple[str, float], float]:
-    """Returns at most how many rows a device of each kind, by name and share, trains in a second, without any loss."""
+    """Returns an upper bound of the rows per second that a device trains alone, by (device name, share of the
+    device).
+    """
     one = Estimates(model, machines, batch, Constraints(), Work(math.inf))
-    one.ranks = 1  # nobody waits for a slower one
+    one.ranks = 1  # a rank alone never waits for a slower rank
     for pool in machines.pools:
         for tensor in model.tensor_degrees(pool.number):
             known = model.row_choices(pool.number, tensor)

@@ -1,10 +1,10 @@
-"""Finds the best assignment of device groups to stages by dynamic programming, where there are few devices.
+"""Finds the best assignment of device groups to stages by dynamic programming, for few devices.
 
-State: the devices that later stages use, the pool of the first of these stages (which determines the seconds of sends
-to it), its first layer, and the number of later stages (which determines how many micro-batches a stage before them
-keeps in memory). For a limit on the slowest stage the program finds the smallest sum of the stages' seconds; a step
-takes about sum + (micro-batches - 1) x slowest. All limits of a grid are solved at once, as an axis of the arrays; then
-the best few chains are simulated.
+A state of the program is a chain of last stages, described by the devices that they use, the pool of the first of them
+(which determines the seconds of sends to that stage), its first layer, and the number of stages in the chain (which
+determines how many micro-batches a stage before them holds in memory). Given a limit on the slowest stage, the program
+finds the smallest sum of the stages' seconds; a step takes about sum + (micro-batches - 1) x slowest. All limits of a
+grid are solved at once, as one axis of the arrays; then the best few chains are simulated.
 """
 
 from __future__ import annotations
@@ -22,25 +22,30 @@ from whale.planner.analytic_search.neighbours import StageRanks
 from whale.planner.analytic_search.stage_options import StageOption, drop_dominated, stage_options
 from whale.planner.analytic_search.work import ELEMENT_S, Work
 
-GRID = 24  # limits on the slowest stage, at most
-# Limits lie so close that a step loses at most this part of itself by the distance of two.
+GRID = 24  # most limits on the slowest stage's seconds
+# Neighbouring limits differ so little that a step is longer by at most this part because of the grid.
 GRID_LOSS = 0.3
-WORK = 60_000  # pairs of (devices of a stage, devices of later ones) x numbers of later stages, at most
-ELEMENTS = 20_000_000  # limits x numbers of later stages x ranges of layers, at most: what one array of them holds
-CHAINS = 60  # that are handed on, of each number of micro-batches, and...
-HANDED_ON = 200  # ...of all together, as long as they are at most...
-AT_ONCE = 4  # of each number of micro-batches, before others are looked at
-BEHIND = 1.25  # ...so many times as long as the best, by this program
+WORK = 60_000  # most pairs of (devices of a stage, devices of later stages) x numbers of later stages
+ELEMENTS = 20_000_000  # most limits x numbers of later stages x ranges of layers: the elements of one array
+CHAINS = 60  # most strategies found for one number of micro-batches
+HANDED_ON = 200  # most strategies yielded at the end, over all numbers of micro-batches
+AT_ONCE = 4  # strategies yielded for one number of micro-batches, before the next number is solved
+BEHIND = 1.25  # strategies estimated at more than this times the best one are not yielded at the end
 
 
 def exact(
     search: Estimates, fastest_s: float | None, choices: dict[tuple[int, bool], list[StageRanks]]
 ) -> Iterator[ParallelStrategy]:
-    """Yields the best strategies for every number of micro-batches, without interleaving; best first.
+    """Yields the best strategies for every number of micro-batches, without interleaving, to be simulated by the
+    search.
+
+    The few best of each number of micro-batches come as soon as they are found; the best of all follow, fastest first.
+    Nothing is yielded where there are too many devices or layers for the dynamic program.
 
     Args:
+        search: the search, for its model, machines, constraints and estimates.
         fastest_s: seconds of the best known step; None: none is known.
-        choices: filled with the options of a stage, by (micro-batches, sequence parallel).
+        choices: filled with the options of a stage, by (micro-batches, sequence parallel), for later moves.
     """
     sizes = tuple(pool.devices for pool in search.machines.pools)
     pairs = 1
@@ -75,25 +80,29 @@ def exact(
 def _grid(
     count: int, sizes: tuple[int, ...], micro_batches: int, options: list[StageOption], fastest_s: float | None
 ) -> np.ndarray:
-    """Returns limits on the slowest stage's seconds that can give a step faster than the best known one."""
+    """Returns the limits (seconds of the slowest stage, ascending) for which a step may be faster than the best known
+    one.
+    """
     whole = [float(o.seconds[0, count]) for o in options if o.live[0, count] >= 1]
     high = max(float(o.seconds[np.isfinite(o.seconds)].max()) + 2 * float(o.send_s.max()) for o in options)
     if fastest_s is not None:
         high = min(high, fastest_s / micro_batches)
     elif whole and micro_batches > 1:
         high = min(whole)
-    if micro_batches == 1:  # the slowest stage counts once, as any other
+    if micro_batches == 1:  # a step is the sum of the stages' seconds, so that no limit on the slowest one is needed
         return np.array([high])
     low = min(_ideal_s(sizes, options, count), high)
-    # The limits lie at equal ratios, so that a step may lose the same part of itself between any two neighbours.
+    # The limits lie at equal ratios, so that the relative loss between any two neighbours is the same.
     points = min(GRID, 2 + int(np.log(high / low) / np.log(1 + GRID_LOSS / micro_batches))) if low < high else 1
     return np.geomspace(low, high * 1.0001, points)  # the largest limit itself is allowed, whatever it is rounded to
 
 
 def _ideal_s(sizes: tuple[int, ...], options: list[StageOption], count: int) -> float:
-    """Returns half of an ideal micro-batch's seconds, shared by all devices without loss: no slowest stage is faster.
+    """Returns a lower limit of the slowest stage's seconds: half of a micro-batch's, shared by all devices without
+    loss.
 
-    If no pool has options of its own (replicas on several pools are required): the seconds of the smallest stage.
+    If no pool has options of its own (replicas on several pools are required), returns the seconds of the fastest stage
+    that any option gives, whatever its layers.
     """
     speed = 0.0
     for pool, devices in enumerate(sizes):
@@ -104,13 +113,16 @@ def _ideal_s(sizes: tuple[int, ...], options: list[StageOption], count: int) -> 
 
 @dataclass(slots=True)
 class _Chains:
-    """The best chains of later stages for each set of devices; arrays are [head, limit, stages, first layer].
+    """Holds the best chains of last stages that use one set of devices.
+
+    The arrays are indexed [head, limit, number of stages, first layer]; head: number of the first stage's pool.
 
     Attributes:
-        passes_s, summed_s: of one micro-batch, until its last pass, and until its gradients are summed.
-        own_s: of the first of the stages, without its send to the stage before.
-        came: the option chosen for the first stage, and its last layer.
-        behind: cached seconds (passes, summed) as seen by a preceding stage on each pool.
+        passes_s: seconds of both passes of one micro-batch through the chain; infinite: there is no such chain.
+        summed_s: seconds until the gradients of that micro-batch are reduced.
+        own_s: seconds of the chain's first stage, without sends to the stage before.
+        came: (index into the solver's log) x (layers + 1) + the first stage's end layer; -1: there is no such chain.
+        behind: cached (passes_s, summed_s) with sends to a preceding stage included, by the pool of that stage.
     """
 
     passes_s: np.ndarray
@@ -121,13 +133,14 @@ class _Chains:
 
 
 class _Solver:
-    """Finds the best chains of stages for each limit of a grid.
-
-    Of a chain of later stages it minimises the time until one micro-batch's gradients are summed.
+    """Finds, for each limit on the slowest stage, the chains of stages with the fewest seconds until gradients are
+    reduced.
 
     Args:
-        settings: the strategies' settings.
-        states: sets of devices of each pool that stages may use together; the first one is empty.
+        settings: the strategies' settings; its stages are ignored.
+        states: sets of devices that stages may use together, as device counts per pool; the first one is empty.
+        options: the options of one stage.
+        grid: limits on the slowest stage's seconds.
         count: number of layers.
         stages: required number of stages; None: any.
     """
@@ -156,11 +169,13 @@ class _Solver:
         for option in options:
             self.by_use.setdefault(option.used, []).append(option)
         self.fits = {id(o): np.arange(later)[:, None, None] < o.live for o in options}
-        # The stages put before chains: (devices of the chain, its head, option).
+        # The stages that `_put_before` added: (devices of the chain behind, that chain's head, option of the stage).
         self.log: list[tuple[tuple[int, ...], int, StageOption]] = []
 
     def best(self, work: Work) -> list[tuple[float, ParallelStrategy]]:
-        """Returns the strategies that are found, as (seconds of a step, strategy), fastest first."""
+        """Runs the dynamic program; returns the best strategies as (estimated seconds of a step, strategy), fastest
+        first.
+        """
         for used in sorted(self.states, key=sum)[1:]:
             for own, options in self.by_use.items():
                 rest = tuple(a - b for a, b in zip(used, own))
@@ -181,7 +196,13 @@ class _Solver:
         return sorted(((seconds, strategy) for strategy, seconds in result.items()), key=lambda e: e[0])[:CHAINS]
 
     def _put_before(self, option: StageOption, rest: tuple[int, ...], here: _Chains) -> None:
-        """Puts a stage before the chains on other devices; keeps each new chain that is better than the known one."""
+        """Extends each chain on the devices `rest` by a first stage with `option`, and records the chains that are
+        improvements.
+
+        Args:
+            rest: devices of the existing chains, per pool.
+            here: the chains on `rest` and the option's devices, updated in place.
+        """
         grid, count = self.grid, self.count
         passes_s, summed_s = self._predict_behind(self.chains[rest], option.head)
         for head in np.flatnonzero(np.isfinite(passes_s[:, -1]).any(axis=(1, 2))):
@@ -205,7 +226,9 @@ class _Solver:
             self.log.append((rest, int(head), option))
 
     def _predict_behind(self, chains: _Chains, head: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the chains' seconds (passes, summed) behind a stage on the pool ``head``, sends to it included."""
+        """Returns (passes_s, summed_s) of chains that follow a stage on pool ``head``, with sends to that stage
+        included.
+        """
         if head not in chains.behind:
             back_s = np.zeros(chains.came.shape)
             some = chains.came >= 0
@@ -218,7 +241,14 @@ class _Solver:
         return chains.behind[head]
 
     def _chain(self, used: tuple[int, ...], head: int, stages: int, at: int) -> tuple[ParallelStrategy, float]:
-        """Follows a chain from its first stage on; returns the strategy and its slowest stage's seconds."""
+        """Follows a chain from its first stage to its last; returns the strategy and the seconds of its slowest stage.
+
+        Args:
+            used: devices of the chain, per pool.
+            head: number of the first stage's pool.
+            stages: number of stages.
+            at: index of the limit.
+        """
         low, slowest = 0, 0.0
         found: list[Stage] = []
         again: list[Recompute] = []

@@ -1,6 +1,6 @@
-"""Explains why no strategy fits: which memory is too small, by how much, and which changes would help.
+"""Explains why no strategy fits into memory: which memory is too small, by how much, and what would help.
 
-Every proposed change was tried: with it, the search finds a plan.
+Each change that the error proposes was tried: the search finds a plan with that change alone.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from whale.ir.strategy import ParallelStrategy
 from whale.planner.analytic_search.candidates import FIXED, Candidate, Constraints
 from whale.planner.analytic_search.search import Search
 
-MOST_PASSES = 20_000  # of a step that is played for the message
-TIMES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # as much memory of a device
-MOST_TIMES = 64  # as many hosts
-HOST_GB = (256, 512, 1024, 2048)  # of a host's memory, where the cluster file names none
-LEAST_SEQUENCE = 128
+MOST_PASSES = 20_000  # most passes of a step that is simulated for the message
+TIMES = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # factors of a device's memory that are tried
+MOST_TIMES = 64  # largest factor of the number of hosts that is tried
+HOST_GB = (256, 512, 1024, 2048)  # sizes of a host's memory that are tried if the cluster file gives none
+LEAST_SEQUENCE = 128  # shortest sequence that is tried
 
 Fits = Callable[[Model, Machines, Constraints], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change after which a strategy fits: its description, and the model, machines and constraints with it."""
+    """Holds one change after which a strategy fits: its description, and the changed model, machines and
+    constraints.
+    """
 
     text: str
     model: Model
@@ -42,21 +44,22 @@ class Change:
 
 
 def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) -> PlanError:
-    """Creates the error for a search in which no strategy fits, about the strategy that lacks the least memory.
+    """Creates the error that reports that no strategy fits; it describes the strategy that lacks the least memory.
 
     Args:
-        searches: the finished searches, one for each way to divide or offload the state.
-        fits: tells whether the search finds a strategy for a model, machines and constraints.
+        searches: the finished searches, one for each ZeRO level and offload.
+        fits: returns True if the search finds a strategy for a model, machines and constraints.
     """
     first = searches[0]
     model, machines = first.model, first.machines
     nearest = _nearest(searches)
     if nearest is None:
         return PlanError(
-            "no strategy is possible",
-            given=f"a batch of {first.batch // first.context}, {machines.devices} devices",
-            reason="what was fixed, the batch's divisors or the measured sizes leave nothing",
-            action=_find_freed(model, machines, limits, fits) or "measure more sizes, or change the batch",
+            "no strategy satisfies the constraints",
+            given=f"{model.name}, a global batch of {first.batch // first.context} rows, {machines.devices} devices",
+            reason="no replicas x micro-batches x rows make up the batch with the choices fixed and the sizes measured",
+            action=_find_freed(model, machines, limits, fits)
+            or "change the global batch, or with --profile measure more micro-batch sizes",
         )
     strategy, found = nearest
     stage = max(range(len(found.stages)), key=lambda s: found.stages[s].lacking_bytes)
@@ -69,7 +72,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
         "gradients": used.gradients_bytes,
         "optimizer state": used.optimizer_bytes,
         "activations": used.activations_bytes,
-        "buffers of communication, with layers that lie there whole": used.communication_bytes,
+        "communication buffers, with gathered parameters": used.communication_bytes,
     }
     most = max(held, key=lambda name: held[name])
     on_device = used.total_bytes > pool.memory_bytes
@@ -77,7 +80,7 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
         f"needs {format_bytes(used.total_bytes)} per {pool.device.name}, which has {format_bytes(pool.memory_bytes)}"
     )
     if not on_device:
-        needs = f"has no room for what is offloaded in the memory of {pool.host.name}"
+        needs = f"offloads more than the memory of host {pool.host.name} holds"
     proposed = [change.text for change in changes(model, machines, limits, pool, fits)]
     return PlanError(
         "nothing fits into the devices' memory",
@@ -89,7 +92,9 @@ def nothing_fits(searches: Sequence[Search], limits: Constraints, fits: Fits) ->
 
 
 def _nearest(searches: Sequence[Search]) -> tuple[ParallelStrategy, Evaluation] | None:
-    """Returns the strategy that lacks the least memory, and its evaluation; None: there is no strategy at all."""
+    """Returns (strategy, evaluation) of the candidate that lacks the least memory; None: there is no candidate at
+    all.
+    """
     best: tuple[float, Search, Candidate] | None = None
     for search in searches:
         for one in search.least_memory():
@@ -100,14 +105,16 @@ def _nearest(searches: Sequence[Search]) -> tuple[ParallelStrategy, Evaluation] 
         return None
     _, search, one = best
     strategy = search.fit(one.even(search.model.count))
-    # A schedule of many passes takes long to play, and needs no less memory than its like with fewer.
+    # A schedule of many passes takes long to simulate, and needs as much memory as the same one with fewer passes.
     fewer = min(strategy.micro_batches, max(len(strategy.stages), MOST_PASSES // len(strategy.stages)))
     found = evaluate(search.model, search.machines, msgspec.structs.replace(strategy, micro_batches=fewer))
     return strategy, found
 
 
 def _lacking_bytes(search: Search, one: Candidate) -> float:
-    """Returns the bytes that a candidate's worst stage lacks, with equally many layers in each stage."""
+    """Returns by how many bytes the worst stage of a candidate does not fit, with layers divided evenly; negative: room
+    left.
+    """
     strategy, at, lacking = one.even(search.model.count), 0, float("-inf")
     firsts = []
     for _, count in one.kinds:  # the first of equal stages holds most micro-batches
@@ -120,7 +127,9 @@ def _lacking_bytes(search: Search, one: Candidate) -> float:
 
 
 def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, fits: Fits) -> Iterator[Change]:
-    """Yields single changes that suffice: to the user's constraints, the number of hosts or devices, or the model."""
+    """Yields changes each of which alone makes a strategy fit: of the user's constraints, the devices, the hosts, the
+    model.
+    """
     yield from _release_constraints(model, machines, limits, fits)
     host = pool.host
 
@@ -151,14 +160,14 @@ def changes(model: Model, machines: Machines, limits: Constraints, pool: Pool, f
             changed = Machines(msgspec.structs.replace(machines.cluster, hosts=hosts))
             if fits(model.on(changed), changed, limits):
                 text = f"memory_gb: {each} of the hosts in the cluster file, if they have it"
-                yield Change(f"{text}: state and weights can lie there", model.on(changed), changed, limits)
+                yield Change(f"{text}: state and weights can be offloaded", model.on(changed), changed, limits)
                 break
     if isinstance(model, TransformerModel):
         yield from _smaller(model, machines, limits, fits)
 
 
 def _smaller(model: TransformerModel, machines: Machines, limits: Constraints, fits: Fits) -> Iterator[Change]:
-    """Yields changes of the model that suffice: fewer layers, or a shorter sequence."""
+    """Yields changes of a transformer that make it fit: fewer layers, or a shorter sequence."""
     t = model.transformer
 
     def make_smaller(**other: int) -> TransformerModel:
@@ -193,7 +202,7 @@ def _find_freed(model: Model, machines: Machines, limits: Constraints, fits: Fit
 
 
 def _least(good: Callable[[int], bool], most: int) -> int | None:
-    """Returns the smallest power of two, from 2 to `most`, for which `good` is true; None: there is none."""
+    """Returns the smallest power of two from 2 to `most` for which `good` returns True; None: there is none."""
     n = 2
     while n <= most:
         if good(n):
@@ -203,7 +212,7 @@ def _least(good: Callable[[int], bool], most: int) -> int | None:
 
 
 def _bisect(good: Callable[[int], bool], most: int) -> int:
-    """Returns by bisection the largest number below `most` for which `good` is true."""
+    """Returns the largest number in [0, most) for which `good` returns True, by bisection; 0 is taken to be good."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2

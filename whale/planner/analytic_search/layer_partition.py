@@ -1,6 +1,7 @@
 """Partitions a chain of layers into stages on given ranks so that all fit and the slowest stage is as fast as possible.
 
-If a stage may recompute activations in several ways, it takes as many layers as the best of them allows.
+If a stage may use several kinds of recompute, the partition takes whichever lets the stage hold the most layers within
+the time limit.
 """
 
 from __future__ import annotations
@@ -15,38 +16,49 @@ from cost_model.analytic.stage_costs import lacking_bytes, stage_memory
 from cost_model.cluster.pools import Machines
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Recompute, Stage, count_live_chunks
 
-# The slowest stage's seconds are found by halving an interval: so often at most, or until it is so small a part.
+# The slowest stage's seconds are found by bisection: most steps, and relative width of the interval to stop at.
 HALVINGS, PRECISION = 24, 2e-4
-FIRST_STEP = 0.3  # part of it by which the first limit lies below what is known
+FIRST_STEP = 0.3  # the first limit of the bisection lies below the known seconds by this part
 
 
 class Room:
-    """The number of layers that fit into stages, remembered for a search: most strategies have the same stages."""
+    """Computes how many layers fit into the memory of a stage, and caches the answers: most strategies share their
+    stages.
+    """
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
-        self.looked = 0  # questions whether layers fit that were not answered before
+        self.looked = 0  # how often memory was computed, instead of found in the cache
         self._most: dict[tuple[object, ...], int] = {}
         self._kinds: dict[tuple[object, ...], int] = {}
 
     def number(self, settings: ParallelStrategy, kind: tuple[DeviceGroup, ...], many: bool) -> int:
-        """Returns a number for stages on such ranks, under settings on which their memory depends; `many` stages."""
+        """Returns an integer that identifies a kind of stage in the cache: stages with equal numbers need equal memory.
+
+        Args:
+            settings: the strategy's settings; those that memory depends on (ZeRO, offload, ...) are part of the kind.
+            kind: device groups of the stage.
+            many: the pipeline has more than one stage.
+        """
         key = settings.zero, settings.offload, settings.sequence_parallel, settings.expert_ranks, kind, many
         return self._kinds.setdefault(key, len(self._kinds))
 
     def most(self, number: int, settings: ParallelStrategy, kind: tuple[DeviceGroup, ...],
              costs: Sequence[LayerCosts], how: Recompute, live: int, low: int, many: bool) -> int:  # fmt: skip
-        """Returns the last layer + 1 of the most layers from `low` on that fit; `low`: not even one does.
+        """Returns the end (exclusive) of the longest range of layers from `low` on that fits; `low` itself: not one
+        layer fits.
 
         Args:
-            number: of the kind, from `number`.
-            costs: of its parts, recomputed as `how` says.
-            live: micro-batches whose activations are kept.
+            number: identifies the kind of stage, from `number`.
+            kind: device groups of the stage.
+            costs: layer costs on each of these groups, with recompute `how`.
+            live: micro-batches whose activations the stage holds at its peak.
+            many: the pipeline has more than one stage.
         """
         key = number, how, live, low
         if (known := self._most.get(key)) is None:
             fit, full = low, costs[0].count + 1
-            middle = full - 1  # all of them, which often do
+            middle = full - 1  # all remaining layers, which often fit
             while full - fit > 1:
                 self.looked += 1
                 one = Stage(((low, middle),), kind)
@@ -61,9 +73,7 @@ class Room:
 
 
 class Chain:
-    """The ranks of the stages in order; computes how many layers a stage can take within a time limit and its
-    memory.
-    """
+    """Assigns a model's layers to a given sequence of stages, within a time limit per stage and the stages' memory."""
 
     def __init__(
         self,
@@ -74,11 +84,14 @@ class Chain:
         room: Room,
         recomputes: Sequence[Recompute] = (),
     ) -> None:
-        """Takes the stages' ranks and the layers' costs on them.
+        """Computes the layers' costs on the ranks of each stage.
 
         Args:
-            kinds: the parts of each stage.
-            recomputes: the kinds of recompute that a stage may use (empty: as the settings say).
+            kinds: the device groups of each stage, in pipeline order.
+            settings: the strategy's settings; its stages are ignored.
+            ranks: number of ranks of the job, for the costs.
+            room: cache of how many layers fit.
+            recomputes: the kinds of recompute that a stage may use (empty: the one in `settings`).
         """
         self.model, self.settings, self.room, self.stages = model, settings, room, len(kinds)
         recomputes = tuple(recomputes) or (settings.recompute,)
@@ -101,7 +114,9 @@ class Chain:
         ]
 
     def _able(self, stage: int, low: int) -> list[tuple[Sequence[LayerCosts], int]]:
-        """Returns, for each recompute, the costs and the last layer + 1 that the stage has memory for."""
+        """Returns (layer costs, end of the longest range from `low` on that fits) for each recompute with which a layer
+        fits.
+        """
         kind, number, each = self.kinds[stage]
         live, many = self.live[stage], self.stages > 1
         return [
@@ -111,8 +126,10 @@ class Chain:
         ]
 
     def cut_within(self, limit_s: float) -> list[int] | None:
-        """Returns the stages' last layers such that no stage exceeds `limit_s`, with layers as early as possible; None:
+        """Returns the end layer of each stage such that no stage takes more than `limit_s` for a micro-batch; None:
         impossible.
+
+        Greedy: each stage takes as many layers as its memory and the limit allow, and leaves one for each later stage.
         """
         ends, low, count = [], 0, self.model.count
         taken = max(1, count // self.stages)
@@ -138,9 +155,9 @@ class Chain:
         return ends if low == count else None
 
     def best(self, below_s: float = math.inf) -> list[int] | None:
-        """Returns the partition with the fastest slowest stage, as the ends of stages.
+        """Returns the partition whose slowest stage is the fastest, as the end layer (exclusive) of each stage.
 
-        None: no partition fits into memory, or its slowest stage takes more than `below_s`.
+        None: no partition fits into memory, or the slowest stage takes more than `below_s`.
         """
         if self.stages > self.model.count:
             return None
@@ -160,16 +177,14 @@ class Chain:
         return ends
 
     def slowest(self, ends: list[int]) -> float:
-        """Returns the seconds of the slowest of these stages, each with as little recomputation as its memory
-        allows.
-        """
+        """Returns the seconds of the slowest stage of a partition, each stage with the fastest recompute that fits."""
         return max(
             min(slowest_passes_s(costs, low, high) for costs, most in self._able(stage, low) if most >= high)
             for stage, (low, high) in enumerate(zip([0, *ends[:-1]], ends))
         )
 
     def strategy(self, ends: list[int]) -> ParallelStrategy:
-        """Returns the strategy whose stages end at these layers."""
+        """Returns the strategy with stages that end (exclusive) at the layers `ends`."""
         lows = [0, *ends[:-1]]
         stages = tuple(Stage(((low, high),), kind) for (kind, _, _), low, high in zip(self.kinds, lows, ends))
         return msgspec.structs.replace(self.settings, stages=stages)

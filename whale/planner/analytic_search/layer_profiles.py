@@ -49,7 +49,13 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class TableLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of equal layers, with its length."""
+    """Represents `count` consecutive equal layers of a profile.
+
+    Attributes:
+        name: what the measurements refer to.
+        parameters: of one whole layer, not divided over tensor-parallel ranks.
+        output_bytes: what one row sends to the next layer.
+    """
 
     name: str
     count: Count = 1
@@ -58,7 +64,18 @@ class TableLayer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measurement of a layer."""
+    """Holds one measurement of a layer: on which device, with which tensor-parallel degree, micro-batch size and
+    recompute.
+
+    Attributes:
+        layer: name of the layer.
+        device: name of the device in the hardware catalogue.
+        forward_s, backward_s: seconds of one micro-batch on one rank, with tensor-parallel communication.
+        tensor: tensor-parallel degree.
+        micro_batch: rows of one micro-batch on the rank.
+        update_s: seconds of the optimizer; None: computed by formula.
+        memory_bytes: activations kept of one micro-batch for the backward pass.
+    """
 
     layer: str
     device: str
@@ -72,7 +89,12 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LayerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model and its measurements; `working_bytes`: what a rank needs besides, whatever its layers."""
+    """Holds the content of a profile file: a model's layers and their measurements.
+
+    Attributes:
+        batch: global batch in rows; None: given elsewhere.
+        working_bytes: memory that each rank needs in addition, whichever layers it holds.
+    """
 
     layers: Annotated[list[TableLayer], Meta(min_length=1)]
     measured: list[Measured] = []
@@ -82,10 +104,10 @@ class LayerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: str | Path) -> LayerProfile:
-    """Reads a table of layers, with measurements in the same file or in a CSV file of the same name beside it.
+    """Reads a profile (YAML or JSON), with measurements in the same file or in a CSV file of the same name beside it.
 
     Raises:
-        ClusterError: a mistake, with line and key.
+        ClusterError: the file has a mistake; the error names line and key.
     """
     file = yaml_files.YamlFile(yaml_files.read_text(path, "profile"), str(path), "profile")
     beside = Path(path).with_suffix(".csv")
@@ -101,7 +123,7 @@ def read(path: str | Path) -> LayerProfile:
         if one.layer not in names:
             raise file.make_error(
                 ["measured", i, "layer"],
-                "a measurement of no layer",
+                "a measurement names a layer that is not in `layers`",
                 given=one.layer,
                 expected=", ".join(sorted(names)),
             )
@@ -111,20 +133,24 @@ def read(path: str | Path) -> LayerProfile:
             raise file.make_error(["measured", i, "device"], error.message, **error.facts) from None
     if not checked:
         raise file.make_error(
-            ["layers"], "a profile without measurements", expected=f"`measured`, or {beside.name} beside it"
+            ["layers"],
+            "the profile has no measurements",
+            expected=f"a list `measured` in this file, or a file {beside.name} beside it with those columns",
         )
     if missing := _unlike(checked):
         raise file.make_error(
             ["measured"],
             "layers are not measured alike with recompute",
             given=missing,
-            expected="every layer, device, tensor-parallel degree and size that is measured without",
+            expected="each recompute measured for the same layers, devices, tensor degrees and micro-batches as none",
         )
     return msgspec.structs.replace(found, measured=checked)
 
 
 def _unlike(measured: list[Measured]) -> str:
-    """Describes measurements that exist for one kind of recompute but not for another; empty: none."""
+    """Describes a layer that is measured with one kind of recompute but not with another; empty: all are measured
+    alike.
+    """
     of: dict[str, set[tuple[str, str, int, int]]] = {"none": set()}
     for one in measured:
         of.setdefault(one.recompute, set()).add((one.layer, one.device, one.tensor, one.micro_batch))
@@ -136,7 +162,7 @@ def _unlike(measured: list[Measured]) -> str:
 
 
 class TableModel:
-    """A model from measured tables."""
+    """Implements the planner's `Model` with measured layers instead of formulas."""
 
     def __init__(self, table: LayerProfile, stack: Stack, machines: Machines) -> None:
         self.table, self.stack, self.machines, self.name = table, stack, machines, table.model
@@ -151,7 +177,7 @@ class TableModel:
         self.layer_costs = lru_cache(maxsize=None)(self._layer_costs)
 
     def on(self, machines: Machines) -> TableModel:
-        """Returns the same model on other machines."""
+        """Returns a model with the same measurements for other machines."""
         return TableModel(self.table, self.stack, machines)
 
     def _select_measured(self, pool: int, tensor: int, recompute: str = "none") -> dict[str, dict[int, Measured]]:
@@ -165,8 +191,8 @@ class TableModel:
         if any(layer.name not in known for layer in self.table.layers):
             raise PlanError(
                 "the profile has no measurement that the plan needs",
-                given=f"{self.machines.pools[pool].device.name}, {tensor} tensor-parallel ranks",
-                action="measure every layer there",
+                given=f"{self.machines.pools[pool].device.name}, {tensor} tensor-parallel ranks, recompute {recompute}",
+                action="measure every layer of the profile on this device with this degree and recompute",
             )
         each = {name: _interpolate(sizes, rows) for name, sizes in known.items()}
         own = [each[layer.name] for layer in self.kinds]
@@ -193,8 +219,8 @@ class TableModel:
         )
 
     def tensor_degrees(self, pool: int) -> list[int]:
-        """Returns the tensor-parallel degrees at which every layer was measured on the pool's device, and that fit its
-        hosts.
+        """Returns the tensor-parallel degrees that one host of the pool has devices for and at which every layer was
+        measured.
         """
         own = self.machines.pools[pool]
         wanted = {layer.name for layer in self.table.layers}
@@ -205,31 +231,45 @@ class TableModel:
         )
 
     def row_choices(self, pool: int, tensor: int) -> list[int] | None:
-        """Returns the micro-batch sizes between the smallest and the largest at which every layer was measured."""
+        """Returns all micro-batch sizes (rows of a rank) in the range in which every layer was measured on the pool's
+        device.
+        """
         known = self._select_measured(pool, tensor).values()
         low, high = max(min(sizes) for sizes in known), min(max(sizes) for sizes in known)
         return list(range(low, high + 1))
 
     def recomputes(self) -> list[tuple[Recompute, bool]]:
-        """Returns the measured kinds of recompute; sequence parallelism is never used."""
+        """Returns (recompute, sequence parallel) for each measured kind of recompute; a profile never has sequence
+        parallelism.
+        """
         kinds: tuple[Recompute, ...] = ("none", "selective", "full")
         measured = {recompute for _, _, recompute in self.of}
         return [(kind, False) for kind in kinds if kind in measured]
 
     def send_s(self, cut: int, tensor: int, rows: float, sequence_parallel: bool, path: tuple[float, float]) -> float:
-        """Returns the seconds to hand a micro-batch of ``rows`` rows to layer `cut`; `path`: (bytes/s, step in us)."""
+        """Returns the seconds to send a micro-batch's activations to the stage that begins with layer `cut`.
+
+        Args:
+            rows: rows of the micro-batch.
+            path: (bytes per second, microseconds per message) of the link.
+        """
         return point_to_point_s(self.kinds[cut - 1].output_bytes * rows, *path)
 
 
 def _interpolate(sizes: dict[int, Measured], rows: int) -> Measured:
-    """Returns the measurement for `rows` rows, interpolated between its neighbours if it was not measured itself."""
+    """Returns the measurement for `rows` rows, linearly interpolated between the two nearest measured sizes if
+    need be.
+    """
     if rows in sizes:
         return sizes[rows]
     order = sorted(sizes)
     at = bisect_left(order, rows)
     if at in (0, len(order)):
         raise PlanError(
-            "no measurement of such a micro-batch", given=f"{rows} rows", expected=f"{order[0]} to {order[-1]}"
+            f"the profile has no measurement of layer {sizes[order[0]].layer} for this micro-batch size",
+            given=f"{rows} rows",
+            expected=f"{order[0]} to {order[-1]} rows, as measured",
+            action=f"measure the layers with {rows} rows, or fix a micro_batch in that range",
         )
     low, high = sizes[order[at - 1]], sizes[order[at]]
     part = (rows - low.micro_batch) / (high.micro_batch - low.micro_batch)

@@ -1,7 +1,7 @@
-"""Yields strategies one change away from a given one: of stages' ranks, of rows, of micro-batches, of layers.
+"""Yields strategies that differ from a given one in one change: of a stage's ranks, rows, micro-batches, or layers.
 
-A change of ranks that needs more devices than there are takes them from other stages; what it leaves idle gets further
-stages. Moves of ranks are followed by new cuts of the layers, which the caller makes; moves of layers are complete.
+If a change of ranks needs more devices than there are, other stages are removed; if the change leaves devices idle,
+stages are added. The caller assigns layers anew after a move of ranks; a move of layers is a complete strategy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from whale.planner.analytic_search.estimate import divisors
 from whale.planner.analytic_search.row_shares import row_shares, variants
 
 Ranks = list[tuple[DeviceGroup, ...]]  # the parts of each stage, in order
-FURTHEST = 2  # tensor degrees, or divisors, up and down, that a move goes
-MOST_GROUPS = 12  # sets of stages that are changed together
-MOST_PAIRS = 120  # of stages between which a layer moves
+FURTHEST = 2  # a move goes at most this many tensor degrees, or divisors, up or down
+MOST_GROUPS = 12  # most sets of stages that are changed together
+MOST_PAIRS = 120  # most pairs of stages between which a layer moves
 
 
 def has_room(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> bool:
-    """Tells whether the hosts have room for all of these tensor-parallel groups, each on one host."""
+    """Returns True if the hosts have room for all these tensor-parallel groups, none of which may span two hosts."""
     wanted: dict[int, dict[int, int]] = {}
     for parts in ranks:
         for part in parts:
@@ -40,7 +40,12 @@ def has_room(machines: Machines, ranks: Iterable[tuple[DeviceGroup, ...]]) -> bo
 
 @lru_cache(maxsize=1 << 16)
 def _fit_on_hosts(per_host: int, hosts: int, groups: tuple[tuple[int, int], ...]) -> bool:
-    """Tells whether hosts of a kind have room for groups of devices: (devices of a group, number), largest first."""
+    """Returns True if `hosts` hosts with `per_host` devices each have room for all groups, none of which may span two
+    hosts.
+
+    Args:
+        groups: (devices of a group, number of such groups), largest first.
+    """
     if sum(tensor * count for tensor, count in groups) > per_host * hosts:
         return False
     free = [(per_host, hosts)]  # runs of hosts with equally many free devices
@@ -65,18 +70,19 @@ def _fit_on_hosts(per_host: int, hosts: int, groups: tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Moves:
-    """The changes that a model, its machines and the user's choices allow.
+    """Makes the changes of a strategy that a model, its machines and the user's constraints allow.
 
     Attributes:
-        layers: of the model.
-        batch: rows of a step.
-        tensors: pool -> tensor-parallel degrees there.
-        allowed: tells whether a stage may have such a part.
+        layers: number of the model's layers.
+        batch: rows of a step, times `context`.
+        tensors: pool -> tensor-parallel degrees allowed there.
+        allowed: returns True if a stage may contain a device group.
         seconds: (pool, tensor, rows) -> seconds of a micro-batch, by which unequal replicas share rows.
         most_rows: (pool, tensor) -> largest micro-batch of a rank.
-        runnable: the replicas of a stage have equal tensor-parallel degrees.
-        context: ranks that divide the tokens of a row: the replicas of a part are a multiple of it, and all rows alike.
-        experts: the replicas of a stage are a multiple of it.
+        runnable: the replicas of a stage must have equal tensor-parallel degrees.
+        context: context-parallel degree; above 1 the replicas of each device group are a multiple of it, with equal
+            rows.
+        experts: the replicas of a stage have to be a multiple of this.
     """
 
     machines: Machines
@@ -91,7 +97,9 @@ class Moves:
     experts: int = 1
 
     def of_ranks(self, strategy: ParallelStrategy) -> Iterator[tuple[int, Ranks]]:
-        """Yields (micro-batches, ranks of the stages) after each change that needs new cuts."""
+        """Yields (micro-batches, device groups of each stage) after each change that requires layers to be assigned
+        anew.
+        """
         ranks = [stage.parts for stage in strategy.stages]
         known = {(strategy.micro_batches, tuple(ranks))}
         for micro_batches, changed in itertools.chain(
@@ -109,7 +117,7 @@ class Moves:
                 yield micro_batches, changed
 
     def allows(self, parts: tuple[DeviceGroup, ...]) -> bool:
-        """Tells whether a stage may have these parts."""
+        """Returns True if a stage may consist of these device groups: degrees, rows and replicas are all allowed."""
         if any(part.tensor not in self.tensors(part.pool) for part in parts):
             return False
         alike = not self.runnable or len({part.tensor for part in parts}) == 1
@@ -122,7 +130,9 @@ class Moves:
         return alike and all(part.rows >= 1 and self.allowed(part) for part in parts)
 
     def _groups(self, ranks: Ranks) -> list[frozenset[int]]:
-        """Returns sets of stages to change together: all, both ends, each end, runs of equal ones, all equal ones."""
+        """Returns sets of stages that a move changes together: all, both ends, each end, each run of equal stages, all
+        equal.
+        """
         last = len(ranks) - 1
         found = [frozenset(range(last + 1)), frozenset({0, last}), frozenset({0}), frozenset({last})]
         at = 0
@@ -135,12 +145,12 @@ class Moves:
         return list(dict.fromkeys(found))[:MOST_GROUPS]
 
     def _other_parts(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
-        """Changes the tensor-parallel degree, the replicas, the rows of replicas or the pool of some stages."""
+        """Yields changes of some stages' tensor-parallel degree, replicas, rows per replica, or pool."""
         for group in self._groups(ranks):
             new: dict[tuple[DeviceGroup, ...], list[tuple[DeviceGroup, ...]]] = {}
             for parts in dict.fromkeys(ranks[i] for i in sorted(group)):
                 new[parts] = list(dict.fromkeys(self._other_parts_of(parts, len(ranks))))
-            # Stages on unlike parts are changed one kind at a time, or all by the change of the same number.
+            # Stages on different groups are changed one kind at a time, or all by their changes with equal index.
             for kinds in ([[one] for one in new] if len(new) > 1 else []) + [list(new)]:
                 for number in range(min(len(new[one]) for one in kinds)):
                     changed = [new[p][number] if i in group and p in kinds else p for i, p in enumerate(ranks)]
@@ -170,7 +180,9 @@ class Moves:
                 yield from self._mixed_with(part, pool, stages)
 
     def _mixed_with(self, part: DeviceGroup, pool: Pool, stages: int) -> Iterator[tuple[DeviceGroup, ...]]:
-        """Adds replicas on another pool, which get rows by their speed: a few, as many, or its share of all."""
+        """Yields stages with replicas of `part` and of another pool, rows by speed; the pool gets one, as many, or all
+        it has.
+        """
         if part.tensor not in self.tensors(pool.number):
             return
         most, rows = pool.tensor_groups(part.tensor), part.rows * part.replicas
@@ -181,7 +193,9 @@ class Moves:
                     yield found
 
     def _other_mixes(self, parts: tuple[DeviceGroup, ...]) -> Iterator[tuple[DeviceGroup, ...]]:
-        """Changes rows, replicas or tensor-parallel degree of unequal replicas."""
+        """Yields changes of a stage with unequal replicas: of their rows, their numbers, or their tensor-parallel
+        degree.
+        """
         rows = sum(part.replicas * part.rows for part in parts)
         yield from variants(parts)[1:]
         kinds: dict[tuple[int, int], int] = {}
@@ -197,14 +211,21 @@ class Moves:
                 yield found
 
     def share(self, kinds: dict[tuple[int, int], int], rows: int) -> tuple[DeviceGroup, ...] | None:
-        """Returns the parts of so many replicas, (pool, tensor) -> number, among which rows are shared by speed."""
+        """Returns device groups whose replicas share `rows` by speed; None: there are fewer rows than replicas, or too
+        many rows.
+
+        Args:
+            kinds: {(pool, tensor-parallel degree): number of replicas}.
+        """
         own = [(pool, tensor, n) for (pool, tensor), n in kinds.items() if n > 0]
         if not own or sum(n for _, _, n in own) > rows:
             return None
         return row_shares(own, rows, self.seconds, [self.most_rows(pool, tensor) for pool, tensor, _ in own])
 
     def _other_counts(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
-        """Adds a stage like one of the others, or on another pool, or takes one away."""
+        """Yields changes of the number of stages: one removed, a copy of one added, a run halved or doubled, one added
+        on a pool.
+        """
         at = 0
         rows = sum(part.rows * part.replicas for part in ranks[0])
         for parts, run in itertools.groupby(ranks):
@@ -224,7 +245,9 @@ class Moves:
                             yield micro_batches, [*ranks[:place], own, *ranks[place:]]
 
     def _other_micro_batches(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
-        """Changes the number of micro-batches: replicas get other rows, or there are more or fewer of them."""
+        """Yields changes of the number of micro-batches, compensated by rows per replica or by the number of
+        replicas.
+        """
         for other in _near(divisors(self.batch), micro_batches, 3):
             of: dict[tuple[DeviceGroup, ...], tuple[DeviceGroup, ...] | None] = {}
             for parts in dict.fromkeys(ranks):
@@ -242,7 +265,7 @@ class Moves:
                 yield from ((other, one) for one in self._paid(changed, frozenset()))
 
     def with_rows(self, parts: tuple[DeviceGroup, ...], rows: int) -> tuple[DeviceGroup, ...] | None:
-        """Returns parts with so many rows of a micro-batch in all; None: the replicas cannot divide them."""
+        """Returns the same replicas with `rows` rows of a micro-batch in all; None: the replicas cannot divide them."""
         if len(parts) == 1:
             replicas = parts[0].replicas
             return None if rows % replicas else (msgspec.structs.replace(parts[0], rows=rows // replicas),)
@@ -252,7 +275,9 @@ class Moves:
         return self.share(kinds, rows)
 
     def _without_pools(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
-        """Leaves out a pool: its stages, and its replicas of stages that have others."""
+        """Yields the ranks without one pool: its stages removed, and its replicas removed from stages that have
+        others.
+        """
         used = {part.pool for parts in ranks for part in parts}
         rows = sum(part.rows * part.replicas for part in ranks[0])
         for pool in sorted(used) if len(used) > 1 else ():
@@ -267,7 +292,9 @@ class Moves:
             yield from ((micro_batches, one) for one in self._paid(left, frozenset()))
 
     def _other_orders(self, micro_batches: int, ranks: Ranks) -> Iterator[tuple[int, Ranks]]:
-        """Exchanges two neighbouring runs of stages, or moves the first of a run to either end."""
+        """Yields other orders of stages: two neighbouring runs of equal stages exchanged, or one stage moved to either
+        end.
+        """
         runs = [list(run) for _, run in itertools.groupby(ranks)]
         if len(runs) == 1:
             return
@@ -282,10 +309,11 @@ class Moves:
             at += len(run)
 
     def _paid(self, ranks: Ranks, kept: frozenset[int]) -> Iterator[Ranks]:
-        """Yields the ranks with as many stages fewer as devices are lacking, and with further ones on what is idle.
+        """Yields `ranks` after the removal of stages until the devices suffice, and the same with stages added on idle
+        devices.
 
         Args:
-            kept: stages that were changed, which others give their devices to.
+            kept: stages that were just changed and should stay; other stages are removed first.
         """
         marked = [(parts, i in kept) for i, parts in enumerate(ranks)]
         while not has_room(self.machines, [parts for parts, _ in marked]):
@@ -305,7 +333,7 @@ class Moves:
             yield more
 
     def _crowded(self, ranks: Ranks) -> set[int]:
-        """Returns the pools that have no room for these stages."""
+        """Returns the numbers of the pools that have too few devices for these stages."""
         pools = {part.pool for parts in ranks for part in parts}
         return {
             pool
@@ -314,7 +342,7 @@ class Moves:
         }
 
     def _filled(self, ranks: Ranks) -> Ranks:
-        """Returns the ranks with further stages like the most frequent one of each pool, as long as there is room."""
+        """Returns the ranks with copies of each pool's most frequent stage added as long as its devices suffice."""
         found = list(ranks)
         for pool in self.machines.pools:
             own = [parts for parts in ranks if len(parts) == 1 and parts[0].pool == pool.number]
@@ -322,7 +350,7 @@ class Moves:
                 continue
             like = max(own, key=own.count)
             at = found.index(like)
-            # The stages are equal, so that the number of them for which there is room is found by halving.
+            # The added stages are equal, so that bisection finds how many of them there is room for.
             free = pool.devices - sum(p.ranks for parts in found for p in parts if p.pool == pool.number)
             low, high = 0, min(free // like[0].ranks, self.layers - len(found))
             while low < high:
@@ -336,13 +364,13 @@ class Moves:
 
 
 def layer_moves(strategy: ParallelStrategy, seconds: Sequence[float]) -> Iterator[ParallelStrategy]:
-    """Yields the strategy with one layer less in one range of layers and one more in another, wherever these lie.
+    """Yields the strategy with one layer moved from one range to another, which need not be neighbours.
 
-    Of equal stages in a row only the first two and the last two give and take, as embedding and head lie at the ends;
-    those that take the longest give first, to those that take the shortest.
+    In a run of equal stages only the first two and the last two take part, since embedding and head lie at the ends.
+    Moves from the slowest to the fastest stage come first.
 
     Args:
-        seconds: of a micro-batch on each stage.
+        seconds: seconds of one micro-batch on each stage.
     """
     counts = [high - low for _, low, high in strategy.ordered_layers]
     parts = [stage.parts for stage, _, _ in strategy.ordered_layers]
@@ -361,7 +389,9 @@ def layer_moves(strategy: ParallelStrategy, seconds: Sequence[float]) -> Iterato
 
 
 def with_counts(strategy: ParallelStrategy, counts: Sequence[int]) -> ParallelStrategy:
-    """Returns the strategy with so many layers in each range, in the order of the model."""
+    """Returns the strategy with `counts[i]` layers in its i-th range of layers, ranges in model order (chunk by
+    chunk).
+    """
     stages = len(strategy.stages)
     ends = [0, *itertools.accumulate(counts)]
     return msgspec.structs.replace(
@@ -374,7 +404,9 @@ def with_counts(strategy: ParallelStrategy, counts: Sequence[int]) -> ParallelSt
 
 
 def _near(values: Sequence[int], one: int, furthest: int = FURTHEST) -> list[int]:
-    """Returns the values next to one, on both sides, and twice and half of it; nearest first."""
+    """Returns members of the ascending `values` near `one`: up to `furthest` on each side, twice, half, 4 times, a
+    quarter.
+    """
     below = [v for v in values if v < one][-furthest:]
     above = [v for v in values if v > one][:furthest]
     more = [v for v in (2 * one, one // 2, 4 * one, one // 4) if v in values and v != one]

@@ -1,4 +1,7 @@
-"""Yields strategies that differ little from a given one: a cut moved, ranks exchanged or reordered, one stage more."""
+"""Yields strategies that differ little from a given one: a cut moved, stages exchanged or reordered, a stage added.
+
+`search` uses these moves where devices are few, and those of `moves` everywhere.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ import msgspec
 from cost_model.cluster.pools import Machines
 from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 
-MOST_RUNS = 4  # of stages on equal ranks, whose orders are all looked at
+MOST_RUNS = 4  # with at most this many runs of equal stages, all orders of the runs are tried
 
-StageRanks = tuple[tuple[int, ...], tuple[DeviceGroup, ...]]  # what a stage may lie on: devices of each pool, parts
+StageRanks = tuple[tuple[int, ...], tuple[DeviceGroup, ...]]  # (devices of each pool, device groups) of one stage
 
 
 def _with_another(strategy: ParallelStrategy, at: int, parts: tuple[DeviceGroup, ...]) -> Iterator[ParallelStrategy]:
-    """Yields the strategy with a stage divided: some of its layers, at either end, go to a new stage on other ranks."""
+    """Yields the strategy with stage `at` divided in two: at either end a new stage on `parts` takes some of its
+    layers.
+    """
     low, high = strategy.stages[at].layers[0]
     for cut in range(low + 1, high):
         kept, new = Stage(((low, cut),), strategy.stages[at].parts), Stage(((cut, high),), parts)
@@ -26,7 +31,7 @@ def _with_another(strategy: ParallelStrategy, at: int, parts: tuple[DeviceGroup,
 
 
 def move_cut(strategy: ParallelStrategy, at: int, move: int) -> ParallelStrategy | None:
-    """Moves the cut after stage `at` by ``move`` layers; None where a stage would be empty."""
+    """Moves the boundary between stages `at` and `at` + 1 by ``move`` layers; None: a stage would be empty."""
     stages = list(strategy.stages)
     (low, middle), (_, high) = stages[at].layers[0], stages[at + 1].layers[0]
     middle += move
@@ -38,7 +43,9 @@ def move_cut(strategy: ParallelStrategy, at: int, move: int) -> ParallelStrategy
 
 
 def neighbours(strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
-    """Yields strategies with a cut moved by a layer or two, or with two stages' ranks exchanged."""
+    """Yields strategies with a boundary between stages moved by one or two layers, or with two stages' ranks
+    exchanged.
+    """
     count = len(strategy.stages)
     for at in range(count - 1):
         for move in (1, -1, 2, -2):
@@ -60,7 +67,7 @@ def neighbours(strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
 
 
 def _in_order(strategy: ParallelStrategy, order: Sequence[int]) -> ParallelStrategy:
-    """Reorders the stages of a strategy; each keeps its ranks and its number of layers."""
+    """Returns the strategy with its stages in another order; each keeps its ranks and its number of layers."""
     stages, low = [], 0
     for at in order:
         stage = strategy.stages[at]
@@ -70,7 +77,7 @@ def _in_order(strategy: ParallelStrategy, order: Sequence[int]) -> ParallelStrat
 
 
 def other_orders(ranks: Sequence[tuple[DeviceGroup, ...]]) -> Iterator[list[tuple[DeviceGroup, ...]]]:
-    """Yields other orders of the stages' ranks: blocks of stages on equal ranks permuted, or one stage moved."""
+    """Yields other orders of the stages' device groups: runs of equal stages permuted, or one stage moved."""
     runs = [list(run) for _, run in itertools.groupby(ranks)]
     known = {tuple(ranks)}
     orders: list[list[tuple[DeviceGroup, ...]]] = []
@@ -89,11 +96,11 @@ def other_orders(ranks: Sequence[tuple[DeviceGroup, ...]]) -> Iterator[list[tupl
 def other_ranks(
     strategy: ParallelStrategy, machines: Machines, choices: Sequence[StageRanks], more: bool
 ) -> Iterator[ParallelStrategy]:
-    """Yields the strategy with other ranks for one stage, chosen from its own and from idle ones.
+    """Yields the strategy with other device groups for one stage, made of its own devices and idle ones.
 
     Args:
-        choices: the options of a stage.
-        more: whether the number of stages may change.
+        choices: (devices of each pool, device groups) that one stage may have.
+        more: the number of stages may grow: a stage is also divided in two.
     """
     free = [pool.devices for pool in machines.pools]
     for part in (p for stage in strategy.stages for p in stage.parts):

@@ -1,7 +1,7 @@
-"""Changes a strategy at random, in one to three ways at once: ranks of stages, their number or order, rows, layers.
+"""Changes a strategy at random, one to three changes at once: of stages' ranks, number or order, of rows, or of layers.
 
-Moves of `moves` are all looked at, one at a time; what only several of them together make faster is found here. Each
-try costs a fraction of a millisecond, since most are left out by a bound of their step.
+The moves of `moves` are enumerated one at a time; this module finds gains that need several moves together. A try takes
+a fraction of a millisecond, since a lower bound of the step rejects most of them before simulation.
 
 Decision: 0189.
 """
@@ -22,11 +22,13 @@ Counts = list[int]  # layers of each range, in the order of the model: chunk by 
 
 
 class RandomMoves:
-    """Makes random changes of strategies on the machines of `moves`.
+    """Makes random changes of strategies.
 
     Args:
-        zeros: levels of ZeRO to choose from; experts: numbers of ranks that divide experts (0: as many as can).
-        chunks: most chunks of a stage.
+        moves: the machines, and what is allowed on them.
+        zeros: ZeRO levels to choose from.
+        experts: expert-parallel degrees to choose from (0: as many replicas as can divide the experts).
+        chunks: largest number of model chunks of a stage.
     """
 
     def __init__(self, moves: Moves, zeros: list[int], experts: list[int], chunks: int) -> None:
@@ -38,7 +40,9 @@ class RandomMoves:
         ]  # fmt: skip
 
     def change(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
-        """Returns a changed strategy that the devices have room for; None: what was tried has none."""
+        """Returns the strategy after one to three random changes; None: nothing changed, or the devices do not allow
+        the result.
+        """
         found = strategy
         for _ in range(r.choice((1, 1, 2, 2, 3))):
             found = r.choice(self.ways)(r, found) or found
@@ -48,7 +52,7 @@ class RandomMoves:
         return found
 
     def _pick(self, r: random.Random, ranks: Ranks) -> set[int]:
-        """Returns the numbers of some stages: one, both ends, all like one, all, or some that follow each other."""
+        """Returns the stages to change, at random: one, both ends, all equal to one, all, or some consecutive ones."""
         last, at = len(ranks) - 1, r.randrange(len(ranks))
         alike = {i for i, parts in enumerate(ranks) if parts == ranks[at]}
         run = set(range(at, min(last, at + r.randrange(len(ranks))) + 1))
@@ -91,7 +95,9 @@ class RandomMoves:
         )
 
     def _mix(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
-        """Changes how many replicas of each pool some stages have; rows go by their speed, or one more to a pool."""
+        """Changes how many replicas of one pool some stages have, with rows by speed; or moves a row between two
+        pools.
+        """
         some, _ = self._single(r, strategy)
         parts, pools = strategy.stages[min(some)].parts, self.moves.machines.pools
         if len(pools) == 1 or (len(parts) > 1 and r.random() < 0.3):
@@ -122,7 +128,7 @@ class RandomMoves:
         return msgspec.structs.replace(strategy, micro_batches=known[at], stages=stages)
 
     def _insert(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
-        """Adds a stage like one of the others beside one, half of whose layers it takes."""
+        """Adds a copy of a random stage's ranks after a random stage, which gives it half of its layers."""
         ranks, counts, stages = *_of(strategy), len(strategy.stages)
         at, like = r.randrange(stages), r.randrange(stages)
         new: Counts = []
@@ -133,7 +139,7 @@ class RandomMoves:
         return _build(strategy, [*ranks[: at + 1], ranks[like], *ranks[at + 1 :]], new)
 
     def _remove(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
-        """Takes a stage away, whose layers its neighbours get."""
+        """Removes a random stage and gives its layers to its neighbours; None: there is only one stage."""
         ranks, counts, stages = *_of(strategy), len(strategy.stages)
         if stages == 1:
             return None
@@ -163,7 +169,7 @@ class RandomMoves:
         return _build(strategy, ranks, counts)
 
     def _other_chunks(self, r: random.Random, strategy: ParallelStrategy) -> ParallelStrategy | None:
-        """Interleaves the stages in more or fewer chunks, which each have a part of the stage's layers."""
+        """Changes the number of model chunks of the stages and divides each stage's layers over its chunks."""
         ranks, counts, stages = *_of(strategy), len(strategy.stages)
         most = min(self.chunks, self.moves.layers // stages)
         chunks = r.choice((1, strategy.chunks - 1, strategy.chunks + 1, 2 * strategy.chunks, r.randint(1, most)))
@@ -198,7 +204,7 @@ def _of(strategy: ParallelStrategy) -> tuple[Ranks, Counts]:
 
 
 def _build(strategy: ParallelStrategy, ranks: Ranks, counts: Counts) -> ParallelStrategy | None:
-    """Returns a strategy with these ranks and layers; None: a range would be empty."""
+    """Returns the strategy with these device groups and layers per range; None: a range would be empty."""
     if min(counts) < 1:
         return None
     stages = tuple(Stage((), parts) for parts in ranks)

@@ -1,4 +1,4 @@
-"""Chooses the kind of recompute of each stage: the fastest one with which the stage fits into its memory."""
+"""Chooses the kind of recompute of each stage: the fastest kind with which the stage fits into memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from whale.ir.strategy import ParallelStrategy, Recompute, Stage
 class RecomputeChoice:
     """Chooses a kind of recompute for each stage, and caches the choices.
 
-    For given cuts and a given schedule no other choice is faster: a step gets shorter with each stage's passes, and
-    a stage's memory depends on its own recompute only.
+    The choice is optimal for given stages and schedule: faster passes of any stage shorten the step, and a stage's
+    memory depends on no other stage's recompute.
     """
 
     def __init__(self, model: Model, machines: Machines, ranks: int, stage_costs: StageCosts) -> None:
@@ -25,11 +25,12 @@ class RecomputeChoice:
     def fit(
         self, strategy: ParallelStrategy, kinds: Sequence[Recompute], live: Callable[[int], int]
     ) -> ParallelStrategy:
-        """Returns the strategy with each stage's recompute chosen; where none fits, the one with the least memory.
+        """Returns the strategy with each stage's recompute chosen; where no kind fits, the kind that lacks the least
+        memory.
 
         Args:
             kinds: the kinds of recompute allowed, "none" for no recompute.
-            live: stage -> number of micro-batch chunks alive at the peak of the schedule.
+            live: stage index -> micro-batch chunks whose activations the stage holds at its peak.
         """
         if len(kinds) < 2:
             return strategy
@@ -49,7 +50,7 @@ class RecomputeChoice:
     def _find_fastest(
         self, strategy: ParallelStrategy, stage: Stage, live: int, kinds: Sequence[Recompute]
     ) -> Recompute:
-        """Returns the fastest kind with which a stage fits, else the one that lacks the least memory."""
+        """Returns the fastest kind of recompute with which a stage fits, else the kind that lacks the least memory."""
         timed = []
         for how in kinds:
             costs = [costs_of(self.model, strategy, p, self.ranks, stage.replicas, how) for p in stage.parts]

@@ -7,24 +7,27 @@ from collections.abc import Callable, Sequence
 
 from whale.ir.strategy import DeviceGroup
 
-MOVES, MOVES_PER_KIND = 64, 4  # of rows between kinds, after which a division is given up
-LEAST_S = 1e-12  # what a row takes at least: speeds are finite
+MOVES, MOVES_PER_KIND = 64, 4  # most corrections of a division (in all, and more per kind) before it is given up
+LEAST_S = 1e-12  # least seconds of a row, so that speeds are finite
 
 
 def row_shares(
     kinds: Sequence[tuple[int, int, int]], rows: int, seconds: Callable[[int, int, int], float], most: Sequence[int]
 ) -> tuple[DeviceGroup, ...] | None:
-    """Returns the parts of a stage with their rows, or None if the rows cannot be divided among them.
+    """Returns the device groups of a stage with rows per replica; None: the rows cannot be divided among the replicas.
+
+    With fewer rows than replicas, the fastest replicas get one row each and the others are left out.
 
     Args:
-        kinds: (pool, tensor, replicas).
-        seconds: (pool, tensor, rows) -> seconds of a micro-batch of `rows`; grows with rows.
+        kinds: (pool, tensor-parallel degree, replicas) of each kind of replica.
+        rows: rows of a micro-batch, over all replicas.
+        seconds: (pool, tensor, rows) -> seconds of a micro-batch of `rows`; must grow with rows.
         most: largest number of rows of one replica, per kind.
     """
     if sum(replicas * high for (_, _, replicas), high in zip(kinds, most)) < rows:
         return None
     total = sum(replicas for _, _, replicas in kinds)
-    if rows < total:  # replicas without a row do nothing: the fastest ones work
+    if rows < total:  # one row for each of the fastest replicas; the others stay idle
         order = sorted(range(len(kinds)), key=lambda k: seconds(kinds[k][0], kinds[k][1], 1))
         parts, left = [], rows
         for k in order:
@@ -75,7 +78,9 @@ def row_shares(
 
 
 def variants(parts: tuple[DeviceGroup, ...]) -> list[tuple[DeviceGroup, ...]]:
-    """Returns the parts, and variants with a row moved between replicas of two pools, for when memory is short."""
+    """Returns `parts` and variants with one row moved between replicas on two pools, which may fit where memory is
+    short.
+    """
     found = [parts]
     for giver, taker in itertools.permutations(range(len(parts)), 2):
         if parts[giver].pool == parts[taker].pool or parts[giver].rows == 1:

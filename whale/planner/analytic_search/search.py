@@ -1,17 +1,18 @@
-"""Searches for the fastest strategy on given devices: estimates rank many, the best are cut into stages and simulated,
-and from the best of these on changes are made as long as the step gets shorter.
+"""Searches for the fastest strategy on given devices: estimates many, simulates the best, then improves these step by
+step.
 
-The families of strategies together contain the strategies known to be good:
+Candidates come from families that together contain the strategies known to be good:
 
-* pure: every stage is on one pool, all stages have equally many replicas; pools get stages in proportion to speed;
+* pure: every stage is on one pool, and all stages have equally many replicas; a fast pool gets more stages;
 * mixed: every stage has replicas on several pools, whose rows are divided by their speed (one stage: data parallelism
   over unequal devices);
 * exact: for few devices, every assignment of devices to stages (see `whale.planner.analytic_search.exact`).
 
-Within a family an estimate costs microseconds: the layers' seconds over the ranks' speed, the pipeline's bubble, the
-reduction. Repeated layers are computed once. Candidates with the best estimates are cut by `layer_partition`, then
-simulated. What no family contains (other tensor-parallel degrees in the first and last stage, a stage more on idle
-devices, uneven chunks) is reached by `moves`, one change after the other.
+An estimate takes microseconds: seconds of the layers over the ranks' speed, the pipeline's bubble, the gradient
+reduction. For the candidates with the best estimates, `layer_partition` assigns layers to stages ("cuts" them), and the
+results are simulated. Then `moves` improve the best ones, one change after the other; so strategies are reached that no
+family contains (other tensor-parallel degrees in the first and last stage, a further stage on idle devices, chunks of
+unequal length).
 
 Decisions: 0048, 0195.
 """
@@ -58,12 +59,12 @@ from whale.planner.analytic_search.work import COST_S, CUT_S, FIT_S, LOOKUP_S, P
 
 @dataclass(frozen=True)
 class _Effort:
-    """The number of strategies that each phase of a search processes.
+    """Holds how many candidates each phase of a search processes.
 
     Attributes:
-        cut: candidates whose layers are cut.
-        simulated: of those, the best by their passes.
-        misfits: candidates that do not fit, evaluated for the list of alternatives.
+        cut: candidates whose layers are assigned to stages.
+        simulated: how many of the cut candidates are simulated, those with the smallest lower bound first.
+        misfits: candidates without enough memory that are evaluated all the same, for the report's list of misfits.
     """
 
     cut: int
@@ -72,35 +73,41 @@ class _Effort:
 
 
 THOROUGH, HURRIED = _Effort(cut=40, simulated=24, misfits=8), _Effort(cut=16, simulated=6, misfits=2)
-# Strategies that are improved: with few devices a simulation costs next to nothing, and of the first ones stages may
-# get other ranks.
+# How many strategies are improved with few devices, where a simulation costs next to nothing; for how many of them
+# `improve` also tries all other ranks of a stage.
 IMPROVED_FEW, IMPROVED_WIDELY = 100, 40
-CUT_ANEW = 16  # stages at most of a strategy whose order is changed by more than its neighbouring runs
-BEHIND = 1.3  # what is estimated at so many times the best is not looked at
-MISFITS = 50  # that are kept, of at most...
-MISFIT_PASSES = 5000  # ...so many passes of a step, which take long to play
-# Parts of a step by which another is shorter: of the first changes of a strategy, of later ones, of the last ones,
-# against rounding.
+CUT_ANEW = 16  # most stages of a strategy for which all orders of `other_orders` are cut anew
+BEHIND = 1.3  # candidates estimated at more than this times the best are skipped
+MISFITS = 50  # most misfits that are recorded
+MISFIT_PASSES = 5000  # misfits with more passes per step are not simulated, as that would take long
+# Least gain of a change, as part of a step: of the first changes of a strategy, of later ones, and of the last ones
+# (just above rounding).
 LEAP, STEP, SHORTER = 1e-2, 1e-3, 1e-9
-AGAIN = 5e-3  # part of a step by which other layers make it shorter, until other ranks are looked at again
-MOST_KEPT, KEPT = 400, 200  # simulated strategies: of so many, so many are left
-NEARLY = 1.25  # times the step, up to which other cuts may make it shorter
-MANY = 10  # times that a chain is walked until its best cuts are found
-MOST_CHUNKS = 64  # of a stage
-SHAKEN, PATIENCE = 3, 16  # random changes that are improved, and times that they may be of no use
-# Random changes that may be of no use, of the best strategy and of each other one begun with; how many these are.
+AGAIN = 5e-3  # other ranks are tried again once moves of layers have shortened the step by this part
+MOST_KEPT, KEPT = 400, 200  # when more strategies than the first number are recorded, the best of them are kept
+NEARLY = 1.25  # strategies bounded below this times the step are cut anew, which may make them faster
+MANY = 10  # about how often a chain is cut until its best partition is found (for `Work`)
+MOST_CHUNKS = 64  # most chunks of a stage
+SHAKEN, PATIENCE = 3, 16  # random changes improved per round of `_shake`, and rounds without gain before it ends
+# Random changes without gain before `_wander` ends: from the best strategy, and from others; how many others.
 WANDERED, WANDERED_SOME, WANDERED_FROM = 1024, 128, 6
-POLISHED = 512  # random moves of several layers that may be of no use
-TOGETHER, AT_ONCE = 32, 8  # interleaved strategies that are simulated at once: of random moves, of others
-WORSE = 1.5  # times the step, which a random change may make it longer
-# Numbers of chunks that are looked at, beside those near a strategy's own and those that divide layers evenly.
+POLISHED = 512  # random moves of several layers without gain before `polish` ends
+TOGETHER, AT_ONCE = 32, 8  # interleaved strategies that are simulated at once: of random moves, of other moves
+WORSE = 1.5  # results of a random change are improved if their step is below this times the best
+# Numbers of chunks that are tried, beside those near a strategy's own and those that divide layers evenly.
 CHUNKS_LOOKED_AT = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-CHUNKS_TRIED = 4  # numbers of chunks of a strategy that are simulated, of those with the best estimates
+CHUNKS_TRIED = 4  # how many of these numbers, those with the smallest lower bounds, are simulated
 
 
 @dataclass
 class _Simulated:
-    """The simulated strategies: (seconds, strategy, evaluation) of the best that fit, and which were looked at."""
+    """Stores the simulated strategies that fit.
+
+    Attributes:
+        entries: (seconds of a step, strategy, evaluation) of the best ones.
+        seen: hashes of all strategies that were considered, so that none is simulated twice.
+        simple: the fastest strategy of each complexity, which may be slower than all `entries`.
+    """
 
     entries: list[tuple[float, ParallelStrategy, Evaluation]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)  # their hashes
@@ -121,7 +128,7 @@ class _Simulated:
 
 
 class NothingFits(Exception):
-    """Raised when no strategy that a search tried fits into memory."""
+    """Raised if no strategy that a search tried fits into memory; `search` is that search."""
 
     def __init__(self, search: Search) -> None:
         super().__init__("nothing fits")
@@ -129,7 +136,11 @@ class NothingFits(Exception):
 
 
 class Search(Families):
-    """Searches strategies of a model on a cluster with a fixed global batch, with one kind of ZeRO and offload."""
+    """Searches strategies of a model on a cluster for one global batch and one kind of offload.
+
+    `begin` lists candidates and improves the best; `improve_listed`, `go_on` and `widen` spend more work on them. The
+    fastest strategy so far is in `fastest`, other fast ones in `kept`.
+    """
 
     def __init__(
         self,
@@ -141,7 +152,7 @@ class Search(Families):
         stage_costs: StageCosts | None = None,
     ) -> None:
         super().__init__(model, machines, batch, limits, work or Work(math.inf))
-        self.stage_costs = stage_costs or StageCosts(model, machines)  # which other searches on these may know as well
+        self.stage_costs = stage_costs or StageCosts(model, machines)  # a cache that searches on one cluster share
         self.simulated = 0
         self.candidates: list[Candidate] = []
         self.kept = _Simulated()
@@ -149,9 +160,10 @@ class Search(Families):
         self.misfits: list[tuple[ParallelStrategy, Evaluation]] = []
         self.room = Room(machines)
         self.recompute = RecomputeChoice(model, machines, self.ranks, self.stage_costs)
-        # With few devices, what a stage may lie on, by micro-batches and sequence parallelism.
+        # With few devices: the options of a stage, by (micro-batches, sequence parallelism).
         self.choices: dict[tuple[int, bool], list[StageRanks]] = {}
-        # (settings, ranks) that were cut; those whose ranks were changed in all ways, for steps shorter than that.
+        # Results of `_cut` with the limit in seconds, by hash of settings and ranks; the step below which all changes
+        # of a strategy's ranks were tried, by hash of the strategy without its layers.
         self.cuts: dict[int, tuple[ParallelStrategy | None, float]] = {}
         self.changed: dict[int, float] = {}
         self.live_of: dict[tuple[str, int, int, int], list[int]] = {}  # see `live`
@@ -178,13 +190,13 @@ class Search(Families):
 
     @property
     def few(self) -> bool:
-        """Tells whether there are so few devices that every assignment of them to stages is looked at."""
+        """Returns True if there are so few devices that every assignment of devices to stages is tried."""
         return self.ranks <= self.limits.exact_devices and self.replicas_step == 1
 
     def build(self, one: Candidate) -> ParallelStrategy | None:
-        """Cuts the candidate's layers into stages; None if it does not fit into memory.
+        """Assigns the candidate's layers to stages; returns None if they do not fit into memory.
 
-        A stage uses the candidate's recompute, or less.
+        A stage uses the candidate's kind of recompute or one that recomputes less.
         """
         if one.chunks > 1:
             return self._divided(one.settings, one.ranks, one.chunks)
@@ -199,12 +211,14 @@ class Search(Families):
         kinds: Sequence[Recompute] | None = None,
         below_s: float = math.inf,
     ) -> ParallelStrategy | None:
-        """Cuts layers into stages on these ranks, in order, as fast as possible; None if they do not fit.
+        """Assigns layers to stages on the given ranks so that the slowest stage is as fast as possible; None: they do
+        not fit.
 
         Args:
             settings: the strategy's settings; its stages, if it has any, are ignored.
+            ranks: device groups of each stage, in pipeline order.
             kinds: the kinds of recompute that a stage may use; None: all allowed ones.
-            below_s: None also where the slowest stage takes longer than that in a micro-batch.
+            below_s: None is returned also if the slowest stage takes longer than this for a micro-batch.
         """
         kinds = self.recompute_kinds(settings.sequence_parallel) if kinds is None else kinds
         settings = msgspec.structs.replace(settings, stages=())
@@ -220,15 +234,17 @@ class Search(Families):
         return found
 
     def fit(self, strategy: ParallelStrategy) -> ParallelStrategy:
-        """Returns the strategy with as little recomputation in every stage as its memory allows."""
+        """Returns the strategy with the least recomputation in every stage that its memory allows."""
         kinds = self.recompute_kinds(strategy.sequence_parallel)
         return self.recompute.fit(strategy, kinds, lambda index: self.live(strategy, index))
 
     def consider(self, strategy: ParallelStrategy, below_s: float = math.inf) -> tuple[float, ParallelStrategy]:
-        """Simulates and records a strategy unless it takes at least `below_s`.
+        """Simulates a strategy and records the result, unless a lower bound shows that its step takes at least
+        `below_s`.
 
-        Returns: (its step's seconds, the strategy with its recompute chosen); infinite seconds if it does not fit,
-        was looked at before, or is not faster.
+        Returns:
+            (seconds of its step, the strategy with its recompute chosen). The seconds are infinite if the strategy does
+            not fit, was considered before, violates a constraint, or is not faster.
         """
         strategy, is_new = self._prepare(strategy, below_s)
         return (self._simulate([strategy])[0] if is_new else math.inf), strategy
@@ -236,8 +252,12 @@ class Search(Families):
     def consider_many(
         self, strategies: Iterable[ParallelStrategy], below_s: float, together: int
     ) -> Iterator[tuple[float, ParallelStrategy]]:
-        """Does what `consider` does for each of several strategies, so many interleaved ones at a time, and yields the
-        fastest of each time.
+        """Simulates several strategies like `consider`, and yields the fastest result of each batch that was simulated
+        at once.
+
+        Args:
+            below_s: strategies whose lower bound reaches this are skipped.
+            together: interleaved strategies per batch; others are simulated one by one.
         """
         waiting: list[ParallelStrategy] = []
         for one in itertools.chain(strategies, (None,)):
@@ -251,9 +271,11 @@ class Search(Families):
                 waiting = []
 
     def _prepare(self, strategy: ParallelStrategy, below_s: float) -> tuple[ParallelStrategy, bool]:
-        """Returns a strategy as it may run, and whether it is worth a simulation: it is new, and may be faster."""
+        """Returns the strategy in its legal form, with recompute chosen, and whether it is worth simulating: new and
+        maybe faster.
+        """
         if self.limits.zero is None and strategy.zero and all(stage.replicas == 1 for stage in strategy.stages):
-            strategy = msgspec.structs.replace(strategy, zero=0)  # there is nobody to share the state with
+            strategy = msgspec.structs.replace(strategy, zero=0)  # with one replica there is no state to shard
         if strategy.expert_ranks != (legal := self._keep_experts(strategy, [stage.parts for stage in strategy.stages])):
             strategy = msgspec.structs.replace(strategy, expert_ranks=legal)
         strategy = self.fit(strategy)
@@ -263,7 +285,9 @@ class Search(Families):
         return strategy, math.isinf(below_s) or self.at_least_s(strategy) < below_s
 
     def _simulate(self, strategies: list[ParallelStrategy]) -> list[float]:
-        """Simulates and records strategies; returns their steps' seconds, infinite where one does not fit."""
+        """Simulates strategies and records those that fit; returns seconds of each one's step, infinite where it does
+        not fit.
+        """
         before, seconds = self.stage_costs.computed, []
         passes_s = PASS_S if len(strategies) < LEAST else TOGETHER_PASS_S
         for strategy, found in zip(strategies, evaluate_many(self.model, self.machines, strategies, self.stage_costs)):
@@ -282,12 +306,16 @@ class Search(Families):
         return seconds
 
     def _keep_experts(self, settings: ParallelStrategy, ranks: Ranks) -> int:
-        """Returns the settings' ranks that divide experts, if they divide the replicas of these stages; else 0."""
+        """Returns the settings' expert-parallel degree if it divides the replicas of all these stages; else 0
+        (automatic).
+        """
         ways = settings.expert_ranks
         return ways if ways and all(sum(p.replicas for p in parts) % ways == 0 for parts in ranks) else 0
 
     def at_least_s(self, strategy: ParallelStrategy) -> float:
-        """Returns a lower bound of a step without simulating it; infinite if it does not fit."""
+        """Returns a lower bound of a step's seconds without simulation; infinite if it does not fit, 0 if no bound is
+        known.
+        """
         if fully_sharded(self.model, strategy):
             return 0.0
         costs = self._costs(strategy)
@@ -304,10 +332,13 @@ class Search(Families):
         return costs
 
     def improve(self, strategy: ParallelStrategy, seconds: float, gain: float = SHORTER, wide: bool = False) -> None:
-        """Moves to a neighbour that is faster by a part `gain` as long as there is one.
+        """Replaces the strategy by a neighbour that is faster by at least a part `gain`, as long as there is one.
+
+        The results are recorded in `kept` and `fastest`.
 
         Args:
-            wide: also tries other ranks for one stage, of few devices.
+            seconds: the strategy's step.
+            wide: with few devices, also tries every other device group for one stage.
         """
         while True:
             most_s = seconds * (1 - gain)
@@ -319,7 +350,13 @@ class Search(Families):
                 return
 
     def _others(self, strategy: ParallelStrategy, seconds: float, wide: bool) -> Iterator[ParallelStrategy]:
-        """Yields the neighbours of a strategy: of other ranks first, which are worth the most."""
+        """Yields the neighbours of a strategy: first those with other settings or ranks, which gain the most; then
+        other layers.
+
+        Args:
+            seconds: neighbours that cannot be faster than this may be left out.
+            wide: also yields every other device group for one stage (few devices only).
+        """
         settings = msgspec.structs.replace(strategy, stages=())
         ranks = [stage.parts for stage in strategy.stages]
         key = hash((settings, tuple(ranks), strategy.chunks))
@@ -338,7 +375,7 @@ class Search(Families):
         yield from layer_moves(strategy, [sum(c.forward_s) + sum(c.backward_s) for c in self._costs(strategy)])
 
     def _other_settings(self, strategy: ParallelStrategy) -> Iterator[ParallelStrategy]:
-        """Yields the strategy with other levels of ZeRO and other numbers of chunks."""
+        """Yields the strategy with other ZeRO levels, other expert-parallel degrees, and other numbers of chunks."""
         if self.limits.zero is None:
             yield from (msgspec.structs.replace(strategy, zero=zero) for zero in range(4) if zero != strategy.zero)
         if self.model.experts and self.limits.experts is None:
@@ -350,10 +387,12 @@ class Search(Families):
         yield from self._chunked(strategy, [stage.parts for stage in strategy.stages], strategy.chunks)
 
     def _other_ranks(self, strategy: ParallelStrategy, seconds: float) -> Iterator[ParallelStrategy]:
-        """Yields the strategy with other ranks, then cut anew, where the devices could be faster than `seconds`."""
+        """Yields the strategy on other ranks, if these could be faster than `seconds`: first with its layers, then cut
+        anew.
+        """
         settings = msgspec.structs.replace(strategy, stages=())
         changes = [one for one in self.moves.of_ranks(strategy) if self._least_s(*one, settings) < seconds]
-        random.Random(len(changes)).shuffle(changes)  # those that are alike come one after the other
+        random.Random(len(changes)).shuffle(changes)  # similar changes come one after the other in the list
         able: list[tuple[float, ParallelStrategy, Ranks]] = []
         for micro_batches, ranks in changes:
             own = self._settings_for(settings, micro_batches, ranks)
@@ -363,8 +402,8 @@ class Search(Families):
                 yield plain
             if least_s < NEARLY * seconds or math.isinf(least_s):
                 able.append((least_s, own, ranks))
-        # Cuts take longest: they are made last, and where they may help most first. Another number of stages has other
-        # good numbers of chunks, and those that were good may not fit.
+        # Cuts take longest: they come last, the most promising ones first. With another number of stages, other
+        # numbers of chunks may be the best, and the present one may not fit.
         for _, own, ranks in sorted(able, key=lambda e: e[0]):
             if strategy.chunks == 1:
                 yield from self._recut(own, [ranks], seconds)
@@ -372,12 +411,16 @@ class Search(Families):
                 yield from self._chunked(own, ranks, strategy.chunks)
 
     def _settings_for(self, settings: ParallelStrategy, micro_batches: int, ranks: Ranks) -> ParallelStrategy:
-        """Returns settings with another number of micro-batches, as they can be on these ranks."""
+        """Returns the settings with another number of micro-batches, and without an expert degree that these ranks do
+        not allow.
+        """
         experts = self._keep_experts(settings, ranks)
         return msgspec.structs.replace(settings, micro_batches=micro_batches, expert_ranks=experts)
 
     def _with_layers_of(self, strategy: ParallelStrategy, settings: ParallelStrategy, ranks: Ranks) -> ParallelStrategy:
-        """Returns other ranks with a strategy's layers, or evenly divided ones if there are more or fewer stages."""
+        """Returns `settings` on other ranks with the layers of `strategy`; with another number of stages, layers by
+        speed.
+        """
         if len(ranks) == len(strategy.stages):
             layers = [stage.layers for stage in strategy.stages]
         else:
@@ -387,7 +430,9 @@ class Search(Families):
         return self.fit(msgspec.structs.replace(settings, stages=stages))
 
     def _divided(self, settings: ParallelStrategy, ranks: Ranks, chunks: int) -> ParallelStrategy:
-        """Returns a strategy whose stages have layers in proportion to their speed, equally many in each chunk."""
+        """Returns a strategy whose stages get layers in proportion to their speed, equally many in each of `chunks`
+        chunks.
+        """
         stages, count = len(ranks), self.model.count
         layers = divide_chunks(count, stages, chunks)
         found = msgspec.structs.replace(
@@ -402,7 +447,9 @@ class Search(Families):
         return self.fit(found)
 
     def _recut(self, settings: ParallelStrategy, orders: Iterable[Ranks], seconds: float) -> Iterator[ParallelStrategy]:
-        """Yields strategies of one chunk on these ranks that may be faster than `seconds`."""
+        """Yields strategies without interleaving on each of these lists of ranks, if they may be faster than
+        `seconds`.
+        """
         if self.limits.chunks not in (None, 1):
             return
         for ranks in orders:
@@ -411,12 +458,16 @@ class Search(Families):
                 yield found
 
     def _least_s(self, micro_batches: int, ranks: Ranks, settings: ParallelStrategy) -> float:
-        """Returns about the least seconds of all micro-batches' passes on these ranks, if layers were divisible."""
+        """Returns about the least seconds of all micro-batches' passes on these ranks, if layers could be divided
+        arbitrarily.
+        """
         each = self._each_s(ranks, settings)
         return micro_batches * self.model.count / sum(1.0 / each[parts] for parts in ranks)
 
     def _each_s(self, ranks: Ranks, settings: ParallelStrategy) -> dict[tuple[DeviceGroup, ...], float]:
-        """Returns the mean seconds of a layer in a micro-batch, with as little recomputation as there is, by ranks."""
+        """Returns the mean seconds of one layer per micro-batch for each distinct stage, with the least recomputation
+        allowed.
+        """
         how = self.recomputes()[0][0], settings.sequence_parallel
         kinds = dict.fromkeys(ranks)
         self.work.spend(LOOKUP_S * len(kinds))
@@ -429,10 +480,10 @@ class Search(Families):
         return found
 
     def _chunked(self, strategy: ParallelStrategy, ranks: Ranks, known: int) -> Iterator[ParallelStrategy]:
-        """Yields the strategy on these ranks with the numbers of chunks that look best, layers divided evenly.
+        """Yields the strategy on these ranks with the numbers of chunks that look best, layers in proportion to speed.
 
         Args:
-            known: chunks that were good, of which others are looked at nearby.
+            known: a number of chunks that was good; numbers near it are tried.
         """
         stages, count, found = len(ranks), self.model.count, []
         if stages == 1 or strategy.micro_batches < stages or self.limits.chunks == 1:
@@ -447,9 +498,10 @@ class Search(Families):
         yield from (own for _, _, own in sorted(found, key=lambda e: e[:2])[:CHUNKS_TRIED])
 
     def simplify(self, most_s: float) -> None:
-        """Looks at the fastest strategy with fewer chunks, from one on, until one takes no longer than `most_s`.
+        """Evaluates the fastest strategy with 1, 2, ... chunks per stage, fewer than it has, until one is within
+        `most_s`.
 
-        What that finds is kept for the comparison of simple strategies alone, so that it changes no search.
+        The results are recorded in the list of simple strategies only, so that they cannot change the search.
         """
         assert self.fastest is not None
         strategy = self.fastest[0]
@@ -464,18 +516,20 @@ class Search(Families):
                         return
 
     def begin(self, improved: int, below_s: float = math.inf) -> None:
-        """Lists candidates, simulates the best and improves so many of these.
+        """Lists candidates, simulates the best, and improves the best `improved` of them.
 
-        With many devices only powers of two of rows are listed, and stages that divide the layers.
+        With many devices only micro-batches of a power of two of rows are listed, and numbers of stages that divide the
+        layers.
 
         Args:
-            below_s: nothing is improved where the best candidate takes longer than that.
+            improved: how many strategies to improve.
+            below_s: nothing is improved if the best candidate's step is longer than this.
 
         Raises:
-            NothingFits: no strategy fits.
+            NothingFits: no strategy fits into memory.
         """
         self._list(hurried=not self.few)
-        # Where states are offloaded, moving them takes longer than what is balanced there.
+        # With offload, moving the state takes longer than the exact balance of stages could gain.
         if self.few and self.offload == "none" and self.has_room_for_states():
             known_s = self.limits.faster_than_s
             fastest_s = known_s if self.fastest is None else min(known_s, self.fastest[1].step_s)
@@ -489,13 +543,15 @@ class Search(Families):
             self.improve_listed(improved)
 
     def improve_listed(self, improved: int) -> None:
-        """Makes random changes of the best candidate, and improves so many of those that were simulated."""
+        """Makes random changes of the best strategy, then improves the best `improved` of all that were simulated."""
         assert self.fastest is not None
         self._wander(self.fastest[0], self.fastest[1].step_s, WANDERED_SOME)
         self._improve_best(IMPROVED_FEW if self.few else improved)
 
     def go_on(self, improved: int) -> None:
-        """Makes random changes of the best strategies, and improves so many of these."""
+        """Spends more work on the best strategies: random changes of several, then improvement of the best
+        `improved`.
+        """
         self._wander_from_best()
         for seconds, strategy in self._beginnings()[:WANDERED_FROM]:
             self._wander(strategy, seconds, WANDERED_SOME)
@@ -504,7 +560,9 @@ class Search(Families):
             self._improve_best(improved, closely=True)
 
     def widen(self, improved: int) -> None:
-        """Lists all candidates, improves so many of them, and makes random changes of ranks."""
+        """Lists all candidates without the restrictions of `begin`, improves the best, and makes random changes of
+        ranks.
+        """
         assert self.fastest is not None
         if not self.few:
             self.known_s = BEHIND * self.fastest[1].step_s
@@ -514,9 +572,10 @@ class Search(Families):
         self._shake()
 
     def _wander(self, strategy: ParallelStrategy, seconds: float, patience: int) -> None:
-        """Changes a strategy at random as long as that helps: until so many changes have together gained too little.
+        """Changes a strategy at random, keeps each improvement, and stops after `patience` tries that together gained
+        too little.
 
-        Where many stages are unequal, each change gains next to nothing, and a thousand a tenth.
+        Where many stages are unequal, a single change gains next to nothing, and a thousand of them about a tenth.
         """
         tried, since_s, r = 0, seconds, random.Random(self.shaken)
         self.shaken += 1
@@ -541,10 +600,11 @@ class Search(Families):
         self._try(self.candidates, HURRIED if hurried else THOROUGH)
 
     def _improve_best(self, count: int, closely: bool = False) -> None:
-        """Improves so many strategies by leaps, then the best of all by smaller steps.
+        """Improves `count` strategies while each change gains much (`LEAP`), then the fastest one by smaller gains as
+        well.
 
         Args:
-            closely: each that becomes the best is improved by smaller steps at once.
+            closely: whenever a strategy becomes the fastest, improve it by smaller gains at once.
         """
         for number, (seconds, strategy) in enumerate(self._beginnings()[:count]):
             wide = self.few and number < IMPROVED_WIDELY
@@ -560,7 +620,9 @@ class Search(Families):
             self.polish()
 
     def _shake(self) -> None:
-        """Improves what random changes of ranks make of the best strategy, until many in a row have not helped."""
+        """Makes random changes of the best strategy's ranks and improves the results, until `PATIENCE` rounds in a row
+        fail.
+        """
         failed = 0
         while failed < PATIENCE:
             assert self.fastest is not None
@@ -582,10 +644,10 @@ class Search(Families):
         self.polish()
 
     def polish(self) -> None:
-        """Moves several layers of the best strategy at once, at random, until many such moves in a row have not helped.
+        """Moves several layers of the best strategy at once, at random, until `POLISHED` moves in a row do not help.
 
-        Where stages are unequal or interleaved, single moves end where no other one helps. Half of the moves are
-        between chunks of one stage, which change when its passes are ready, and not how long they take.
+        Where stages are unequal or interleaved, moves of single layers end in local minima. Half of the moves are
+        between chunks of one stage, which change when its passes are ready, but not how long they take.
         """
         failed, r = 0, random.Random(self.shaken)
         while failed < POLISHED:
@@ -601,7 +663,11 @@ class Search(Families):
             failed = 0 if took_s < most_s else failed + TOGETHER
 
     def _move_layers(self, strategy: ParallelStrategy, counts: list[int], r: random.Random) -> ParallelStrategy | None:
-        """Returns a strategy with some layers moved at random; None: a range would be empty."""
+        """Returns the strategy with two to four layers moved between random ranges; None: a range would be empty.
+
+        Args:
+            counts: layers of each range, in model order.
+        """
         counts, stages = list(counts), len(strategy.stages)
         for _ in range(r.choice((2, 2, 3, 4))):
             giver, taker = r.sample(range(len(counts)), 2)
@@ -611,8 +677,10 @@ class Search(Families):
         return with_counts(strategy, counts) if min(counts) > 0 else None
 
     def _beginnings(self) -> list[tuple[float, ParallelStrategy]]:
-        """Returns the strategies to improve first: the best of each number of stages and micro-batches and each set of
-        pools, those with interleaved stages and others in turn; then all others.
+        """Returns (seconds, strategy) of the simulated strategies, in the order in which to improve them.
+
+        First comes the best for each (stages, micro-batches, pools, interleaved or not), interleaved ones and others in
+        turn; then all the rest.
         """
         first: dict[tuple[object, ...], tuple[float, ParallelStrategy]] = {}
         others = []
@@ -629,11 +697,11 @@ class Search(Families):
         return [*(one for one in both if one is not None), *others]
 
     def _try(self, candidates: Sequence[Candidate], effort: _Effort) -> None:
-        """Cuts candidates in the order of estimates until these are far behind the best, and simulates the best of
-        them.
+        """Cuts candidates into stages, best estimate first, until estimates are far behind, and simulates the best
+        results.
 
-        Of each shape the best one is cut, whatever its rank; interleaved candidates, which are divided
-        evenly instead of cut, are all simulated if they may be faster than the best.
+        Once `effort.cut` candidates are cut, further ones are only if their estimate is below the best bound and they
+        are interleaved or the first of their shape. Interleaved candidates get even layers instead of a cut.
         """
         failed = 0
         built: list[tuple[float, ParallelStrategy]] = []
@@ -662,15 +730,15 @@ class Search(Families):
             self.consider(strategy)
 
     def live(self, strategy: ParallelStrategy, index: int) -> int:
-        """Returns how many micro-batch chunks a stage keeps at its peak."""
+        """Returns the number of micro-batch chunks whose activations stage `index` holds at its peak."""
         key = strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches
         if key not in self.live_of:
             self.live_of[key] = [count_live_chunks(*key, stage) for stage in range(key[1])]
         return self.live_of[key][index]
 
     def least_memory(self) -> Iterator[Candidate]:
-        """Yields the listed candidates, and then those with the most division and recomputation, however slow they
-        are.
+        """Yields the listed candidates, then candidates that need the least memory, however slow; used to explain what
+        is lacking.
         """
         yield from self.candidates
         limits = self.limits
@@ -683,9 +751,9 @@ class Search(Families):
         yield from lean.enumerate_mixed()
 
     def misfit(self, strategy: ParallelStrategy) -> None:
-        """Records a strategy that does not fit, with its evaluation, for the list of alternatives.
+        """Records a strategy that does not fit, with its evaluation, for the report's list of misfits.
 
-        Strategies with so many passes that their simulation would take long are left out.
+        A strategy with so many passes that its simulation would take long is left out.
         """
         if strategy.micro_batches * len(strategy.stages) < MISFIT_PASSES:
             self.consider(strategy)

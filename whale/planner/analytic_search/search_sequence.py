@@ -1,7 +1,7 @@
-"""Runs the whole search: strategies of all devices, ways to divide or offload the state, and fewer devices.
+"""Runs the whole search: on all devices, with each ZeRO level and offload as needed, and on parts of the cluster.
 
-All of it is one sequence of steps, and the budget says only where it ends: a larger budget never gives a slower plan,
-and a busy machine plans the same as an idle one.
+The steps always come in the same order, and the budget only decides after which one the search ends: a larger budget
+never gives a slower plan, and a busy machine gives the same plan as an idle one.
 
 Decisions: 0077, 0158, 0172, 0187, 0194, 0195.
 """
@@ -30,26 +30,31 @@ from whale.planner.analytic_search.search import BEHIND, NothingFits, Search
 from whale.planner.analytic_search.simplicity import TIE, Complexity, find_front, is_simpler, measure_complexity
 from whale.planner.analytic_search.work import OutOfWork, Work
 
-# (ZeRO level, offload), from what costs least to what takes least memory.
+# (ZeRO level, offload), from the fastest to the one that needs the least memory.
 MODES: tuple[tuple[int, Offload], ...] = (
     (2, "none"), (3, "none"), (1, "optimizer"), (3, "optimizer"), (1, "parameters"), (3, "parameters"),
 )  # fmt: skip
-# Strategies that are improved: at first, on parts of the cluster, and at last of the searches that found the best.
+# How many strategies are improved: at first, on parts of the cluster, and at last in the best searches.
 IMPROVED, IMPROVED_PART, IMPROVED_LAST = 3, 1, 8
-ROUGHLY = 1.2  # times the best step that an estimate of another kind of ZeRO, or with divided rows, may be
-ABOUT = 1.1  # times the best candidate, up to which one with more divided rows or states may become the best
-LEAST_TOKENS = 256  # of a row that a rank has at least, where rows are divided
-CLOSE = 1.03  # times the best step, up to which other layers may make one with another choice the best
-TAKEN_ALONG = 60  # strategies, where a search goes on without some hosts
-GONE_ON = 3  # searches that are gone on with, of those with the best strategies
-FEWER = (2, 4, 8)  # of so many devices of a host one is used, where a host's adapters or links are too slow for more
+ROUGHLY = 1.2  # candidates with another ZeRO level or context degree are tried up to this times the best step
+ABOUT = 1.1  # ... and improved up to this times the best candidate's step
+LEAST_TOKENS = 256  # least tokens of a row on each context-parallel rank
+CLOSE = 1.03  # a strategy with another choice is polished if its step is below this times the best
+TAKEN_ALONG = 60  # strategies that a search takes over from one on more hosts, or with another context degree
+GONE_ON = 3  # searches, those with the fastest strategies, on which more work is spent at the end
+FEWER = (2, 4, 8)  # one of so many devices of a host is used, where its adapters are too slow for more
 
 
 def search(model: Model, machines: Machines, batch: int, limits: Constraints | None = None) -> SearchResult:
-    """Finds the best strategy of a model's training step over a cluster (see `Search`).
+    """Finds the best strategy of a model's training step on a cluster.
+
+    Args:
+        batch: global batch: rows of one step over all ranks.
+        limits: the user's constraints and the budget; None: all free, default budget.
 
     Raises:
-        PlanError: no strategy fits, with any division or offload of state; it proposes changes, which takes long.
+        PlanError: no strategy fits, with any ZeRO level or offload. The error proposes changes, which take long to
+            find.
     """
     sequence = _run_sequence(model, machines, batch, limits or Constraints())
     if not sequence.found:
@@ -58,7 +63,7 @@ def search(model: Model, machines: Machines, batch: int, limits: Constraints | N
 
 
 def find_best(model: Model, machines: Machines, batch: int, limits: Constraints) -> SearchResult | None:
-    """Does the same as `search`, and returns None where no strategy fits."""
+    """Finds the best strategy like `search`, but returns None where no strategy fits."""
     sequence = _run_sequence(model, machines, batch, limits)
     return sequence.make_result() if sequence.found else None
 
@@ -80,7 +85,7 @@ def _run_sequence(model: Model, machines: Machines, batch: int, limits: Constrai
 
 
 def fits(batch: int, model: Model, machines: Machines, limits: Constraints) -> bool:
-    """Tells whether a search finds any strategy that fits, however long that takes."""
+    """Returns True if any strategy fits into memory; the search for one is not limited by a budget."""
     sequence = _Sequence(model, machines, batch, replace(limits, budget_s=0.0, exact_devices=0))
     try:
         sequence.run_on_all()
@@ -90,23 +95,27 @@ def fits(batch: int, model: Model, machines: Machines, limits: Constraints) -> b
 
 
 class _Sequence:
-    """The searches of a sequence, with the work that they do together."""
+    """Holds the searches for one question, which share one budget of work, and runs them in order."""
 
     def __init__(self, model: Model, machines: Machines, batch: int, limits: Constraints) -> None:
         self.model, self.machines, self.batch, self.limits = model, machines, batch, limits
         self.work = Work(limits.budget_s)
         self.searches: list[Search] = []
         self.started_s, self.cut = time.monotonic(), ""
-        self.fixed: ParallelStrategy | None = None  # the strategy of which choices were fixed to other values
+        self.fixed: ParallelStrategy | None = None  # the strategy for which `_fix_choices` tried other values
 
     @property
     def found(self) -> list[Search]:
-        """Returns the searches that found something, the fastest first."""
+        """Returns the searches that found a strategy that fits, the one with the fastest strategy first."""
         found = [one for one in self.searches if one.fastest is not None]
         return sorted(found, key=lambda one: one.fastest[1].step_s)  # type: ignore[index]
 
     def run(self) -> None:
-        """Does all steps; raises OutOfWork where the budget ends it, once something is found."""
+        """Runs all steps of the sequence.
+
+        Raises:
+            OutOfWork: the budget is used up, and a strategy was found.
+        """
         self.run_on_all()
         if not self.found:
             return
@@ -132,8 +141,9 @@ class _Sequence:
         self._fix_choices()
 
     def _fix_choices(self) -> None:
-        """Searches with one choice of the fastest strategy fixed to another value, as a person tries it, and improves
-        what is faster with all choices free.
+        """Searches with one choice of the fastest strategy fixed to another value, as a person would try by hand.
+
+        A faster result is then improved with all choices free.
         """
         best = self.found[0]
         if best.fastest[0] == self.fixed:  # type: ignore[index]
@@ -146,7 +156,7 @@ class _Sequence:
             limits = replace(free, **{name: value}, faster_than_s=ROUGHLY * known_s)  # type: ignore[arg-type]
             one = self._begin(best.model, best.machines, limits, IMPROVED_PART, ROUGHLY * best.listed_s)
             if one.fastest is not None and one.fastest[1].step_s < CLOSE * known_s:
-                one.polish()  # as the fastest was: what is compared are both at their best
+                one.polish()  # the fastest strategy was polished too, so that both are compared at their best
             if one.fastest is not None and one.fastest[1].step_s < known_s:
                 took_s, fitted = best.consider(one.fastest[0])
                 if took_s < known_s:
@@ -154,7 +164,7 @@ class _Sequence:
         self.fixed = best.fastest[0]  # type: ignore[index]
 
     def make_result(self) -> SearchResult:
-        """Returns the best strategy, of those that were found, with statistics."""
+        """Returns the chosen strategy of all searches, alternatives to it, and statistics."""
         fastest = self.found[0].fastest
         assert fastest is not None
         best, strategy, evaluation = self._choose(*fastest)
@@ -182,7 +192,9 @@ class _Sequence:
     def _choose(
         self, strategy: ParallelStrategy, evaluation: Evaluation
     ) -> tuple[Search, ParallelStrategy, Evaluation]:
-        """Returns the simplest strategy that is slower than the fastest by no more than a tie, and who found it."""
+        """Returns the simplest strategy that is slower than the fastest by no more than a tie, as (its search,
+        strategy, cost).
+        """
         most_s = evaluation.step_s * (1 + TIE)
         self.work.may_end = False
         if self.limits.chunks is None:
@@ -200,11 +212,11 @@ class _Sequence:
         return [pool for pool in search.machines.pools if pool.number in used]
 
     def _leave_idle_out(self) -> Search:
-        """Returns the search to go on with: that of the fastest strategy, without kinds of hosts that it leaves idle,
-        and with any level of ZeRO.
+        """Returns the search to continue with: the best one, restricted to the hosts that its fastest strategy uses.
 
-        There are fewer changes of it there, and a search that never had these hosts goes on so as well: with more
-        kinds of hosts the plan is no slower.
+        The ZeRO level is free again, since the level that made the state fit need not be the fastest. Fewer hosts leave
+        fewer changes to try. And a search on a cluster that never had the idle hosts continues the same way, so that
+        adding kinds of hosts never gives a slower plan.
         """
         best = self.found[0]
         best.limits = replace(best.limits, faster_than_s=math.inf)
@@ -221,7 +233,7 @@ class _Sequence:
         model = best.model if own is best.machines else self.model.on(own)
         one = Search(model, own, self.batch, free, self.work, best.stage_costs if own is best.machines else None)
         one.listed_s = best.listed_s
-        if own is not best.machines:  # first what a search that never had the other hosts does
+        if own is not best.machines:  # begin as a search on a cluster without these hosts does
             try:
                 one.begin(IMPROVED_PART)
             except NothingFits:
@@ -236,9 +248,10 @@ class _Sequence:
         return one
 
     def _rates(self) -> dict[tuple[str, float], float]:
-        """Returns the rows a second of a device of each kind, at most, in the searches on all devices.
+        """Returns the most rows per second of one device, {(device name, share): rows/s}, from the searches on all
+        devices.
 
-        Where ranks divide rows, each counts as one row of its own.
+        With context parallelism, a row that `context` ranks divide counts as one row.
         """
         found: dict[tuple[str, float], float] = {}
         for one in self.searches:
@@ -250,11 +263,11 @@ class _Sequence:
     def run_on_all(self) -> None:
         """Searches on all devices.
 
-        ZeRO 1 (and 0) without offload is tried first. If memory is a bottleneck there (recompute, tensors or layers
-        divided), ZeRO 3 is tried as well, and ranks that divide the tokens of a row, of which more are tried as long
-        as that helps; if no strategy fits, all levels are, with state and weights offloaded as far as the hosts' memory
-        is known. With fewer rows than devices, candidates of all numbers of such ranks are listed before any are
-        improved: without them no plan may be worth it.
+        ZeRO 1 (and 0) without offload is tried first. If the result shows that memory is scarce (it recomputes or
+        divides tensors or layers), ZeRO 3 is tried too, and context parallelism with 2, 4, ... ranks as long as that
+        helps. If nothing fits, all ZeRO levels are tried, with offload of state and weights where the cluster file
+        gives the hosts' memory. With fewer rows than devices, candidates with all context-parallel degrees are listed
+        before any is improved, since the best plan may need context parallelism.
         """
         few_rows = self.batch < self.machines.devices
         first = self._begin(self.model, self.machines, self.limits, IMPROVED, 0.0 if few_rows else math.inf)
@@ -268,7 +281,9 @@ class _Sequence:
             self._begin(self.model, self.machines, limits, IMPROVED, ABOUT * listed_s)
 
     def _is_bound(self) -> bool:
-        """Tells whether nothing fits yet, or what is the fastest divides tensors or layers or computes again."""
+        """Returns True if memory seems scarce: nothing fits yet, or the fastest strategy divides tensors or layers or
+        recomputes.
+        """
         if not self.found:
             return True
         s = self.found[0].fastest[0]  # type: ignore[index]
@@ -276,7 +291,9 @@ class _Sequence:
         return set(s.recomputes) != {"none"} or len(s.stages) > 1 or any(part.tensor > 1 for part in parts)
 
     def _improve_listed(self, listed: Sequence[Search]) -> None:
-        """Improves the best candidates of searches, of the best search first, and not those far behind."""
+        """Improves the candidates of several searches, the best search first, and skips searches that are far
+        behind.
+        """
         able = sorted((one for one in listed if one.fastest is not None), key=lambda one: one.listed_s)
         best_s = min([one.listed_s for one in self.searches])
         for number, one in enumerate(able):
@@ -284,7 +301,7 @@ class _Sequence:
                 one.improve_listed(IMPROVED_PART if number else IMPROVED)
 
     def _divide_rows(self) -> list[Search]:
-        """Lists candidates with 2, 4, ... ranks that divide the tokens of a row, as long as the best get faster."""
+        """Lists candidates with context-parallel degree 2, 4, ... until the best step no longer gets shorter."""
         tokens, found = self.model.sequence, list[Search]()
         if self.limits.context is not None:
             return found
@@ -300,8 +317,8 @@ class _Sequence:
         return found
 
     def _convert_rows(self) -> None:
-        """Looks at the fastest strategies with half or twice as many ranks that divide tokens, and rows alike, and goes
-        on with those where one is faster.
+        """Tries the fastest strategies with half and twice their context-parallel degree, and continues with a faster
+        result.
         """
         best = self.found[0]
         for context in (best.context // 2, 2 * best.context) if self.limits.context is None else ():
@@ -331,7 +348,7 @@ class _Sequence:
         return one
 
     def _modes(self) -> list[tuple[int, Offload]]:
-        """Returns the other (ZeRO level, offload) pairs that are worth a search and that the user leaves free."""
+        """Returns further (ZeRO level, offload) pairs that are worth a search and that the user leaves free."""
         limits = self.limits
         if self.found:
             return (
@@ -346,7 +363,9 @@ class _Sequence:
 
 
 def _list_simpler(search: Search, than: ParallelStrategy) -> list[tuple[float, Complexity, ParallelStrategy]]:
-    """Returns the strategies of a search that are simpler than one (see `find_front`)."""
+    """Returns (seconds, complexity, strategy) of a search's strategies that are simpler than `than` (see
+    `find_front`).
+    """
     others = ((seconds, key, strategy) for key, (seconds, strategy, _) in search.kept.simple.items())
     return find_front(others, measure_complexity(than))
 
@@ -354,8 +373,10 @@ def _list_simpler(search: Search, than: ParallelStrategy) -> list[tuple[float, C
 def _list_other_choices(
     strategy: ParallelStrategy, model: Model, machines: Machines, batch: int
 ) -> Iterator[tuple[str, int | Recompute]]:
-    """Yields choices that a strategy did not make, by their names among constraints: those of stages, replicas, tensors
-    and rows in turn, near its own first; then those that single changes reach as well.
+    """Yields (name of a constraint, value) for choices that `strategy` did not make, such as ("stages", 4).
+
+    Stages, replicas, tensor degrees and rows come in turn, values near the strategy's own first; recompute, chunks and
+    ZeRO level, which single moves reach as well, come last.
     """
     parts = [part for stage in strategy.stages for part in stage.parts]
     stages, rows, chunks = len(strategy.stages), parts[0].rows, strategy.chunks
@@ -378,13 +399,15 @@ def _list_other_choices(
 
 
 def _next_to(one: int, numbers: Sequence[int]) -> list[int]:
-    """Returns the numbers next to one, above and below."""
+    """Returns the next larger and the next smaller member of the ascending `numbers`, as far as they exist."""
     above, below = [n for n in numbers if n > one][:1], [n for n in numbers if n < one][-1:]
     return [*above, *below]
 
 
 def _divide_tokens(strategy: ParallelStrategy, context: int) -> ParallelStrategy | None:
-    """Returns a strategy with other ranks that divide tokens and as many replicas; None: there is none."""
+    """Returns the strategy with context-parallel degree `context` and as many replicas; None: rows or replicas do not
+    divide.
+    """
     stages = []
     for stage in strategy.stages:
         parts = []
@@ -400,7 +423,7 @@ def _divide_tokens(strategy: ParallelStrategy, context: int) -> ParallelStrategy
 
 
 def _renumber_pools(strategy: ParallelStrategy, kept: Sequence[int]) -> ParallelStrategy:
-    """Returns a strategy as on a cluster that has only the pools of these numbers."""
+    """Returns the strategy with pool numbers of a cluster that has only the pools `kept` (old numbers, in order)."""
     number = {old: new for new, old in enumerate(kept)}
     stages = tuple(
         msgspec.structs.replace(
@@ -412,13 +435,14 @@ def _renumber_pools(strategy: ParallelStrategy, kept: Sequence[int]) -> Parallel
 
 
 def _parts(cluster: Cluster, few: int, used: Collection[str]) -> Iterator[Cluster]:
-    """Yields clusters with some devices of each host, for all hosts or for one kind of host, where a host's devices
-    share its adapters.
+    """Yields parts of a cluster that may be faster than all of it.
 
-    For a kind of host, clusters small enough for an exhaustive search are included.
+    For each kind of host: so few hosts that an exhaustive search is possible. If several devices of a host share a
+    network adapter: half, a quarter and an eighth of the devices of all hosts, and of each such kind of host.
 
     Args:
-        used: names of the hosts that the best strategy uses; it does not get faster with fewer devices on others.
+        few: largest number of devices for an exhaustive search.
+        used: names of the hosts that the best strategy uses; fewer devices on other hosts do not speed it up.
     """
 
     def part_of(host: HostEntry, part: int) -> HostEntry:

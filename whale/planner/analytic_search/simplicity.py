@@ -1,4 +1,6 @@
-"""Compares how simple strategies are, so that a simpler one wins where the faster one gains less than can be known.
+"""Ranks strategies by simplicity: of two about equally fast strategies the simpler one is chosen.
+
+A strategy counts as faster only if its predicted step is shorter by more than the prediction can tell (`TIE`).
 
 Decision: 0194.
 """
@@ -17,8 +19,10 @@ Complexity = tuple[int, ...]
 
 
 def measure_complexity(strategy: ParallelStrategy) -> Complexity:
-    """Returns what makes a strategy harder to follow, each at least 1: its stages, their chunks, the ranks that divide
-    tensors and tokens, the kinds of stages, of devices within a stage, and of recompute.
+    """Returns a tuple of counts, each at least 1, that make a strategy harder to understand.
+
+    In order: stages, chunks, largest tensor-parallel degree, context-parallel degree, distinct stages, device groups
+    within a stage, kinds of recompute.
     """
     kinds = {stage.parts for stage in strategy.stages}
     return (
@@ -33,15 +37,16 @@ def measure_complexity(strategy: ParallelStrategy) -> Complexity:
 
 
 def is_simpler(one: Complexity, other: Complexity) -> bool:
-    """Tells whether nothing of a strategy is more complex than of another, and something is less."""
+    """Returns True if no count of `one` is larger than the same count of `other`, and at least one is smaller."""
     return one != other and all(a <= b for a, b in zip(one, other))
 
 
 def find_front(
     others: Iterable[tuple[float, Complexity, ParallelStrategy]], than: Complexity
 ) -> list[tuple[float, Complexity, ParallelStrategy]]:
-    """Returns those (seconds, complexity, strategy) that are simpler than `than`, fastest first, without any that is
-    slower than one that is as simple or simpler.
+    """Returns the (seconds, complexity, strategy) entries simpler than `than`, fastest first: a Pareto front.
+
+    An entry is left out if a faster one is as simple or simpler.
     """
     found: list[tuple[float, Complexity, ParallelStrategy]] = []
     for one in sorted((e for e in others if is_simpler(e[1], than)), key=lambda e: e[:2]):

@@ -1,4 +1,4 @@
-"""Lists the options of one stage where there are few devices: sets of devices, tensor degrees and rows worth trying.
+"""Lists the options of one stage for few devices: sets of devices, tensor-parallel degrees and rows worth trying.
 
 The costs of an option are arrays over all ranges of layers, so that `exact` can evaluate all cuts at once.
 
@@ -25,16 +25,19 @@ from whale.planner.analytic_search.work import COST_S
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """The ranks of one stage with their costs; matrices are [low, high], of layers low..high-1.
+    """Holds one choice of devices for a stage, with its costs; matrices are indexed [low, high] for layers low..high-1.
 
     Attributes:
         used: number of devices of each pool.
+        parts: the device groups that these devices form.
         recompute: the stage's kind of recompute.
-        forward_s, seconds: of a micro-batch's forward pass, and of both passes, without sends.
+        forward_s: seconds of a micro-batch's forward pass, without sends.
+        seconds: seconds of a micro-batch's forward and backward pass, without sends.
         reduce_s: seconds of the gradient reduction after the last micro-batch.
-        live: largest number of micro-batches that fit into memory; 0: none.
-        send_s: [head, cut] to the neighbouring stage, by the pool of that stage (the last: several pools).
-        head: number of this stage's pool in the arrays.
+        live: largest number of micro-batches whose activations fit into memory; 0: the layers do not fit.
+        send_s: seconds to send a micro-batch, indexed [pool of the neighbouring stage, cut]; the last row stands for a
+            neighbour on several pools.
+        head: this stage's index among the rows of a neighbour's `send_s`.
     """
 
     used: tuple[int, ...]
@@ -54,7 +57,13 @@ def stage_options(
     settings: ParallelStrategy,
     reductions: dict[tuple[DeviceGroup, ...], np.ndarray],
 ) -> list[StageOption]:
-    """Lists the options of a stage: any devices, with one tensor degree per pool, and rows by speed."""
+    """Lists the options of a stage: every set of devices, one tensor-parallel degree per pool, and rows by speed.
+
+    Args:
+        states: sets of devices, as device counts per pool.
+        settings: the strategy's settings, with one kind of recompute for the stage.
+        reductions: cache of reduction seconds by device groups, shared between calls.
+    """
     rows = search.batch // settings.micro_batches
     how = (settings.recompute, settings.sequence_parallel)
     pools, kept = search.machines.pools, _Options(search, settings, reductions)
@@ -91,7 +100,7 @@ def stage_options(
 
 
 class _Options:
-    """Creates the options for one number of micro-batches and kind of recompute; caches intermediate results."""
+    """Creates the options for one number of micro-batches and one kind of recompute; caches intermediate results."""
 
     def __init__(
         self, search: Estimates, settings: ParallelStrategy, reductions: dict[tuple[DeviceGroup, ...], np.ndarray]
@@ -102,7 +111,7 @@ class _Options:
         self.sends: dict[tuple[int, int, int, int], np.ndarray] = {}
 
     def option(self, used: tuple[int, ...], parts: tuple[DeviceGroup, ...]) -> StageOption:
-        """Returns the option with `used` devices of each pool, as these parts."""
+        """Returns the option whose `used` devices of each pool form the device groups `parts`, with its costs."""
         replicas = sum(p.replicas for p in parts)
         costs = [costs_of(self.search.model, self.settings, part, self.search.ranks, replicas) for part in parts]
         ahead, back = (
@@ -125,7 +134,9 @@ class _Options:
         )
 
     def _reduction_s(self, parts: tuple[DeviceGroup, ...], costs: list[LayerCosts]) -> np.ndarray:
-        """Returns the seconds of the gradient reduction, which depend on each pool's replicas but not on their rows."""
+        """Returns the seconds of the gradient reduction, indexed [low, high]; it depends on the replicas, not on their
+        rows.
+        """
         count, key = self.search.model.count, tuple(msgspec.structs.replace(p, rows=0) for p in parts)
         if key not in self.reductions:
             found = self.reductions[key] = np.zeros((count + 1, count + 1))
@@ -138,7 +149,9 @@ class _Options:
         return self.reductions[key]
 
     def _live(self, part: DeviceGroup, one: LayerCosts, replicas: int) -> np.ndarray:
-        """Returns how many micro-batches fit into a part's memory, up to the possible number of stages."""
+        """Returns how many micro-batches fit into the memory of a device group, indexed [low, high], at most the
+        stages' number.
+        """
         count, s, key = self.search.model.count, self.settings, (part.pool, part.tensor, part.rows, replicas)
         if key not in self.lives:
             found = self.lives[key] = np.zeros((count + 1, count + 1), dtype=int)
@@ -150,11 +163,13 @@ class _Options:
                 each = one.held_bytes[high] - one.held_bytes[low]
                 more = (limit_bytes - used.total_bytes) / max(1.0, each)
                 found[low, high] = min(most, 1 + int(more)) if more >= 0 else 0
-            found[found == s.micro_batches] = self.stages  # there are no more
+            found[found == s.micro_batches] = self.stages  # all micro-batches fit, so that memory limits nothing
         return self.lives[key]
 
     def _send_s(self, part: DeviceGroup, ranks: int) -> np.ndarray:
-        """Returns the seconds to send a micro-batch through each cut, to each pool, and to the slowest of them."""
+        """Returns the seconds to send a micro-batch, indexed [receiving pool, cut]; the last row takes the slowest
+        path.
+        """
         model, machines, key = self.search.model, self.search.machines, (part.pool, part.tensor, part.rows, ranks)
         if key not in self.sends:
             paths = [machines.send_path(part.pool, pool.number, ranks) for pool in machines.pools]
@@ -166,7 +181,13 @@ class _Options:
 
 
 def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> np.ndarray:
-    """Returns a pass's seconds for layers low..high-1, as `LayerCosts.forward` defines; infinite for empty ranges."""
+    """Returns the seconds of a forward or backward pass, indexed [low, high], as `LayerCosts.forward`; infinite: no
+    layers.
+
+    Args:
+        device_s: seconds of the kernels, summed over the layers before.
+        host_s: seconds of the host's launches, summed over the layers before; a pass takes the longer of the two.
+    """
     device, host = np.asarray(device_s), np.asarray(host_s)
     begin_s = np.full((len(device), len(device)), one.begin_s)
     begin_s[0, -1] = 0.0
@@ -176,7 +197,7 @@ def _passes_s(one: LayerCosts, device_s: array[float], host_s: array[float]) -> 
 
 
 def _drop_dominated(options: list[StageOption]) -> list[StageOption]:
-    """Removes options that another option on the same devices equals or beats in every respect."""
+    """Removes options than which another one on the same devices is no worse in any range of layers and any cost."""
     kept: list[StageOption] = []
     for one in sorted(options, key=lambda o: float(o.seconds[0, -1])):
         fit = one.live > 0
@@ -193,7 +214,7 @@ def _drop_dominated(options: list[StageOption]) -> list[StageOption]:
 
 
 def drop_dominated(options: list[StageOption]) -> list[StageOption]:
-    """Returns, for each set of devices, the options of all kinds of recompute that are not dominated by another one."""
+    """Returns, for each set of devices, the options that no other option (of any kind of recompute) equals or beats."""
     by_use: dict[tuple[int, ...], list[StageOption]] = {}
     for one in options:
         by_use.setdefault(one.used, []).append(one)

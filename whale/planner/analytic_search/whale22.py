@@ -1,9 +1,9 @@
 """Implements the load balancing of "Whale: Efficient Giant Model Training over Heterogeneous GPUs" (ATC 2022).
 
-For comparison only. Formula 1: replicas of a task graph take shares of the batch in proportion to their devices'
-FLOP/s; stages take layers so that FLOPs are in proportion. Algorithm 1: while a device's memory does not suffice, load
-is moved from the device that lacks most to the one that is used least and has room. Communication is not counted, and
-memory is taken to be in proportion to load.
+For comparison only (`whale plan --planner`). Formula 1: replicas of a task graph take shares of the batch in proportion
+to their devices' FLOP/s; stages take layers so that FLOPs are in proportion. Algorithm 1: while a device's memory does
+not suffice, load moves from the device that lacks the most memory to the least loaded device that has room.
+Communication is not counted, and memory is taken to be in proportion to load.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from whale.ir.strategy import DeviceGroup, ParallelStrategy, Stage
 from whale.planner.analytic_search.candidates import SearchResult
 from whale.planner.analytic_search.estimate import divisors
 
-MICRO_BATCHES_PER_STAGE = 4  # of the pipeline, at most
+MICRO_BATCHES_PER_STAGE = 4  # most micro-batches of the pipeline, per stage
 
 
 def formula_1(load: int, flops_per_s: list[float]) -> list[int]:
-    """Divides `load` into whole shares in proportion to FLOP/s: the largest remainders get what is left."""
+    """Divides `load` into integer shares in proportion to FLOP/s; what rounding leaves goes to the largest
+    remainders.
+    """
     total = sum(flops_per_s)
     exact = [load * f / total for f in flops_per_s]
     shares = [int(x) for x in exact]
@@ -36,7 +38,15 @@ def formula_1(load: int, flops_per_s: list[float]) -> list[int]:
 def algorithm_1(
     shares: list[int], flops_per_s: list[float], bytes_per_load: float, fixed_bytes: float, memory_bytes: list[float]
 ) -> list[int] | None:
-    """Moves load, one unit at a time, away from the device that lacks the most memory; None: no device has room."""
+    """Moves load, one unit at a time, away from the device that lacks the most memory; None: no device has room.
+
+    Args:
+        shares: load of each device, in rows.
+        flops_per_s: speed of each device.
+        bytes_per_load: memory of one unit of load.
+        fixed_bytes: memory that a device needs without any load.
+        memory_bytes: memory of each device.
+    """
     shares = list(shares)
     while True:
         used = [(fixed_bytes + s * bytes_per_load) / m for s, m in zip(shares, memory_bytes)]
@@ -54,10 +64,10 @@ def algorithm_1(
 
 
 def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
-    """Plans data parallelism over all devices by Formula 1 and Algorithm 1; a pipeline if that does not fit.
+    """Plans data parallelism over all devices by Formula 1 and Algorithm 1; if that does not fit, a pipeline.
 
     Raises:
-        PlanError: neither fits.
+        PlanError: neither of the two fits.
     """
     started = time.monotonic()
     for strategy in (_data_parallel(model, machines, batch), _pipeline(model, machines, batch)):
@@ -70,14 +80,14 @@ def plan22(model: Model, machines: Machines, batch: int) -> SearchResult:
                 fastest_s=found.step_s,
             )  # fmt: skip
     raise PlanError(
-        "no strategy fits, by the published planner's formulas",
-        given=model.name,
-        action="take Whale's own planner, which cuts the batch, computes again and divides tensors",
+        "by the published planner's formulas no strategy fits into memory",
+        given=f"{model.name}, a batch of {batch} rows on {machines.devices} devices of {machines.cluster.name}",
+        action="leave out --planner: Whale's own planner also tries micro-batches, recompute and tensor parallelism",
     )
 
 
 def flops_of(model: Model, machines: Machines) -> list[float]:
-    """Returns the nominal FLOP/s of each pool's devices, single precision as in the paper."""
+    """Returns the nominal single-precision FLOP/s of one device of each pool (the paper counts in single precision)."""
     return [p.device.peak_flops_per_s("float32") * p.entry.share for p in machines.pools]
 
 
@@ -100,7 +110,7 @@ def _data_parallel(model: Model, machines: Machines, batch: int) -> ParallelStra
 
 
 def _pipeline(model: Model, machines: Machines, batch: int) -> ParallelStrategy | None:
-    """Plans one stage per device, layers by FLOP/s, the devices with the most memory first."""
+    """Plans one stage per device, with layers in proportion to FLOP/s, the devices with the most memory first."""
     order = sorted(
         (p.number for p in machines.pools for _ in range(p.devices)),
         key=lambda n: -machines.pools[n].memory_bytes,

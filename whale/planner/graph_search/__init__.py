@@ -1,1 +1,1 @@
-"""Searches for the fastest strategy of a captured program."""
+"""Searches for the fastest strategy of a captured program (`auto_parallel`)."""

@@ -1,5 +1,4 @@
-"""Holds the inputs by which a search evaluates plans: each rank's speed, prices of operations and exchanges, memory
-limits.
+"""Holds what a search evaluates plans with: the ranks' speeds, prices of operations and exchanges, and memory limits.
 
 Decision: 0106.
 """
@@ -31,41 +30,42 @@ from whale.ir.fingerprint import compute_fingerprint
 from whale.ir.program import Program
 from whale.ir.topology import Topology
 
-UNEQUAL = 1.25  # ranks whose speeds differ by less are taken to be equal
-# An exchange reads what it sends, adds it up and writes it: so many passes over memory, where nobody is waited for.
+UNEQUAL = 1.25  # ranks whose speeds differ by less than this factor are taken to be equal
+# Passes over memory of an exchange that does not wait: it reads what it sends, adds it up, and writes it.
 PASSES_OF_AN_EXCHANGE = 3
-# Computing is predicted better than by this factor. Figures are no further off than by the others.
+# Predicted computation is off by less than the first factor; the other two bound the factors that are looked for.
 ROUGH, LEAST_EXCHANGES, MOST_TIMES = 1.5, 1e-3, 1e9
 
 
 class Slowdown(msgspec.Struct, frozen=True):
-    """Says how many times as long as predicted the ranks take for what they compute, and for exchanges."""
+    """Holds the factors by which measured steps are slower than predicted: for computation, and for communication."""
 
     computing: float = 1.0
     exchanging: float = 1.0
 
 
 class SlowableStep(Protocol):
-    """A step of which is predicted what it takes with slower figures: ``cost_model.graph.predict.PricedStep``."""
+    """A priced step whose time can be predicted again with slower figures: ``cost_model.graph.predict.PricedStep``."""
 
     exchanges_s: float
 
     def predict_s(self, computing: float, exchanging: float) -> float:
-        """Returns the seconds of a step where computing, and exchanges, take so many times as long."""
+        """Returns the seconds of a step if computation and communication are slower by these two factors."""
         ...
 
 
 def find_slowdown(step: SlowableStep, step_s: float, exchanges_s: float) -> Slowdown:
-    """Returns by what figures a step is predicted to take what it took.
+    """Returns the slowdown with which the predicted step takes as long as the measured one.
 
-    Exchanges are as much slower as all of them together were, and computing as much as explains the rest. What was
-    measured of exchanges that overlap each other is too much: if they alone would make the step longer than it was,
-    they are as slow as explains it, and computing as fast as predictions may be wrong by, a factor of `ROUGH`. Where a
-    step was to exchange nothing, what it exchanged is what every plan does: the comparison of the ranks' plans.
+    The communication factor is measured over predicted seconds of all exchanges; the computation factor explains the
+    rest. Measured times of overlapping exchanges are too long; if they alone would make the step longer than measured,
+    computation is taken to be as fast as predictions may be wrong by (a factor of `ROUGH`) and the communication factor
+    explains the rest. If the step is predicted to exchange nothing, what was measured is the exchange that every plan
+    has (the ranks compare their plans), and only computation is corrected.
 
     Args:
-      step_s: measured seconds of a step.
-      exchanges_s: of its exchanges, without waits, on the rank with most.
+      step_s: measured seconds of a step. exchanges_s: measured seconds of its exchanges, without waits, on the rank
+          with the most.
     """
     least = min(1.0, step_s / step.predict_s(1.0, 1.0)) / ROUGH
     if step.exchanges_s <= 0:
@@ -77,7 +77,11 @@ def find_slowdown(step: SlowableStep, step_s: float, exchanges_s: float) -> Slow
 
 
 def _solve(grows: Callable[[float], float], value: float, least: float, most: float = 0.0) -> float:
-    """Returns where a growing function has a value, to a hundredth, between two positions (0: no upper bound)."""
+    """Returns the argument, to 1 %, at which the growing function `grows` has `value`, found by bisection.
+
+    Args:
+      least, most: interval to search; most 0: no upper bound.
+    """
     if not most:
         most = 2 * least
         while grows(most) < value and most < MOST_TIMES:
@@ -89,35 +93,32 @@ def _solve(grows: Callable[[float], float], value: float, least: float, most: fl
 
 
 class Lending(Protocol):
-    """The cores of a host that one rank may compute on while the others wait, as far as they can be measured."""
+    """Measures a step of one rank that computes on all cores of the host while the other ranks wait."""
 
     @property
     def threads(self) -> int:
-        """Returns the threads of one rank on the cores of all."""
+        """Returns the number of threads with which one rank would compute on the cores of all ranks of its host."""
 
     def measure_step(self, program: Program) -> float:
-        """Returns the seconds of a step of one rank's program, on random values, with all threads.
+        """Runs one rank's program on random values with all threads; returns the seconds of a step.
 
         Raises:
-          WhaleError: it cannot be run without effects on the script.
+          WhaleError: the program cannot be run without effects on the user's script.
         """
 
 
 @dataclass(frozen=True)
 class SearchEnvironment:
-    """The inputs by which a search evaluates plans, which it partitions itself (`whale.partition`).
+    """Holds the ranks' speeds, prices and memory by which a search evaluates plans.
 
     Attributes:
-      rates: of each rank.
-      prices: a profile written by `whale profile`, or a cluster whose first devices these are, which prices operations
-        and exchanges instead of the rates; None: the rates do.
-      limits_bytes: memory that each rank has for a step.
-      captured: the program as captured, with its gradients marked, which recomputation needs: the search normalises it
-        again under other settings. It exists before the search begins, as the searched program was made of it. None:
-        its gradients are not marked.
-      hosts_bytes: memory of its host that each rank may use for tables that are offloaded; (): none may be.
-      topology: the hosts, and the links between them; None: exchanges between any ranks take as long.
-      lending: the cores of the host, if ranks may lend theirs; None: each rank computes with its own.
+      rates: the speed of each rank. prices: a profile written by `whale profile`, or a cluster whose first devices are
+          the ranks; it prices operations and exchanges. None: `rates` do. limits_bytes: memory that each rank has for a
+          step. captured: the program as captured, with its gradients marked, which recomputation needs: the search
+          normalises it again under other settings. None: its gradients are not marked, and recomputation is not tried.
+          hosts_bytes: host memory that each rank may use for offloaded tables; (): none. topology: the hosts and the
+          links between them; None: exchanges between any two ranks take equally long. lending: measures a step of one
+          rank on the cores of all; None: each rank computes on its own cores.
     """
 
     rates: Sequence[Rates]
@@ -132,10 +133,14 @@ class SearchEnvironment:
     def read_cluster(
         cls, cluster: Cluster, program: Program, size: int, captured: Program | None = None
     ) -> SearchEnvironment:
-        """Reads the first ``size`` devices of a cluster from the catalogue.
+        """Creates the environment of the first ``size`` devices of a cluster, with figures of the hardware catalogue.
+
+        Args:
+          program: the program to search for, whose largest weight decides which data type's FLOP/s count. captured: the
+              program as captured, for recomputation.
 
         Raises:
-          ClusterError: it has fewer.
+          ClusterError: the cluster has fewer devices.
         """
         machine = cluster_machine(cluster)
         machine.check_holds(size)
@@ -146,8 +151,8 @@ class SearchEnvironment:
         return cls(cluster_rates(cluster, dtype)[:size], cluster, limits_bytes, captured, hosts_bytes, topology)
 
     def slow_down(self, slower: Slowdown) -> SearchEnvironment:
-        """Returns what it is where ranks, and links between them, are so many times as slow."""
-        assert not isinstance(self.prices, Cluster)  # nothing runs on it
+        """Returns an environment with ranks and links that are slower by the given factors."""
+        assert not isinstance(self.prices, Cluster)  # steps are measured on this machine, not on a cluster file's
         return replace(
             self,
             rates=[one.slow_down(slower.computing, slower.exchanging) for one in self.rates],
@@ -157,18 +162,18 @@ class SearchEnvironment:
 
     @property
     def origin(self) -> str:
-        """Describes where the figures come from."""
+        """Describes for the user where the figures come from, such as "host1 as `whale profile` measured it"."""
         if isinstance(self.prices, MachineProfile):
             return f"{self.prices.host} as `whale profile` measured it"
         return self.rates[0].origin
 
     @property
     def prices_links(self) -> bool:
-        """Tells whether exchanges are priced by the links between the hosts of their ranks."""
+        """Returns True if the price of an exchange depends on the links between the hosts of its ranks."""
         return self.prices is None and self.topology is not None
 
     def machine(self, program: Program) -> Machine:
-        """Returns the machine model that prices the operations of ranks that run ``program``."""
+        """Returns the machine model that prices the operations and exchanges of ranks that run ``program``."""
         if isinstance(self.prices, MachineProfile):
             marks = [compute_fingerprint(program)]
             return make_measured_machine(self.prices, len(self.rates), marks, topology=self.topology)
@@ -179,20 +184,23 @@ class SearchEnvironment:
         )
 
     def lacking_bytes(self, held: Mapping[int, int]) -> float:
-        """Returns the largest memory deficit of a rank if ranks need ``held`` bytes; below 0: all fit."""
+        """Returns by how many bytes the fullest rank exceeds its memory; 0 or less: all ranks fit.
+
+        Args:
+          held: peak bytes by rank.
+        """
         return max(size - self.limits_bytes[rank] for rank, size in held.items())
 
     def lacking_on_hosts(self, programs: Mapping[int, Program]) -> float:
-        """Returns the largest deficit of the hosts' memory, where it is known, for what ranks' programs hold there.
-
-        Below 0: all fits.
+        """Returns by how many bytes what ranks keep in host memory exceeds it, in the worst case; 0 or less: all
+        fit.
         """
         if not self.hosts_bytes:
             return 0.0
         return max(count_host_bytes(program) - self.hosts_bytes[rank] for rank, program in programs.items())
 
     def seconds_of_each(self, program: Program, stands_for: int) -> list[float]:
-        """Returns the seconds of each rank, without waiting, if it ran the program of rank ``stands_for``."""
+        """Returns how long each rank would take for the program of rank ``stands_for``, without waiting for others."""
         size, kinds = len(self.rates), list(dict.fromkeys(self.rates))
         seconds = rank_seconds(program, stands_for, size, [_make_waitless_machine([one] * size) for one in kinds])
         of_kind = dict(zip(kinds, seconds))
@@ -200,7 +208,9 @@ class SearchEnvironment:
 
 
 def _list_hosts_bytes(cluster: Cluster, size: int) -> Sequence[float]:
-    """Returns the host memory that each of the first ranks may use beside a device's; (): that is not known of all."""
+    """Returns the host memory that each of the first `size` ranks may use, in rank order; (): unknown for some, or CPU
+    ranks.
+    """
     if "cpu" in cluster.kinds:
         return ()
     found = [
@@ -214,13 +224,15 @@ def _list_hosts_bytes(cluster: Cluster, size: int) -> Sequence[float]:
 
 
 def unequal(rates: Sequence[Rates], by: float = UNEQUAL) -> bool:
-    """Tells whether the ranks' rates differ by more than measurement noise."""
+    """Returns True if the speeds of the ranks differ by more than the factor `by`, which measurement noise does not
+    reach.
+    """
     speeds = [min(one.flops_per_s / rates[0].flops_per_s, one.bytes_per_s / rates[0].bytes_per_s) for one in rates]
     return max(speeds) > by * min(speeds)
 
 
 def _make_waitless_machine(rates: Sequence[Rates]) -> Machine:
-    """Returns a machine whose exchanges only cost CPU work on the sending rank: reading, adding and writing the
+    """Returns a machine model on which an exchange costs no waiting, only the CPU work to read, add and write the
     data.
     """
     return make_rated_machine([

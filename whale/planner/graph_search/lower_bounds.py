@@ -1,11 +1,11 @@
-"""Computes lower bounds of step times, so that strategies that cannot be fastest are not planned.
+"""Computes lower bounds of step times, so that the search need not plan strategies that cannot be the fastest.
 
-Speed, speed_of         a kind of rank, by its prices
-Shares                  the least share of an operation that a rank computes
-alone                   every rank computes everything
-bound_pipelines         stages and micro-batches
-bound_divided_state     rows divided, and the optimizer's state
-bound_splits            tensors divided from a weight on, by all ranks or in groups
+Speed, speed_of         how fast one kind of rank computes nodes
+Shares                  the smallest share of an operation that a rank computes
+alone                   bound for: every rank computes everything
+bound_pipelines         bound for: pipeline stages and micro-batches
+bound_divided_state     bound for: data parallelism with sharded optimizer state
+bound_splits            bound for: tensors sharded from a weight on, by all ranks or in groups
 
 Decisions: 0090, 0117.
 """
@@ -31,14 +31,14 @@ from whale.planner.graph_search.strategies import divisible, find_trained_weight
 
 @dataclass(frozen=True)
 class Speed:
-    """A kind of rank, by its seconds for operations.
+    """Holds functions that return how long one kind of rank takes for a node of the program.
 
     Attributes:
-      seconds: of a node on the whole batch.
-      part: of a share of a node; by rows, or of any of its dimensions.
-      of_rows: of a share of a node's rows, where so many of its bytes are moved for each share.
-      moving_s: of moving so many bytes.
-      start_s: seconds of an operation that do not depend on its rows.
+      seconds: (node) -> seconds for the whole batch. part: (node, share, by rows) -> least seconds for a share of the
+          node, divided by rows or along any dimension. of_rows: (node, share, whole bytes) -> seconds for a share of
+          the node's rows, if so many of its bytes (the weights) are moved in full for each share. moving_s: (bytes) ->
+          seconds to read or write so many bytes of memory. start_s: seconds of an operation that do not depend on its
+          size.
     """
 
     seconds: Callable[[Node], float]
@@ -51,9 +51,12 @@ class Speed:
 def speed_of(
     programs: Sequence[Program], price: Callable[[Program, Node, Work], tuple[float, int]], start_s: float
 ) -> Speed:
-    """Returns a kind of rank by its price of the operations of some programs; each operation is priced once.
+    """Returns the speed of one kind of rank; each operation is priced once and cached.
 
-    An operation may have the same name as the fused one that replaces it.
+    Args:
+      programs: where to look nodes up, by name and op: a fused operation may have the name of the one that it replaces.
+          price: (program, node, work) -> (seconds, a count that is not used here). start_s: seconds of an operation
+          that do not depend on its size.
     """
 
     @cache
@@ -73,7 +76,7 @@ def speed_of(
         if not every.kernels or is_fusible(node):
             return 0.0
         some = Work(share * every.flops, share * every.read_bytes, share * every.written_bytes, every.kernels)
-        nodes = [node]  # less to add up for each element of the result
+        nodes = [node]  # the share is of the summed dimension: the result keeps its size
         if node.op in CONTRACTIONS and not (by_rows and node.op in FILTER_GRADIENTS):
             out = node.outputs[0]
             columns = (out.shape or (1,))[-1] or 1
@@ -102,18 +105,18 @@ def speed_of(
 def bound_pipelines(
     program: Program, whole: Program, kinds: Sequence[Speed], equal_rows: bool
 ) -> Callable[[ParallelStrategy], float]:
-    """Returns a function that computes a lower bound for pipelines, from the operations that each micro-batch repeats.
+    """Returns a function that computes a lower bound of a pipeline's step, from the work that each micro-batch repeats.
 
-    Each stage processes all ``count`` micro-batches, after the stages before it have sent it the first one, and these
-    continue with the last one afterwards. And of ``n`` stages the slowest one processes all, while the first and last
-    wait for the others once; so if one micro-batch takes ``t`` in all stages together, a step takes ``t * (1 + (count -
-    1) / n)``. The first stage gets the gradient of the last micro-batch last, and then updates its weights. Products
-    read their weights, and write weights' gradients, for each micro-batch; and all gradients but the first are added.
+    A stage processes all m micro-batches after the stages before it have passed on the first one; the stages before it
+    finish the last one afterwards. Of n stages the slowest processes all micro-batches, while first and last stage wait
+    for the others once: if a micro-batch takes t in all stages together, a step takes at least t * (1 + (m - 1) / n).
+    The first stage gets the gradient of the last micro-batch last, and then updates its weights. Matrix products read
+    their weights, and write weight gradients, once per micro-batch, and all these gradients but the first are added up.
 
     Args:
-        whole: the program as it runs, with fused operations in place of some.
-        kinds: of each rank.
-        equal_rows: all ranks of a stage have as many rows, so that it waits for its slowest one.
+        whole: the program as it runs, in which fused operations replace some nodes.
+        kinds: the speed of each rank.
+        equal_rows: all ranks of a stage have as many rows, so that the stage waits for its slowest rank.
     """
     of_rows = _find_dependents(program, program.inputs)
     at = levels(program)
@@ -134,7 +137,7 @@ def bound_pipelines(
                 counted.append((node, level))
     weights = len(handles)
     gradient_bytes = list(accumulate(added.values(), initial=0))
-    # Sums up to each weight of the chain: seconds, and how many operations take any.
+    # Cumulative along the chain: (seconds of operations, number of operations that take time).
     sums: dict[Speed, list[tuple[float, int]]] = {}
     for kind in dict.fromkeys(kinds):
         seconds, started = [0.0] * weights, [0] * weights
@@ -186,7 +189,7 @@ def bound_pipelines(
 
 
 def _find_writers(program: Program, whole: Program) -> list[tuple[Node, list[str]]]:
-    """Returns the nodes that write variables, with their handles, of which several may be updated together."""
+    """Returns (node, handles) for each node that writes variables; a fused update writes several."""
     known = {v.node for v in program.variables}
     nodes = [node for node in whole.nodes if node.op not in READS | LOOKUPS]
     found = [(node, [r.node for r in node.inputs if r.node in known]) for node in nodes]
@@ -194,18 +197,20 @@ def _find_writers(program: Program, whole: Program) -> list[tuple[Node, list[str
 
 
 def alone(program: Program, seconds: Callable[[Node], float]) -> float:
-    """Returns a lower bound for a rank that computes everything: all operations, one after the other."""
+    """Returns a lower bound of the step of a rank that computes everything: the sum over all operations that always
+    run.
+    """
     return sum(seconds(node) for node in program.nodes if node.op not in MAY_BE_FUSED)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The smallest share of an operation that a rank can have.
+    """Holds the smallest share of an operation that a rank can get.
 
     Attributes:
         rows: share of operations that are divided by rows of the batch.
-        parts: number of equal parts of operations that are divided otherwise.
-        whole: every rank computes exactly one of ``parts`` of each operation.
+        parts: number of parts into which other operations are divided.
+        whole: ranks are equal, so that each computes exactly 1 / ``parts`` of each operation.
     """
 
     rows: float
@@ -213,7 +218,9 @@ class Shares:
     whole: bool
 
     def find_smallest(self, program: Program, node: Node, by_rows: bool) -> float:
-        """Returns the smallest share of a node that is divided along any of its dimensions, or by rows."""
+        """Returns the smallest share of a node that a rank can get, if the node is divided by rows, or else along any
+        dimension.
+        """
         if self.whole:
             return 1 / self.parts
         if by_rows:
@@ -226,11 +233,11 @@ class Shares:
 def _bound_divided(
     program: Program, kinds: Collection[Speed], shares: Shares, rows: Collection[str], own: Mapping[str, float]
 ) -> float:
-    """Returns a lower bound of the slowest kind of rank for its part of all operations of a program.
+    """Returns a lower bound of the seconds that the slowest kind of rank takes for its part of all operations.
 
     Args:
-        rows: nodes that are divided by rows.
-        own: the share of a node that every rank computes itself, where it is not 0.
+        rows: names of the nodes that are divided by rows.
+        own: node name -> share of the node that every rank computes itself (replicated), where it is not 0.
     """
     found_s = dict.fromkeys(kinds, 0.0)
     for node in program.nodes:
@@ -251,17 +258,17 @@ def bound_divided_state(
     rates: Sequence[Rates],
     state: Collection[str],
 ) -> float:
-    """Returns a lower bound for ranks that divide rows and the optimizer's state.
+    """Returns a lower bound of a step of data parallelism with sharded optimizer state.
 
-    All operations are divided; each weight that is updated with split state is gathered, and the bytes sent by ranks
-    for it and its gradient count. All-reduces are fused, but neither reduce-scatters nor all-gathers are
-    (`whale.passes.resharding.fuse_all_reduces`).
+    All operations are divided over the ranks. Each weight whose state is sharded is all-gathered after its update; the
+    bytes sent for that and for reducing its gradient count. Small all-reduces are fused into one, but reduce-scatters
+    and all-gathers are not (`whale.passes.resharding.fuse_all_reduces`), so that each counts with its start.
 
     Args:
-        whole: the program with its updates as they run, and composite ops expanded as strategies with divided rows
-            need.
-        kinds: of ranks; rates: of each.
-        state: handles of variables that are split.
+        whole: the program with its updates as they run, and composite ops expanded as data parallelism needs.
+        kinds: the speeds of the kinds of ranks.
+        rates: the figures of each rank.
+        state: handles of the variables that are sharded.
     """
     updated = {node.name for node in whole.nodes if any(r.node in whole.variable_of for r in node.inputs)}
     computed_s = _bound_divided(whole, kinds, shares, {node.name for node in whole.nodes} - updated, {})
@@ -289,18 +296,19 @@ def bound_splits(
     shares: Shares,
     rates: Sequence[Rates],
 ) -> Callable[[ParallelStrategy, Program], float]:
-    """Returns a lower bound for ranks that divide tensors from a weight on.
+    """Returns a function that computes a lower bound of a step with tensors sharded from some weight on.
 
-    All operations are divided, except updates of variables outside of the scope, which are replicated. The bound
-    includes the time to exchange the gradient, or its parts, of each weight outside.
+    All operations are divided, except updates of variables outside of the split scope, which are replicated. The bound
+    includes the time to exchange the gradient of each weight outside of the scope.
 
     Args:
-        whole: the program with its updates as they run, and composite ops expanded as strategies with divided rows
-            need.
-        kinds: of ranks; rates: of each.
+        whole: the program with its updates as they run, and composite ops expanded as data parallelism needs.
+        kinds: the speeds of the kinds of ranks.
+        rates: the figures of each rank.
 
     Returns:
-        a function from a strategy, and the program with a scope on the part that the strategy divides, to the bound.
+        a function of the strategy, and of the program with a split scope on the nodes that the strategy shards, that
+        returns seconds.
     """
     sizes = {v.node: v.type.bytes for v in program.variables}
     written = {node.name: handles for node, handles in _find_writers(program, whole)}
@@ -332,7 +340,7 @@ def bound_splits(
 
 
 def _find_dependents(program: Program, names: Iterable[str]) -> set[str]:
-    """Returns the named nodes and all nodes that depend on them."""
+    """Returns the given names and the names of all nodes that depend on one of them."""
     found = {*names}
     for node in program.nodes:
         if any(ref.node in found for ref in node.inputs):

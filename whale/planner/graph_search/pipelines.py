@@ -1,6 +1,6 @@
 """Cuts the chain of weights of a captured program into pipeline stages, and assigns the stages to ranks.
 
-A stage is defined by its weights; the other nodes of the stage are inferred as for `wh.stage`.
+A stage is given by the weights it holds; which other nodes belong to it is inferred as for `wh.stage`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from whale.passes.analysis.stages import share_ranks
 from whale.passes.normalize.annotate import annotate
 from whale.planner.graph_search.strategies import products, updates
 
-MICRO_BATCHES = (2, 4, 8)  # so many times the stages
-EXPERTS_RANK = 3  # dimensions of the weights of a layer's experts: of each a matrix
+MICRO_BATCHES = (2, 4, 8)  # numbers of micro-batches that are tried, as multiples of the number of stages
+EXPERTS_RANK = 3  # rank of a weight that holds a matrix for each expert of a layer
 
 
 def chain(program: Program) -> list[str]:
-    """Returns the handles of the trained weights of rank 2 or more, in the order of the forward pass."""
+    """Returns the handles of the trained weights of rank 2 or more, in the order in which the forward pass reads
+    them.
+    """
     trained = {handle for node in program.nodes for handle in updates(program, node)}
     return [handle for handle in products(program) if handle in trained]
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The position of nodes along the chain of weights: the weight they come after or, in the backward pass, contribute
-    to.
+    """Stores the position of nodes along the chain of weights, by node name.
+
+    Attributes:
+      forward: number of the last weight of the chain that the node depends on. backward: number of the weight to whose
+          position the node belongs in the backward pass.
     """
 
     forward: dict[str, int]
@@ -41,9 +46,9 @@ class Levels:
 def levels(program: Program) -> Levels:
     """Finds the position of nodes along the chain of weights.
 
-    Forward: the chain's products and all nodes that they depend on. Backward: nodes that depend on the last product and
-    contribute to one position of the chain; not nodes that combine gradients of several (a global norm), nor nodes
-    behind them.
+    In the forward pass these are the products with the chain's weights and all nodes that they depend on. In the
+    backward pass these are nodes that depend on the last product and contribute to one position of the chain. Nodes
+    that combine gradients of several positions (a global norm), and nodes that depend on such nodes, have no position.
     """
     weights, read = chain(program), products(program)
     first = {read[handle][0].name: i for i, handle in enumerate(weights)}
@@ -52,12 +57,12 @@ def levels(program: Program) -> Levels:
         level[node.name] = max([first.get(node.name, -1), *(level.get(r.node, -1) for r in node.inputs)])
     again = {name for handle in weights for name in _read_again(program, read[handle])}
     forward = _find_before(program, {*first, *again}, set())
-    # A product with the gradient of a weight's product: what comes of it belongs to what made the operand.
+    # A backward product with a weight gives the gradient of its operand, which belongs to the operand's position.
     operand: dict[str, int] = {}
     for i, handle in enumerate(weights):
         earlier = [level[r.node] for r in read[handle][0].inputs if r.node in forward]
         operand.update((node.name, max([-1, *(n for n in earlier if n < i)])) for node in read[handle][1:])
-    # A weight that several places read, as an embedding that makes the logits, serves each of them on the way back.
+    # A weight that is read at several positions (a tied embedding) is also read at each of them in the backward pass.
     of_weight = {
         node.name: sorted({i, *(level[n.name] for n in read[handle] if n.name in forward)})
         for i, handle in enumerate(weights)
@@ -75,7 +80,7 @@ def levels(program: Program) -> Levels:
             place = max((n for n in places if n <= min(after, default=last)), default=places[0])
             backward[node.name] = place
             if place != places[0]:
-                operand[node.name] = place  # where a weight is read again, it is no weight of that place
+                operand[node.name] = place  # the weight is only read again here; it belongs to its first position
             continue
         found = {operand.get(r.node, backward[r.node]) for r in node.inputs if r.node in backward}
         if not found:
@@ -90,10 +95,10 @@ def levels(program: Program) -> Levels:
 
 
 def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
-    """Returns the forward products that read a weight again, as logits do with an embedding's.
+    """Returns the names of forward products that read a weight a second time, as logits do with a tied embedding.
 
-    The other operand of such a product is read once more after it, for the weight's gradient; that of a backward
-    product is not.
+    Forward and backward products differ so: the other operand of a forward product is read again by a later product
+    that computes the weight's gradient; the other operand of a backward product is not.
     """
     if len(readers) < (2 if readers[0].op in ROW_LOOKUPS else 3):
         return []  # a product and its operand's gradient, or a lookup
@@ -107,7 +112,7 @@ def _read_again(program: Program, readers: Sequence[Node]) -> list[str]:
 
 
 def _find_after(program: Program, node: Node) -> set[str]:
-    """Returns all nodes that depend on a node."""
+    """Returns the names of all nodes that depend on a node."""
     found: set[str] = set()
     stack = [node]
     while stack:
@@ -120,7 +125,9 @@ def _find_after(program: Program, node: Node) -> set[str]:
 
 
 def _find_before(program: Program, names: Iterable[str], without: Collection[str]) -> set[str]:
-    """Returns the named nodes and all that they depend on."""
+    """Returns the given names and the names of all nodes that they depend on, without going beyond those in
+    `without`.
+    """
     found: set[str] = set()
     stack = list(names)
     while stack:
@@ -132,10 +139,10 @@ def _find_before(program: Program, names: Iterable[str], without: Collection[str
 
 
 def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[float]:
-    """Returns the seconds of each weight of the chain: its products and all nodes at its position, in both passes.
+    """Returns the seconds of each weight of the chain: all nodes at its position, in both passes.
 
     Args:
-        seconds: of one node.
+        seconds: (node) -> its seconds.
     """
     found = [0.0] * len(chain(program))
     if not found:
@@ -147,12 +154,14 @@ def work_of_chain(program: Program, seconds: Callable[[Node], float]) -> list[fl
 
 
 def cut(work: Sequence[float], speeds: Sequence[float]) -> list[int] | None:
-    """Returns the first weight of each stage but the first, so that the slowest stage is as fast as possible.
-
-    None: there are more stages than weights.
+    """Cuts the chain into stages so that the slowest stage is as fast as possible, by dynamic programming.
 
     Args:
-        speeds: of the stages' ranks, in their order.
+        work: seconds of each weight of the chain.
+        speeds: speed of each stage's ranks, in stage order.
+
+    Returns:
+        the number of the first weight of each stage but the first; None: there are more stages than weights.
     """
     count, stages = len(work), len(speeds)
     if stages > count:
@@ -185,21 +194,23 @@ def pipelines(
     schedule: str = "1f1b",
     hosts: tuple[int, ...] = (),
 ) -> list[ParallelStrategy]:
-    """Returns pipelines of 2 to `size` stages over all ranks, replicated if there are fewer stages than ranks.
+    """Returns the pipelines to try: 2 to `size` stages over all ranks, with replicas if there are fewer stages than
+    ranks.
 
     Args:
-        rows: of the global batch.
-        work: see `work_of_chain`.
-        speeds: of the ranks; a stage is as fast as its slowest rank.
-        asked: the only number of micro-batches to try; 1: several multiples of the stages.
-        schedule: in which order stages run them.
-        hosts: of each rank, the number of its host; (): all are on one.
+        size: number of ranks.
+        rows: rows of the global batch; 0: they cannot be divided, so that there are no pipelines.
+        work: seconds of each weight of the chain, see `work_of_chain`.
+        speeds: speed of each rank; a stage is as fast as its slowest rank.
+        asked: the only number of micro-batches to try; 1: several multiples of the number of stages.
+        schedule: the order in which stages run micro-batches.
+        hosts: the host number of each rank; (): all are on one host.
     """
     if program.functions or not rows:
         return []
     found = []
     for stages in (n for n in range(2, size + 1) if size % n == 0):
-        # Replicas of like speed: the fastest ranks are one stage of all replicas, and so on, in the order of ranks.
+        # The fastest ranks form the first stage of all replicas, and so on, so that replicas are equally fast.
         replicas = size // stages
         groups = groups_of(speeds, stages, hosts)
         cuts = cut(work, [min(speeds[r] for r in group) for group in groups])
@@ -217,10 +228,15 @@ def pipelines(
 
 
 def why_none(program: Program, size: int, rows: int, local: bool, stages: int, asked: int) -> str:
-    """Explains why there is no pipeline with `stages` stages to try; the arguments are those of `pipelines`."""
+    """Explains why there is no pipeline with `stages` stages to try.
+
+    Args:
+        local: ranks are given rows of their own.
+        asked: see `pipelines`, as for the other arguments.
+    """
     weights = len(chain(program))
     if local:
-        return "every rank is given its own rows, and a pipeline's ranks share them"
+        return "every rank is given its own rows (batch.mode=local), but the stages of a pipeline work on the same rows"
     if program.functions:
         return "the step has loops or branches"
     if not rows:
@@ -235,8 +251,10 @@ def why_none(program: Program, size: int, rows: int, local: bool, stages: int, a
 
 
 def groups_of(speeds: Sequence[float], stages: int, hosts: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
-    """Returns each stage's ranks: as `wh.stage` chooses them if all are equally fast, else ranks of similar speed
-    together.
+    """Returns the ranks of each stage.
+
+    If all ranks are equally fast, they are chosen as `wh.stage` chooses them; otherwise ranks of similar speed form a
+    stage, the fastest ranks the first one.
     """
     size = len(speeds)
     order = list(range(size))
@@ -252,13 +270,14 @@ def _counts(cuts: Sequence[int], count: int) -> str:
 
 
 def is_of_experts(program: Program, handle: str) -> bool:
-    """Tells whether a weight is that of a layer's experts, which its first dimension counts."""
+    """Returns True if a weight is a stack of matrices, one for each expert of a layer."""
     return len(program.variable_of[handle].type.shape or ()) == EXPERTS_RANK
 
 
 def find_experts(program: Program, at: Levels) -> list[str]:
-    """Returns the weights of layers' experts, and the nodes between the products that read those of one layer, in both
-    passes; not the nodes that send tokens to experts or take them back.
+    """Returns the weights of experts, and the names of the nodes between the products that read those of one layer.
+
+    Both passes are covered. Nodes that dispatch tokens to experts or combine their results are not included.
     """
     weights, read = chain(program), products(program)
     found: dict[str, None] = {}
@@ -269,7 +288,7 @@ def find_experts(program: Program, at: Levels) -> list[str]:
         for number in own:
             found[weights[number]] = None
             found.update((node.name, None) for node in read[weights[number]])
-        # Of the nodes that are needed for the last weight's gradient, those that are for nothing else.
+        # Nodes at the last weight's backward position belong here only if no earlier position needs them.
         shared: set[str] = set()
         for node in reversed(program.nodes):
             name = node.name
@@ -286,10 +305,11 @@ def find_experts(program: Program, at: Levels) -> list[str]:
 
 
 def make_staged(program: Program, strategy: ParallelStrategy) -> Program:
-    """Puts each part of the chain into scopes, as if built under `wh.stage` with its ranks, and `wh.split`.
+    """Puts the program's nodes into scopes, as if the user had built it under `wh.stage` and `wh.split`.
 
-    Where ranks divide the tokens of a row, that is dimension 1 of activations. Where they divide experts, what lies
-    between the products with the weights of a layer's experts is in a scope over their axis.
+    Each stage's weights and nodes get a stage scope with its ranks. Context parallelism is a split of dimension 1 of
+    activations (the tokens). With expert parallelism, nodes between the products with the weights of a layer's experts
+    are also in a split scope over the expert axis.
     """
     scopes: list[str] = []
     count, tensor = len(chain(program)), strategy.tensor

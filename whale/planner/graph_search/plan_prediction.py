@@ -24,9 +24,10 @@ from whale.passes.settings import PlanSettings
 
 @dataclass(frozen=True)
 class Planned:
-    """A normalised program, its plan, and the settings of planning.
+    """Holds a normalised program, its plan, and the settings it was planned with.
 
-    ``ranks`` are the programs of the first ranks, where they are known already.
+    Attributes:
+      ranks: the programs of the first ranks, if they were lowered already; (): they are lowered when needed.
     """
 
     program: Program
@@ -36,7 +37,7 @@ class Planned:
 
 
 def rank_programs(planned: Planned) -> list[Program]:
-    """Returns the program of every rank.
+    """Returns the program of every rank, with calls of micro-batch functions inlined.
 
     Raises:
       PlanError: the plan lacks a strategy or a reshard.
@@ -45,7 +46,7 @@ def rank_programs(planned: Planned) -> list[Program]:
     known = planned.ranks
     if len(known) != plan.ranks:
         known = tuple(substitute_kernels(lower_ranks(program, plan, settings, range(plan.ranks)), settings))
-    # Micro-batches are calls of a function; what they do counts as if it stood in their place.
+    # Micro-batches are calls of a function; the simulator needs their nodes inline.
     return [inline(r) for r in known]
 
 
@@ -59,30 +60,30 @@ def predict_plan(
     """Predicts a step on a machine that `whale profile` has measured, or on a cluster by the catalogue's formulas.
 
     Args:
-      counted_from_bytes: smaller tensors are not counted as memory, as TensorFlow's counters of host memory omit them.
-      with_timelines: also return each rank's timeline, and its memory over time.
-      programs: the ranks' programs, if known already.
+      counted_from_bytes: tensors smaller than this do not count as memory, as TensorFlow's counters of host memory omit
+          them. with_timelines: also return each rank's timeline, and its memory over time. programs: the ranks'
+          programs, if lowered already.
 
     Raises:
-      PlanError: data decide how often a loop or branch of the program runs.
-      ClusterError: too few devices, or the profile lacks operations of the program.
+      PlanError: data decide how often a loop or branch of the program runs. ClusterError: too few devices, or the
+          profile lacks operations of the program.
     """
     programs = programs or rank_programs(planned)
     carried = as_carried(programs, planned.settings)
-    # The ranks' own steps say more than steps of the whole batch, which fill the caches otherwise.
+    # A measured step of a rank's own program comes first: one of the whole batch uses the caches differently.
     marks = [compute_fingerprint(programs[0]), compute_fingerprint(planned.program)]
     return predict_ranks(carried, machine(on, len(programs), marks, counted_from_bytes), with_timelines)
 
 
 def as_carried(programs: Sequence[Program], settings: PlanSettings) -> list[Program]:
-    """Marks the exchanges that devices carry out in the ranks' programs, so that the machine prices them
-    differently.
-    """
+    """Marks exchanges that devices carry out themselves (NCCL) in the ranks' programs: they are priced differently."""
     return [mark_device_exchanges(program, settings.exchange.backend) for program in programs]
 
 
 def predict_on(planned: Planned, on: MachineProfile | Cluster) -> Prediction:
-    """Returns the prediction to store in a plan; raises as `predict_plan` does."""
+    """Predicts a step on a measured machine or a cluster, in the form that a plan stores; raises as `predict_plan`
+    does.
+    """
     measured = isinstance(on, MachineProfile)
     if isinstance(on, MachineProfile):
         where = f"{on.host} as `whale profile` measured it"
@@ -98,7 +99,8 @@ def machine(
     """Returns the machine model of the ranks.
 
     Args:
-      marks: fingerprints under which the program's own step may have been measured.
+      on: a profile of `whale profile`, or a cluster. marks: fingerprints of programs whose measured steps the profile
+          may contain. counted_from_bytes: tensors smaller than this do not count as memory.
     """
     return (
         make_measured_machine(on, ranks, marks, counted_from_bytes)
@@ -110,11 +112,11 @@ def machine(
 def keep_prediction(
     found: CapturedPrediction, where: str, measured: bool = False, limits_bytes: Sequence[float] = ()
 ) -> Prediction:
-    """Returns the prediction to store in a plan.
+    """Converts a prediction of the cost model into the form that a plan stores.
 
     Args:
-      measured: on a machine that `whale profile` measured, where steps were compared.
-      limits_bytes: memory of each rank's device; (): not known.
+      where: describes the machine. measured: the machine was measured by `whale profile`, so that the error of
+          predictions is known. limits_bytes: memory of each rank's device; (): unknown.
     """
     limits = [round(limit) if math.isfinite(limit) else 0 for limit in limits_bytes] or [0] * len(found.ranks)
     ranks = tuple(

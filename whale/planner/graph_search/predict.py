@@ -1,4 +1,4 @@
-"""Predicts a step of a captured program under a strategy: plans, lowers and simulates it as it would run.
+"""Predicts a step of a captured program under a strategy: plans, lowers and simulates it just as it would run.
 
 apply        applies a strategy to a program and its settings
 Plans        caches the plans of one search
@@ -40,7 +40,7 @@ AUTO = "auto"  # recompute by bytes (see whale.passes.memory.recompute)
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A strategy applied: the program, the settings, and its plan."""
+    """Holds what a strategy makes of a program: the program with scopes, the settings, and the plan."""
 
     program: Program
     settings: PlanSettings
@@ -49,16 +49,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with the prediction of its step.
+    """Holds a strategy with the prediction of its step.
 
     Attributes:
-      seconds: of a step.
-      lacking_bytes: the largest memory deficit of a rank; 0 or less: all fit, or memory was not simulated because a
-        fitting candidate is faster.
-      made: see `Made`; None: it is made again if it is chosen.
-      held: rank -> peak bytes of a step, where simulated.
-      programs: rank -> its program, where all tensors of a step together fit, so that no simulation was needed.
-      by: the team member that predicted it, and has `make` (see `whale.planner.graph_search.team`).
+      seconds: predicted seconds of a step. lacking_bytes: by how much the fullest rank exceeds its memory; 0 or less:
+          all ranks fit, or memory was not predicted because a faster candidate fits. made: the plan; None: it is made
+          again if the strategy is chosen. held: rank -> predicted peak bytes of a step; empty: not predicted. programs:
+          rank -> its program, kept if the step fits even with all its tensors in memory at once. by: number of the team
+          member that predicted the strategy and has its plan (see `whale.planner.graph_search.team`).
     """
 
     strategy: ParallelStrategy
@@ -71,21 +69,19 @@ class Candidate:
 
     @cached_property
     def bytes(self) -> int:
-        """Returns the bytes of the rank with the highest peak; 0 if memory was not computed."""
+        """Returns the predicted peak bytes of the fullest rank; 0: memory was not predicted."""
         held = self.held if self.made is None else self.held or _predict_held(self.programs, self.made.settings)
         return max(held.values(), default=0)
 
     @property
     def fits(self) -> bool:
-        """Tells whether the step fits into every rank's memory."""
+        """Returns True if the step fits into every rank's memory."""
         return self.lacking_bytes <= 0
 
 
 @dataclass(frozen=True)
 class Plans:
-    """Caches the plans of one search for a program under its settings; strategies that only divide rows share one
-    plan.
-    """
+    """Makes and caches the plans of one search; strategies that only divide rows share one plan per shares of rows."""
 
     program: Program
     settings: PlanSettings
@@ -95,13 +91,15 @@ class Plans:
     _first: FirstLayouts = field(default_factory=FirstLayouts)
 
     def scope(self, strategy: ParallelStrategy) -> Program:
-        """Returns the program with a scope on the part that a strategy divides; it does not depend on the ranks."""
+        """Returns the program with a split scope on the nodes that a strategy shards; the number of ranks does not
+        matter.
+        """
         if strategy.split not in self._scoped:
             self._scoped[strategy.split] = add_scopes(self.program, strategy)
         return self._scoped[strategy.split]
 
     def make(self, strategy: ParallelStrategy) -> Made:
-        """Returns a strategy's program and settings, planned; strategies that only divide rows share a cached plan.
+        """Returns the plan of a strategy, from the cache if the strategy only divides rows.
 
         Raises:
           WhaleError: the program cannot be distributed that way.
@@ -115,7 +113,7 @@ class Plans:
         return found
 
     def apply(self, strategy: ParallelStrategy, plan: Plan | None = None) -> Made:
-        """Applies a strategy to program and settings, with the given plan or a new one.
+        """Applies a strategy to program and settings; plans the result unless `plan` is given.
 
         Raises:
           WhaleError: the program cannot be distributed that way.
@@ -124,14 +122,15 @@ class Plans:
         program, settings = apply(self.program, self.settings, strategy, inside)
         if plan is None:
             staged = strategy.is_pipelined or strategy.tensor > 1 or bool(strategy.lent_threads)
-            same = bool(strategy.split) or not staged  # but for its scopes
+            same = bool(strategy.split) or not staged  # the same program as before, except for its scopes
             plan = make_any_plan(program, settings, self._first if same else None)
         return Made(program, settings, plan)
 
     def expand(self, strategy: ParallelStrategy) -> Program:
-        """Returns the program with those composite ops expanded that the plan of a strategy needs as simple ones.
+        """Returns the program with the composite ops expanded that the plan of `strategy` needs as simple ones.
 
-        All strategies that divide rows need the same. If the strategy cannot be planned, the program is not changed.
+        All strategies that only divide rows need the same ones. If the strategy cannot be planned, the program is
+        returned unchanged.
         """
         try:
             return expand(self.program, frozenset(self.make(strategy).plan.expanded), self.settings)
@@ -139,9 +138,9 @@ class Plans:
             return self.program
 
     def refuse_across(self) -> None:
-        """Raises the error that pipelines would raise, if the existing plan with divided rows shows it.
+        """Raises the error that every pipeline would raise, if the data-parallel plan in the cache shows it.
 
-        Statistics of the whole batch need all micro-batches, whatever their number, and wherever stages
+        Example: a statistic of the whole batch needs all micro-batches, whatever their number and wherever stages
         begin.
 
         Raises:
@@ -157,25 +156,27 @@ class Plans:
         except AcrossMicroBatchesError:
             raise
         except WhaleError:
-            return  # in other numbers of rows there may be a way
+            return  # with another number of rows a pipeline may be possible
 
     def lower(self, made: Made, ranks: Sequence[int]) -> list[Program]:
-        """Returns the programs of these ranks."""
+        """Returns the programs of the given ranks."""
         return substitute_kernels(lower_ranks(made.program, made.plan, made.settings, ranks), made.settings)
 
 
 def apply(
     program: Program, settings: PlanSettings, strategy: ParallelStrategy, inside: Program | None = None
 ) -> tuple[Program, PlanSettings]:
-    """Applies a strategy to a program and to the settings for planning it.
+    """Applies a strategy to a program, by scopes, and to the settings for planning it.
+
+    A program that does not train is returned unchanged for strategies with stages or sharded tensors.
 
     Args:
-      inside: the program with a scope on the part that the strategy divides, if made already.
+      inside: the program with a split scope on the nodes that the strategy shards, if made already.
     """
     if strategy.replicated and not settings.batch.local:
         return program, settings.but(batch__inputs=())
     if strategy.lent_threads:
-        # What does not train is divided, and sent the weights that it reads, as with stages.
+        # A program that does not train stays data parallel and is sent the weights that it reads, as with stages.
         alone = settings.but(lent_threads=strategy.lent_threads, rank_order=())
         return (put_on_first_rank(program), alone) if trains(program) else (program, settings)
     if strategy.split:
@@ -187,7 +188,7 @@ def apply(
     if strategy.offload != "none":
         changed = changed.but(memory__offload=strategy.offload)
     if strategy.is_pipelined or strategy.tensor > 1 or strategy.context > 1 or strategy.expert_ranks > 1:
-        # A stage that does not train is sent the values that it reads.
+        # A program that does not train is not divided into stages: it is sent the weights that it reads.
         last = strategy.ordered_layers[-1][1] if strategy.is_pipelined else 0
         if not trains(program) or len(chain(program)) <= last:
             return program, settings
@@ -200,7 +201,9 @@ def apply(
 
 
 def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, Any]:
-    """Returns the settings of a strategy that has stages, or divides tensors, tokens or experts in all of them."""
+    """Returns the settings that a strategy with stages, or with tensor, context or expert parallelism changes, by
+    name.
+    """
     found: dict[str, Any] = {"time__micro_batches": max(1, strategy.micro_batches)}
     divided = (Axis(EXPERT, strategy.expert_ranks), Axis(CONTEXT, strategy.context))
     inner = [axis for axis in divided if axis.size > 1]
@@ -222,7 +225,7 @@ def _in_stages(strategy: ParallelStrategy, settings: PlanSettings) -> dict[str, 
 
 
 def complete(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStrategy:
-    """Fills in the fields that a strategy leaves to a program's settings, with their values when it is applied."""
+    """Returns the strategy with the fields that it leaves open filled in from the program's settings."""
     recompute: Recompute = settings.memory.recompute or "none"  # type: ignore[assignment]
     offload: Offload = settings.memory.offload or "none"  # type: ignore[assignment]
     return msgspec.structs.replace(
@@ -236,16 +239,20 @@ def complete(strategy: ParallelStrategy, settings: PlanSettings) -> ParallelStra
 
 
 def recompute_of(strategy: ParallelStrategy) -> str:
-    """Returns the recompute setting for a program: it has no layers that could have their own (see `Recompute`)."""
+    """Returns the value of the setting `memory.recompute` for a strategy of a program; "": none.
+
+    A program has no layers, so that it cannot recompute "selective" or "full" per layer (see `Recompute`); what it
+    recomputes is then chosen by bytes.
+    """
     how = next((one for one in strategy.recomputes if one != "none"), "none")
     return AUTO if how in ("selective", "full") else how.replace("none", "")
 
 
 def predict(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("inf")) -> Candidate:
-    """Predicts the seconds of a strategy's step on the slowest rank, and the memory of the fullest one.
+    """Predicts a strategy's step time, on the slowest rank, and memory, on the fullest rank.
 
     Args:
-      needed_s: a step at least that slow is rejected, so its memory is not computed.
+      needed_s: if the step takes at least this long, the strategy is rejected and its memory is not predicted.
 
     Raises:
       WhaleError: the program cannot be distributed that way.
@@ -266,7 +273,7 @@ def predict(plans: Plans, strategy: ParallelStrategy, needed_s: float = float("i
 
 
 def price_step(plans: Plans, strategy: ParallelStrategy) -> PricedStep:
-    """Returns a strategy's step, priced as for `predict`.
+    """Returns a strategy's step with all operations and exchanges priced, to predict it again with slower figures.
 
     Raises:
       WhaleError: the program cannot be distributed that way.
@@ -277,15 +284,13 @@ def price_step(plans: Plans, strategy: ParallelStrategy) -> PricedStep:
 
 
 def _lower_simulated(plans: Plans, strategy: ParallelStrategy) -> tuple[Made, dict[int, Program]]:
-    """Returns a strategy's plan, and the programs of the ranks whose simulation represents all."""
+    """Returns a strategy's plan, and the programs of the ranks whose simulation represents all ranks."""
     ranks, made = _simulate(plans.settings, strategy, plans.environment), plans.make(strategy)
     return made, dict(zip(ranks, plans.lower(made, ranks)))
 
 
 def _list_played(plans: Plans, programs: Mapping[int, Program]) -> dict[int, Program]:
-    """Returns ranks' programs as they are simulated: micro-batches, which are calls of a function, as if what they do
-    stood in their place.
-    """
+    """Returns ranks' programs as the simulator needs them: with calls of micro-batch functions inlined."""
     backend = plans.settings.exchange.backend
     return {rank: mark_device_exchanges(inline(one), backend) for rank, one in programs.items()}
 
@@ -295,7 +300,7 @@ def _predict_held(programs: Mapping[int, Program], settings: PlanSettings) -> di
 
 
 def _simulate(settings: PlanSettings, strategy: ParallelStrategy, environment: SearchEnvironment) -> Sequence[int]:
-    """Returns the ranks whose simulation represents all: the first of each group of equal ranks."""
+    """Returns the ranks to simulate: the first rank of each group of equal ranks, which stands for the others."""
     shares = strategy.shares or settings.batch.shares or (0,) * settings.size
     kinds: list[Hashable] = list(zip(environment.rates, environment.limits_bytes, shares))
     # The ranks of a profile share one host's cores.
@@ -308,13 +313,13 @@ def _simulate(settings: PlanSettings, strategy: ParallelStrategy, environment: S
         return range(settings.size)
     first: dict[Hashable, Sequence[int]] = {}
     if strategy.is_pipelined:
-        # Replicas: each waits for its own ranks of the other stages.
+        # A pipeline replica waits only for its own ranks in the other stages, so that equal replicas take equally long.
         for replica in zip(*(stage.bound_ranks for stage in strategy.stages)):
             first.setdefault(tuple(kinds[rank] for rank in replica), replica)
         return sorted(rank for replica in first.values() for rank in replica)
     if environment.prices_links and strategy.split:
         return range(settings.size)  # groups are on one host, or on several
-    # The ranks of a group wait for each other, and not for all.
+    # The ranks of a tensor-parallel group wait for each other, but not for those of other groups.
     within = strategy.tensor if strategy.split else settings.size
     for rank, kind in enumerate(kinds):
         at = rank // within * within

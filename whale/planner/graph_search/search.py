@@ -1,9 +1,8 @@
-"""Searches for the fastest strategy of a captured program, for `auto_parallel`: every strategy is lowered and
-predicted.
+"""Searches for the fastest strategy of a captured program, for `auto_parallel`.
 
-Predictions are of the programs that would run: each strategy is planned and lowered as in compilation, the cost model
-simulates its step, and its memory is checked as compilation checks it (`predict.py`). The fastest strategy that fits
-wins, and the run uses the very plan that was predicted.
+Each strategy is planned and lowered as in compilation, the cost model simulates its step, and its memory is checked as
+compilation checks it (`predict.py`). So a prediction is one of the programs that would run. The fastest strategy that
+fits wins, and the run uses the very plan that was predicted.
 
 Decision: 0108.
 """
@@ -42,23 +41,22 @@ from whale.planner.graph_search.team import Answer, Asked, Team, try_candidate
 
 BUDGET_S = 30.0
 
-# A way that is less than that faster is not taken: the prediction is no better.
+# A strategy that is faster than the first one by less than this part is not chosen: predictions are no more exact.
 LEAST_GAIN = 0.03
 STATE_DIVIDED = ", optimizer's state divided"
 
-# Ops with effects that a script sees, or that wait for it: a step that has some is not tried for the sake of its time.
+# Ops with effects outside of the step, or that wait for the script: a step with one of them is not run to measure it.
 _SEEN_BY_SCRIPTS = PYTHON_FUNCTIONS | frozenset("PyFuncStateless PrintV2 Print WriteFile SaveV2".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search.
+    """Holds the result of a search.
 
     Attributes:
-      chosen: the fastest candidate by prediction that fits into memory; made: its plan.
-      lines: a text line for each candidate.
-      others: other strategies that were tried, fastest first, then those that are invalid, or were not planned.
-      is_whole: whether there was time for every strategy.
+      chosen: the strategy chosen, with its prediction. made: its plan. lines: one line of text per strategy, for the
+          user. is_whole: there was time to evaluate every strategy. others: the strategies not chosen: first those
+          predicted, fastest first, then those rejected without a prediction.
     """
 
     chosen: ChosenStrategy
@@ -70,7 +68,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A strategy that was not chosen: with its predicted seconds and lacking bytes, or the reason why it is invalid."""
+    """Holds a strategy that was not chosen: with predicted seconds and missing bytes, or with the reason for its
+    rejection.
+    """
 
     strategy: ParallelStrategy
     step_s: float = 0.0
@@ -80,13 +80,13 @@ class Other:
 
 @dataclass
 class Search:
-    """The state of a search: candidates in the order of evaluation, and invalid strategies with reasons.
+    """Holds the state of a search: the strategies evaluated so far, and the rejected ones with reasons.
 
     Attributes:
-      end_s: clock time after which only the first strategy is evaluated.
-      team: processes that evaluate strategies in parallel; None: none.
-      is_whole: whether there was time for every strategy.
-      tried: lines of what was run to be measured.
+      end_s: value of `time.monotonic()` after which no further strategy is evaluated, except the first one. team:
+          processes that evaluate strategies in parallel; None: there are none. found: candidates in the order of
+          evaluation. lost: rejected strategies. is_whole: there was time to evaluate every strategy. tried: lines of
+          text about steps that were run to measure them.
     """
 
     end_s: float
@@ -95,18 +95,20 @@ class Search:
     lost: list[Other] = field(default_factory=list)
     is_whole: bool = True
     tried: list[str] = field(default_factory=list)
-    # A way that needs something of all micro-batches: others do too, however many these are and where stages begin.
+    # Name of a pipeline that needs a value of all micro-batches: so do all others, whatever their stages.
     _needs_all: str = ""
     _across: Answer | None = None
     _under_way: list[Asked] = field(default_factory=list)
 
     def to_beat_s(self) -> float:
-        """Returns the seconds that a further strategy has to beat."""
+        """Returns the step time that a further strategy has to beat; infinite: none fits so far."""
         fitting = [way.seconds for way in self.found if way.fits]
         return min([*fitting, fitting[0] * (1 - LEAST_GAIN)]) if fitting else float("inf")
 
     def best(self) -> Candidate | None:
-        """Returns the fastest strategy that fits, or the first one if others gain too little; None: none fits."""
+        """Returns the fastest candidate that fits, or the first one if the fastest gains less than `LEAST_GAIN`; None:
+        none fits.
+        """
         fitting = [way for way in self.found if way.fits]
         if not fitting:
             return None
@@ -114,14 +116,18 @@ class Search:
         return fitting[0] if best.seconds > fitting[0].seconds * (1 - LEAST_GAIN) else best
 
     def begin(self, strategies: Sequence[ParallelStrategy]) -> None:
-        """Makes the other members evaluate some strategies from now on; their results arrive with the next `look`."""
+        """Assigns strategies to the other members of the team, which start at once; the next `look` collects their
+        answers.
+        """
         if self.team is not None and strategies:
             self._under_way = [Asked(strategy, self.to_beat_s()) for strategy in strategies]
             self.team.ask(self._under_way)
 
     def begin_before_stages(self, plans: Plans, ready: list[ParallelStrategy]) -> list[ParallelStrategy]:
-        """Makes other members evaluate ``ready`` while this process checks whether stages are possible; returns the
-        rest.
+        """Assigns ``ready`` to the other members, and checks meanwhile whether pipelines are possible.
+
+        Returns:
+          the strategies that are still to be evaluated: all without a team, else none.
         """
         if self.team is None or not ready:
             return ready
@@ -131,7 +137,7 @@ class Search:
         return []
 
     def look(self, plans: Plans, *strategies: ParallelStrategy) -> None:
-        """Predicts strategies and notes the results; the other members of a team predict some at the same time."""
+        """Predicts strategies and records the results; members of the team predict some of them at the same time."""
         asked = [Asked(one, self.to_beat_s()) for one in strategies if self._may_run(plans, one)]
         if not self._under_way:
             self.begin([one.strategy for one in asked[1:]])
@@ -152,12 +158,14 @@ class Search:
             self.note(strategy, across, None)
             return False
         if self._needs_all and strategy.is_pipelined:
-            self.lost.append(Other(strategy, refused=f"cannot run: as {self._needs_all}"))
+            self.lost.append(Other(strategy, refused=f"cannot run: for the same reason as {self._needs_all}"))
             return False
         return True
 
     def _refuse_across(self, plans: Plans) -> Answer:
-        """Asks, once, whether the program with divided rows shows that stages are impossible."""
+        """Checks once whether the data-parallel plan shows that pipelines are impossible; returns the answer for a
+        pipeline.
+        """
         if self._across is None:
             self._across = Answer()
             try:
@@ -167,7 +175,7 @@ class Search:
         return self._across
 
     def note(self, strategy: ParallelStrategy, answer: Answer, way: Candidate | None) -> None:
-        """Notes the result of a strategy; ``way``: its prediction, None: it cannot run."""
+        """Records the result of evaluating a strategy; ``way``: its prediction, None: it cannot run."""
         if answer.across:
             self._needs_all = self._needs_all or strategy.name
         if answer.lost:
@@ -175,11 +183,11 @@ class Search:
         elif way is not None:
             self.found.append(way)
             best = self.best()
-            # Plans of steps are large: only one of them will run.
+            # Plans are large, and only the best one will run: the others are made again if needed.
             self.found = [one if one is best else replace(one, made=None, programs={}) for one in self.found]
 
     def full(self) -> Iterator[ParallelStrategy]:
-        """Yields the strategies that do not fit but are faster than all that fit, fastest first."""
+        """Yields the strategies that do not fit into memory but are faster than all that fit, fastest first."""
         full = [way for way in self.found if not way.fits]
         for way in sorted(full, key=lambda w: w.seconds):
             if way.seconds < self.to_beat_s():
@@ -195,26 +203,26 @@ def best_way(
     team: Team | None = None,
     is_corrected: bool = False,
 ) -> Found:
-    """Finds the fastest strategy by prediction, of those that fit into memory.
+    """Finds the strategy with the shortest predicted step among those that fit into memory.
 
-    A strategy that does not fit, but is faster than all that do, is also tried with state and weights divided, and with
-    activations recomputed.
+    A strategy that does not fit, but is faster than all that do, is also tried with sharded optimizer state (and
+    weights), and with recomputation.
 
     Args:
-      stages: only pipelines with so many stages; 0: any strategy.
-      budget_s: seconds after which no further strategy is tried; None: the default of a run.
-      team: processes that evaluate strategies in parallel.
-      is_corrected: the figures explain steps that ran, so that a measured step of one rank may be compared with them.
+      stages: only pipelines with this number of stages; 0: any strategy. budget_s: seconds after which no further
+          strategy is evaluated; None: `BUDGET_S`. team: processes that evaluate strategies in parallel. is_corrected:
+          predictions were corrected by measured steps, so that they may be compared with a measured step of one rank on
+          the cores of all.
 
     Raises:
-      PlanError: no strategy can run.
-      DoesNotFitError: none fits into the ranks' memory; says by how much.
+      PlanError: no strategy can run. DoesNotFitError: no strategy fits into the ranks' memory; the error says by how
+          much.
     """
     search = Search(time.monotonic() + (BUDGET_S if budget_s is None else budget_s), team)
     settings = settings.but(observer=PassObserver())  # which sees the passes of the plan that is taken
     plans = Plans(program, settings, environment)
     at_once = team.size if team is not None else 1
-    # Bounds come from the first way's plan; others begin without.
+    # Bounds need the plan of the first strategy; the other members start on splits meanwhile, without bounds.
     begun = (
         []
         if stages
@@ -222,13 +230,13 @@ def best_way(
     )
     search.begin(begun)
     looked_at = [one for one in _list_looked_at(plans, stages, begun) if one[0] not in begun]
-    # Stages take longest to plan, and every rank alone holds most. What is found without them, with less held, says how
-    # fast they have to be.
+    # Pipelines take the longest to plan, and a replicated program needs the most memory: they come last, when it is
+    # known how fast they have to be.
     for last in (False, True):
         ready: list[ParallelStrategy] = []
         for strategy, bound_s in (one for one in looked_at if (one[0].replicated or one[0].is_pipelined) == last):
             if strategy.replicated and settings.batch.local:
-                search.lost.append(Other(strategy, refused="every rank is given its own rows only"))
+                search.lost.append(Other(strategy, refused="cannot run: every rank has only its own rows of the batch"))
             elif bound_s >= search.to_beat_s():
                 search.lost.append(Other(strategy, refused=f"{1e3 * bound_s:.2f} ms at least"))
             else:
@@ -258,7 +266,10 @@ def best_way(
 def way_or_lending(
     program: Program, settings: PlanSettings, environment: SearchEnvironment, present: ParallelStrategy, took_s: float
 ) -> Found:
-    """Compares the strategy that runs, whose steps take ``took_s``, with a measured step of rank 0 on all cores.
+    """Compares the running strategy with rank 0 computing alone on the cores of all ranks, by a measured step.
+
+    Args:
+      present: the strategy that runs. took_s: measured seconds of its step.
 
     Raises:
       PlanError: the strategy cannot run.
@@ -275,7 +286,7 @@ def way_or_lending(
 
 
 def _look_at_lending(search: Search, plans: Plans) -> None:
-    """Evaluates rank 0 alone with the cores of all ranks, by a step that is run; measured steps say what to beat."""
+    """Evaluates rank 0 computing alone on the cores of all ranks, by running a step, if that may be chosen at all."""
     lending, settings = plans.environment.lending, plans.settings
     if lending is None or not _may_lend(settings, plans.environment):
         return
@@ -304,7 +315,9 @@ def _look_at_lending(search: Search, plans: Plans) -> None:
 
 
 def _may_lend(settings: PlanSettings, environment: SearchEnvironment) -> bool:
-    """Tells whether nothing that the user has set, or that earlier programs have fixed, divides the program."""
+    """Returns True if one rank may compute alone: neither the user's settings nor earlier programs divide this
+    program.
+    """
     asked = settings.mesh or settings.batch.shares or settings.batch.local or settings.split.tiles
     divided = settings.zero.level or settings.memory.offload or settings.time.micro_batches > 1
     unlike = environment.prices is not None or unequal(environment.rates)
@@ -312,9 +325,10 @@ def _may_lend(settings: PlanSettings, environment: SearchEnvironment) -> bool:
 
 
 def _look_at_leaner(search: Search, plans: Plans) -> None:
-    """Evaluates strategies that do not fit again, with less memory.
+    """Evaluates fast strategies that do not fit again, in forms that need less memory.
 
-    State is divided (and weights, where there are no stages), and activations are recomputed.
+    The optimizer's state is sharded (and the weights, without stages), activations are recomputed, and at last tables
+    are offloaded.
     """
     program, settings, captured = plans.program, plans.settings, plans.environment.captured
     tried = list(search.full())
@@ -345,7 +359,7 @@ def _look_at_leaner(search: Search, plans: Plans) -> None:
 def _look_at_offloaded_tables(
     search: Search, plans: Plans, captured: Program, strategies: Sequence[ParallelStrategy]
 ) -> None:
-    """Evaluates strategies again with tables in the hosts' memory, where nothing fits without that."""
+    """Evaluates strategies again with embedding tables in host memory; called if nothing fits without that."""
     changed = plans.settings.but(memory__offload=TABLES)
     program = normalise(captured, changed)
     try:
@@ -362,10 +376,10 @@ def _look_at_offloaded_tables(
 
 
 def _more_divided(program: Program, settings: PlanSettings, ranks: int, level: int) -> Collection[str]:
-    """Returns the handles of variables that a ZeRO level divides over ``ranks``, if these are more than at lower
+    """Returns the handles of variables that a ZeRO level shards over ``ranks`` ranks, if it shards more than lower
     levels.
 
-    Returns () also if the user has fixed the layout of state.
+    Returns () if it shards no more, or if the user has fixed how state is divided.
     """
     if settings.zero.level or settings.exchange.wire_dtype or ranks == 1:
         return ()
@@ -383,6 +397,7 @@ def _best(search: Search, environment: SearchEnvironment) -> Candidate:
         raise PlanError(
             "no strategy for the program was found",
             reason="; ".join(f"{one.strategy.name}: {one.refused}" for one in search.lost),
+            action="change what the reasons name, or divide the program with wh.split and wh.stage yourself",
         )
     best = search.best()
     if best is None:
@@ -410,10 +425,11 @@ def _describe_choice(best: Candidate, search: Search, environment: SearchEnviron
 def _list_looked_at(
     plans: Plans, stages: int, begun: Collection[ParallelStrategy] = ()
 ) -> list[tuple[ParallelStrategy, float]]:
-    """Returns the strategies to try, each with a lower bound in seconds; data parallelism first, pipelines in their
-    order.
+    """Returns (strategy, lower bound in seconds) for each strategy to try, data parallelism first, pipelines last.
 
-    With a number of stages, only pipelines with that many. Bounds of strategies in ``begun`` are not computed.
+    Args:
+      stages: only pipelines with this number of stages; 0: any strategy. begun: strategies under evaluation, for which
+          no bound is computed.
     """
     program, settings, environment = plans.program, plans.settings, plans.environment
     found = choices(program, settings.size, environment.topology)
@@ -433,10 +449,10 @@ def _list_looked_at(
     if state:
         found.append(divide_over_all(f"data parallel{STATE_DIVIDED}", settings.size, zero=1))
     if not settings.batch.local:
-        # A table prices what ranks compute at the same time, on cores that they share.
+        # A profile's prices are of ranks that compute at the same time on the cores of one host, which they share.
         shared = isinstance(environment.prices, MachineProfile)
         operations = (make_rated_machine(environment.rates) if shared else environment.machine(program)).operations
-        unpadded = settings.but(fuse__padding=False)  # whether parts of a product are padded, the whole does not tell
+        unpadded = settings.but(fuse__padding=False)  # whether shards are padded cannot be told from the whole program
         (whole,) = substitute_kernels([program], unpadded)
         kinds = {
             one: lower_bounds.speed_of((program, whole), operations[environment.rates.index(one)], one.start_s)
@@ -457,7 +473,7 @@ def _list_looked_at(
             lasting = sorted(((one, least(one)) for one in every), key=lambda one: one[1])
         else:
             lasting = [(one, 0.0) for one in every]
-        # Bounds hold for exchanges among all ranks: those within a host are faster.
+        # The bounds assume links between hosts for every exchange; within a host they are faster.
         if not shared and not stages and not environment.prices_links:
             least_s = {one.name: lower_bounds.alone(whole, seconds) for one in found if one.replicated}
             as_divided, of_parts = plans.expand(found[0]), list(kinds.values())
@@ -494,17 +510,17 @@ def _list_looked_at(
 
 
 def _speeds(plans: Plans) -> list[float]:
-    """Returns each rank's speed in computing the program with equal rows; the slowest one has 1."""
+    """Returns how fast each rank computes the program with equal rows, relative to the slowest rank, which has 1."""
     (first,) = plans.lower(plans.make(divide_over_all("equal rows", plans.settings.size)), (0,))
     times = plans.environment.seconds_of_each(inline(first), 0)
     return [max(times) / t for t in times]
 
 
 def _order_by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[ParallelStrategy]:
-    """Returns data parallelism with rows such that all ranks take equally long.
+    """Returns data parallelism with unequal rows, such that all ranks take equally long.
 
-    Returns [] if the rows are so few that unequal ranks get equally many. Work that does not depend on rows (updates,
-    exchanges) takes longer on a slow rank.
+    Work that does not depend on rows (updates, exchanges), which takes longer on a slow rank, is counted. An empty
+    list: there are so few rows that all ranks get equally many.
     """
     shares = tuple(round(1000 * speed) for speed in speeds)
     if rows >= len(speeds):
@@ -522,13 +538,14 @@ def _order_by_speed(plans: Plans, rows: int, speeds: Sequence[float]) -> list[Pa
 
 
 def balance_rows(rows: int, once_s: Sequence[float], row_s: Sequence[float]) -> tuple[int, ...]:
-    """Returns rows for each rank such that all take equally long, as far as whole rows allow.
+    """Returns rows per rank such that all ranks take equally long, as far as whole rows allow.
 
     A rank whose fixed work takes longer than all work of the others gets no rows.
 
     Args:
-        rows: of the batch.
-        once_s: seconds of each rank that do not depend on its rows; row_s: additional seconds of each row.
+        rows: rows of the batch.
+        once_s: seconds of each rank that do not depend on its rows.
+        row_s: additional seconds of each rank per row.
     """
     working = list(range(len(once_s)))
     while True:

@@ -1,4 +1,4 @@
-"""Lists strategies that can run for a captured program, and applies them to the program.
+"""Lists the strategies to try for a captured program, and applies some of them to it by scopes.
 
     choices                   strategies to try: rows divided, every rank alone, tensors divided from a large weight on
     divide_over_all           a strategy of one stage on all ranks
@@ -7,7 +7,7 @@
     put_on_first_rank         the program as if the user had put all of it in one `wh.stage`, of rank 0
     trains, updates, products find what a program does with its variables
 
-Pipelines are in `pipelines.py`. The program's own layouts are then found as for any other program.
+Pipelines are in `pipelines.py`. After scopes are added, layouts are found as for any program of a user.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ from whale.passes.normalize.annotate import annotate
 
 SCOPE = "auto_parallel/split_0"
 FIRST_RANK = "auto_parallel/stage_0(ranks=0)"
-MOST_WEIGHTS = 3  # that a split is tried from
-LEAST_BYTES = 1 << 20  # smaller weights are not worth it
+MOST_WEIGHTS = 3  # splits are tried from this many of the largest weights on
+LEAST_BYTES = 1 << 20  # splits are not tried from smaller weights on
 
 
 def divide_over_all(
     name: str, size: int, tensor: int = 1, order: tuple[int, ...] = (), **more: Any
 ) -> ParallelStrategy:
-    """Returns a strategy of one stage on all ranks with tensor-parallel degree ``tensor``.
+    """Returns a strategy of one stage on all ranks, with tensor-parallel degree ``tensor``.
 
     Args:
-      order: the rank at each position of the mesh; (): position and rank are the same number.
+      name: what the report calls the strategy. size: number of ranks. order: the rank at each position of the mesh; ():
+          position i is rank i. more: other fields of `ParallelStrategy`.
     """
     part = DeviceGroup(0, tensor, size // tensor)
     return ParallelStrategy((Stage(parts=(part,), bound_ranks=order),), name=name, **more)
 
 
 def choices(program: Program, size: int, topology: Topology | None = None) -> list[ParallelStrategy]:
-    """Returns the strategies to try, plain data parallelism first; a program with the user's scopes gets no other
-    ones.
+    """Returns the strategies to try except pipelines, plain data parallelism first.
+
+    If the user has put scopes into the program, data parallelism under these scopes is the only one.
 
     Args:
-      topology: the hosts of the ranks; None: all are on one.
+      size: number of ranks. topology: the hosts of the ranks; None: all are on one host.
     """
     found = [divide_over_all("data parallel", size)]
     if size == 1 or has_scopes(program):
@@ -71,10 +73,11 @@ def choices(program: Program, size: int, topology: Topology | None = None) -> li
 
 
 def _list_orders(size: int, tensor: int, topology: Topology | None) -> dict[str, tuple[int, ...]]:
-    """Returns the orders of ranks to try, by words for them: what sends less lies between hosts, tensors or rows.
+    """Returns the orders of ranks on a data x tensor mesh to try, by a text for the strategy's name.
 
-    Many rows have large activations, which groups that divide tensors exchange; those of few rows are smaller than
-    weights.
+    The axis that communicates less should cross hosts. With many rows per rank, tensor-parallel groups exchange large
+    activations and belong within a host; with few rows, these are smaller than the gradients of weights, and the
+    data-parallel groups belong there.
     """
     axes = (Axis(DATA, size // tensor), Axis(TENSOR, tensor))
     found = {"": order_ranks(topology, axes)}
@@ -84,12 +87,12 @@ def _list_orders(size: int, tensor: int, topology: Topology | None) -> dict[str,
 
 
 def has_scopes(program: Program) -> bool:
-    """Tells whether the user has put any node or variable of the program into a scope."""
+    """Returns True if any node or variable of the program is in a scope of the user (`wh.split`, `wh.stage`, ...)."""
     return any(n.scope for n in program.nodes) or any(v.scope for v in program.variables)
 
 
 def drop_scopes(program: Program) -> Program:
-    """Returns the program without scopes."""
+    """Returns the program, and its functions, without scopes."""
     return replace(
         program,
         nodes=tuple(replace(n, scope="") for n in program.nodes),
@@ -99,24 +102,26 @@ def drop_scopes(program: Program) -> Program:
 
 
 def put_on_first_rank(program: Program) -> Program:
-    """Puts all nodes and variables in one stage, of rank 0."""
+    """Returns the program with all nodes and variables in one pipeline stage, which rank 0 runs."""
     nodes = tuple(replace(n, scope=FIRST_RANK) for n in program.nodes)
     variables = tuple(replace(v, scope=FIRST_RANK) for v in program.variables)
     return annotate(replace(program, nodes=nodes, variables=variables))
 
 
 def trains(program: Program) -> bool:
-    """Tells whether the program has inputs and updates variables."""
+    """Returns True if the program has inputs and updates variables."""
     return bool(program.inputs) and any(updates(program, n) for n in program.nodes)
 
 
 def updates(program: Program, node: Node) -> list[str]:
-    """Returns the handles of the variables that a node updates."""
+    """Returns the handles of the variables that a node updates; [] for a node with outputs, which only reads."""
     return [] if node.outputs else [r.node for r in node.inputs if r.node in program.variable_of]
 
 
 def _find_weight_behind(program: Program, ref: Ref) -> str | None:
-    """Returns the handle of the variable whose elements a tensor has."""
+    """Returns the handle of the variable that a tensor is read from, through nodes that pass its elements on; None: no
+    such.
+    """
     node = program.by_name[ref.node]
     while node.name not in program.variable_of:
         if node.op not in PASSED_ON or not node.inputs:
@@ -126,7 +131,9 @@ def _find_weight_behind(program: Program, ref: Ref) -> str | None:
 
 
 def products(program: Program) -> dict[str, list[Node]]:
-    """Returns, for each variable of rank 2 or more, by handle, the products and lookups that read it, in order."""
+    """Returns {handle: nodes} for each variable of rank 2 or more: the matrix products, convolutions and lookups that
+    read it.
+    """
     found: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.op not in ROW_LOOKUPS and not count_matmul_flops(node, [program.find_type(r) for r in node.inputs]):
@@ -139,21 +146,23 @@ def products(program: Program) -> dict[str, list[Node]]:
 
 
 def find_trained_weights(program: Program) -> dict[str, int]:
-    """Returns the bytes of each trained weight that products or lookups read, by handle, largest first."""
+    """Returns {handle: bytes} of the trained weights that products or lookups read, largest first."""
     updated = {handle for node in program.nodes for handle in updates(program, node)}
     sizes = {h: program.variable_of[h].type.bytes for h in products(program) if h in updated}
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def _large_weights(program: Program) -> list[str]:
-    """Returns the names of the largest trained weights, largest first."""
+    """Returns the names of the largest trained weights, largest first, at most `MOST_WEIGHTS`."""
     sizes = find_trained_weights(program)
     least = max(LEAST_BYTES, 0.05 * sum(sizes.values()))
     return [program.variable_of[h].name for h, size in sizes.items() if size >= least][:MOST_WEIGHTS]
 
 
 def _tables(program: Program) -> tuple[str, ...]:
-    """Returns the names of all large trained weights that are only looked up; () where they are a small part."""
+    """Returns the names of large trained weights that are only looked up; () if they are a small part of all
+    weights.
+    """
     sizes, read = find_trained_weights(program), products(program)
     tables = {h: n for h, n in sizes.items() if n >= LEAST_BYTES and all(r.op in ROW_LOOKUPS for r in read[h])}
     if sum(tables.values()) < 0.05 * sum(sizes.values()):
@@ -162,10 +171,11 @@ def _tables(program: Program) -> tuple[str, ...]:
 
 
 def add_scopes(program: Program, strategy: ParallelStrategy) -> Program:
-    """Puts a split scope on the nodes between the first product of a weight and its gradient.
+    """Returns the program with a split scope from the first product with each of the strategy's weights to its
+    gradient.
 
-    That is everything from the product to its gradients: for the last layer, its loss; for an earlier one, all layers
-    after it; where nothing is trained, all that follows. For a lookup, the lookup and the update of its table.
+    For the last layer this covers the loss; for an earlier layer, all layers after it. In a program that does not
+    train, it covers all that follows. For a table it covers the lookup and the table's update only.
     """
     handles = [v.node for v in program.variables if v.name in strategy.split]
     inside: set[str] = set()
@@ -184,7 +194,9 @@ def add_scopes(program: Program, strategy: ParallelStrategy) -> Program:
 
 
 def divisible(program: Program) -> set[str]:
-    """Returns the handles of variables that split scopes may divide: their own, and those that only they use."""
+    """Returns the handles of variables that split scopes may shard: those in a scope, and those read only by nodes in
+    one.
+    """
     inside = {n.name for n in program.nodes if n.scope}
     return {
         v.node
@@ -198,7 +210,7 @@ def _find_between(program: Program, products: list[Node], handle: str) -> set[st
     targets = {n.name for n in products} | {n.name for n in program.nodes if handle in updates(program, n)}
     if first.op in ROW_LOOKUPS:
         return targets | _readers(program, handle)
-    # What comes after the weight's last product (its operand's gradient) belongs to the layers before.
+    # What depends on the weight's last product (the gradient of its operand) belongs to earlier layers.
     ends = {n.name for n in products[1:]}
     arrows = {
         n.name: [] if n.name in ends else [c.name for r in n.list_refs() for c, _ in program.consumers.get(r, ())]
@@ -215,14 +227,14 @@ def _find_between(program: Program, products: list[Node], handle: str) -> set[st
         if now == inside:
             return inside
         inside = now
-        # Variables that are used inside (biases, the state of the optimizer), and their updates.
+        # Variables that are used inside (biases, optimizer state) and their updates belong to it as well.
         behind = {_find_weight_behind(program, r) for n in program.nodes if n.name in inside for r in n.inputs}
         own |= {h for h in behind if h is not None and program.variable_of[h].type.shape}
         targets |= {n.name for n in program.nodes if n.name in after and own & set(updates(program, n))}
 
 
 def _readers(program: Program, handle: str) -> set[str]:
-    """Returns the nodes that pass a variable's elements on."""
+    """Returns the names of nodes that pass a variable's elements on unchanged (identities, casts and the like)."""
     found: set[str] = set()
     left = [handle]
     while left:

@@ -1,10 +1,10 @@
 """Evaluates strategies in several processes: the first one searches, and assigns some strategies to the others.
 
-Asked           a strategy that a member is to predict
-Answer          its prediction, or the reason why it is invalid
-Team            the interface of the search to the other members
+Asked           a request to a member to predict a strategy
+Answer          the prediction, or the reason why the strategy is invalid
+Team            the interface through which the search uses the other members
 try_candidate   predicts one strategy
-Member          a member other than the first at work
+Member          runs in each process but the first
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from whale.planner.graph_search.predict import Candidate, Plans, predict
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A strategy that a member is to predict; it is rejected if a step takes ``needed_s`` or longer."""
+    """Represents a request to predict a strategy, which is rejected if its step takes ``needed_s`` or longer."""
 
     strategy: ParallelStrategy
     needed_s: float
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A strategy's prediction by a member, or the reason why it cannot run.
+    """Holds a member's prediction of a strategy, or the reason why the strategy cannot run.
 
     Attributes:
-      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`.
-      lost: why it cannot run; "": it can.
-      across: it needs a value of all micro-batches.
+      seconds, lacking_bytes, held: see `whale.planner.graph_search.predict.Candidate`. lost: why the strategy cannot
+          run; empty: it can. across: it cannot run because it needs a value of all micro-batches before the last one is
+          finished.
     """
 
     seconds: float = 0.0
@@ -44,7 +44,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Team(Protocol):
-    """The interface to the other members, for the first one. ``size`` includes the first one."""
+    """Gives the searching process access to the other members. ``size`` counts all processes, the first one
+    included.
+    """
 
     size: int
 
@@ -52,16 +54,14 @@ class Team(Protocol):
         """Assigns one strategy each to members 1, 2, ..., which begin at once."""
 
     def answers(self) -> list[Answer]:
-        """Waits for the members' results, and returns them in the order of the assignment."""
+        """Waits for the members' predictions; returns them in the order in which the strategies were assigned."""
 
     def plan(self, member: int, strategy: ParallelStrategy) -> tuple[Plan, int]:
-        """Returns the plan of a strategy that a member has predicted, and the bytes of the rank with the highest
-        peak.
-        """
+        """Returns the plan of a strategy that `member` has predicted, and the peak bytes of its fullest rank."""
 
 
 def try_candidate(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]:
-    """Predicts a strategy; the candidate is None if it cannot run."""
+    """Predicts a strategy; returns the answer, and the candidate with its plan (None: the strategy cannot run)."""
     try:
         way = predict(plans, asked.strategy, asked.needed_s)
     except AcrossMicroBatchesError as error:
@@ -72,24 +72,25 @@ def try_candidate(plans: Plans, asked: Asked) -> tuple[Answer, Candidate | None]
 
 
 class Member:
-    """A member other than the first: predicts assigned strategies, and keeps the plan of the fastest one."""
+    """Predicts the strategies assigned to a process other than the first, and keeps the plan of the fastest one."""
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
         self.best: Candidate | None = None
 
     def answer(self, asked: Asked) -> Answer:
-        """Predicts a strategy and keeps its plan if it is the fastest so far."""
+        """Predicts a strategy, and keeps its plan if it fits and is the fastest so far."""
         answer, way = try_candidate(self._plans, asked)
-        # What does not fit is looked at again by the first member, with less held.
+        # The first member evaluates a strategy that does not fit again, in forms that need less memory.
         if way is not None and way.fits and (self.best is None or way.seconds < self.best.seconds):
             self.best = way
         return answer
 
     def plan(self, strategy: ParallelStrategy) -> tuple[Plan, int]:
-        """Returns the plan of a strategy, and the bytes of the rank with the highest peak.
+        """Returns the plan of a strategy, and the peak bytes of its fullest rank.
 
-        It need not be the fastest so far: a strategy that is hardly faster than the first one is not chosen.
+        If the strategy is not the fastest so far, it is planned again: the search prefers the first strategy to one
+        that is hardly faster.
         """
         best = self.best
         way = best if best is not None and best.strategy == strategy else predict(self._plans, strategy)

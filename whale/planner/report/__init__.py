@@ -1,1 +1,1 @@
-"""Reports plans as files, tables and pages, and compares them with measurements."""
+"""Reports plans as files, text tables and HTML pages, and compares them with measurements."""

@@ -1,4 +1,7 @@
-"""Compares a captured plan's prediction with a run: step, ranks, layers; marks differences of more than a fifth."""
+"""Compares a captured plan's prediction with a measured run (`whale show --analyze`): step, ranks and layers.
+
+Figures that differ by more than a fifth are marked.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,21 @@ import msgspec
 
 from whale.ir.plan_text import format_bytes, format_seconds
 
-OFF = 0.2  # a figure further off than this is marked
-ROWS = 24  # layers printed at most
+OFF = 0.2  # relative difference above which a figure is marked
+ROWS = 24  # most layers that are printed
 NO_SCOPE = "(no scope)"
-SMALL = 0.01  # layers below this part of all kernels are one row
+SMALL = 0.01  # layers below this part of all kernels share one row
 
 
 class MeasuredRank(msgspec.Struct, frozen=True):
-    """The measurements of one rank's steps; all but `steps_s` are of one step.
+    """Holds the measurements of one rank; all but `steps_s` are of one step.
 
     Attributes:
-        steps_s: of each step.
+        program: name of the step's function.
+        steps_s: seconds of each step.
         kernels_s: seconds of kernels by operation; empty where TensorFlow's profiler does not report them (on GPUs).
         busy_s: seconds in which at least one kernel ran; unknown if `kernels_s` is empty.
-        moving_s: seconds of exchanges, from the arrival of the last participant.
+        moving_s: seconds of exchanges, each counted from the arrival of its last participant.
         peak_bytes: peak of TensorFlow's allocator; None where it keeps no statistics.
     """
 
@@ -35,7 +39,15 @@ class MeasuredRank(msgspec.Struct, frozen=True):
 
 
 class PredictedRank(msgspec.Struct, frozen=True):
-    """The prediction of one rank: seconds of its kernels, summed and as busy time, and of its exchanges alone."""
+    """Holds the prediction of one rank's step.
+
+    Attributes:
+        compute_s: seconds of its kernels, added up.
+        busy_s: seconds in which at least one kernel runs.
+        exchange_s: seconds of its exchanges, without waits.
+        peak_bytes: peak memory.
+        kernels_s: seconds of kernels by operation.
+    """
 
     compute_s: float
     busy_s: float
@@ -45,7 +57,14 @@ class PredictedRank(msgspec.Struct, frozen=True):
 
 
 class PredictedStep(msgspec.Struct, frozen=True):
-    """The prediction of a step, with its machine and the stages of the ranks."""
+    """Holds the prediction of a step.
+
+    Attributes:
+        where: describes the machine that the prediction is for.
+        step_s: seconds of the step.
+        ranks: the prediction of each rank.
+        stages: the stage name of each rank; empty: there are no stages.
+    """
 
     where: str
     step_s: float
@@ -64,7 +83,7 @@ def mark(predicted: float, measured: float, small: float = 0.0) -> str:
     """Formats the difference between a measured and a predicted value: "+3 %", or "+35 % <--" if it is large.
 
     Args:
-        small: a smaller difference is not marked.
+        small: an absolute difference below this is not marked.
     """
     if predicted <= 0:
         return "" if measured <= small else "not predicted <--"
@@ -73,16 +92,24 @@ def mark(predicted: float, measured: float, small: float = 0.0) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Returns an operation's layer: its name scope, of two levels at most; a gradient's is that of its forward."""
+    """Returns the layer of an operation, that is, its name scope up to two levels deep; (no scope) for none.
+
+    An operation of a gradient has the layer of its forward operation: "gradient_tape/a/b/MatMul/MatMul" and
+    "a/b/MatMul" are both in "a/b".
+    """
     parts = name.partition("/ReadVariableOp")[0].split("/")
-    if "gradient_tape" in parts:  # then follow the forward operation's name and the gradient's own
+    if "gradient_tape" in parts:  # the rest is the forward operation's name, then the gradient operation's
         parts = parts[parts.index("gradient_tape") + 1 :]
         parts = parts[:-1] if len(parts) > 2 else parts
     return "/".join(parts[: min(2, len(parts) - 1)]) or NO_SCOPE
 
 
 def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the seconds by layer, summed over ranks."""
+    """Returns {layer: seconds} of kernels, summed over ranks.
+
+    Args:
+        kernels_s: seconds of kernels by operation, for each rank.
+    """
     found: dict[str, float] = {}
     for one in kernels_s:
         for name, value in one.items():
@@ -91,7 +118,7 @@ def layers(kernels_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def report(predicted: PredictedStep, measured: Sequence[MeasuredRank]) -> str:
-    """Formats predicted beside measured figures."""
+    """Formats a text that sets predicted beside measured figures: the step, each rank, and layers, with a verdict."""
     each = sorted(measured, key=lambda m: m.rank)
     step_s = max(median(m.steps_s) for m in each)
     steps = len(each[0].steps_s)
@@ -125,7 +152,7 @@ def _row(name: str, predicted: float, measured: float, small: float = 0.0) -> st
 
 
 def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]:
-    """Formats a row for each layer, with kernels of all ranks; only operations that both sides have by name."""
+    """Formats a row for each layer with its kernels on all ranks; operations that only one side knows are left out."""
     alike = [_match_names(p.kernels_s, m.kernels_s) for p, m in zip(predicted.ranks, each)]
     ahead = layers(alike)
     real = layers([{n: m.kernels_s[n] for n in one} for m, one in zip(each, alike)])
@@ -147,8 +174,10 @@ def _layers(predicted: PredictedStep, each: Sequence[MeasuredRank]) -> list[str]
 
 
 def _match_names(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Returns predicted seconds by measured names, without the name of a micro-batch's call where it was not
-    measured.
+    """Returns the predicted seconds under the names that were measured.
+
+    A predicted operation inside of a micro-batch's call has the name of the call in front, which is removed if the
+    measurement lacks it.
     """
     found: dict[str, float] = {}
     for name, value in predicted.items():
@@ -164,7 +193,7 @@ def _short(name: str, limit: int = 26) -> str:
 
 
 def _verdict(predicted: PredictedStep, each: Sequence[MeasuredRank], step_s: float) -> str:
-    """Names in one line the main cause of the difference."""
+    """Formats one line that names the main cause of the difference between predicted and measured step."""
     off = step_s / predicted.step_s - 1
     lead = f"Predicted {format_seconds(predicted.step_s)}, measured {format_seconds(step_s)} ({100 * off:+.0f} %)"
     slowest = max(each, key=lambda m: median(m.steps_s))

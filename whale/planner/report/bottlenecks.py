@@ -1,10 +1,10 @@
-"""Finds what a traced run spent its time on, and what to do about the three things that cost most (`whale why`).
+"""Finds what a traced run spent its time on, and advises on the three largest costs (`whale why`).
 
 The time of each rank, from the start of the run to its last event, is divided among kinds that add up to it: what the
-script's thread is inside of (`wh.init`, a compilation, the wait for a batch, a checkpoint, a step), what comes before
-the first of these, and what lies between them. The time of a step is divided again: exchanges are under way and all
-of them wait for other ranks, or bytes move, or no exchange is under way. The trace does not tell whether a rank
-computed beside an exchange, so an exchange costs at most what is said of it.
+script's thread was doing (`wh.init`, a compilation, the wait for a batch, a checkpoint, a step), the time before the
+first of these, and the time between them. The time of a step is divided again: all exchanges under way wait for other
+ranks, or bytes move, or no exchange is under way. The trace does not tell whether a rank computed during an exchange,
+so that the cost stated for an exchange is an upper bound.
 
 Decision: 0163.
 """
@@ -23,11 +23,11 @@ from whale.errors import PlanError
 from whale.ir.plan_text import fit, format_bytes, format_seconds
 from whale.planner.report.measured_step import FIRST, Event
 
-TOP = 3
-_ONE_CAUSE = 0.6  # of all waits: the rank that others wait for so much is the one to look at
-_SAME = 0.05  # of a step: parts that differ by less on two ranks are taken for equal
-_EXCHANGE_TRACK = 100  # the op library's first track
-_BESIDE_STEPS = "host/"  # keys of what ranks tell each other beside steps
+TOP = 3  # number of costs that are reported
+_ONE_CAUSE = 0.6  # a rank is named as the cause if at least this part of all waits is for it
+_SAME = 0.05  # parts of a step that differ between ranks by less than this part of the step count as equal
+_EXCHANGE_TRACK = 100  # the first track of the op library's exchanges in a trace
+_BESIDE_STEPS = "host/"  # prefix of the keys of messages between ranks that belong to no step
 
 _OF_A_STEP = {"computes": "computing", "waits": "waiting", "moves": "moving", "input": "input", "script": "the script"}
 _WORDS = {
@@ -40,30 +40,37 @@ _WORDS = {
     "script": "the script itself, between the steps",
     "computes": "the steps compute",
 }
-# Of a script without steps of Whale's, as Horovod's are.
+# Cost and advice for a script that calls no step of Whale, such as a Horovod script.
 _OWN_STEPS = (
     "the script: its own steps, and all else between its exchanges",
-    "a trace has the exchanges of such a script alone: TensorFlow's profiler looks into its steps; the program written "
-    "for one device has a plan, and its steps in the trace (docs/guides/horovod.md)",
+    "a trace contains only the exchanges of such a script: profile its steps with TensorFlow's profiler, or run the "
+    "program written for one device, whose steps are in the trace (docs/guides/horovod.md)",
 )
 _ACTIONS = {
-    "before": "a longer run pays for it once; import less, and read data inside of the input pipeline",
+    "before": "it happens once per run, so it matters less in a longer run; import less, and read data in the input "
+    "pipeline",
     "init": "`whale doctor` looks for what slows the start; hosts should find each other's names at once",
-    "setup": "a longer run pays for it once; read data inside of the input pipeline",
+    "setup": "it happens once per run, so it matters less in a longer run; read data in the input pipeline",
     "end": "ranks wait here for the last one: give all ranks the same number of steps",
-    "input": "prefetch behind the last map, num_parallel_calls inside it, and `wh.shard`, by which each rank decodes "
-    "its own rows only (docs/guides/data.md)",
+    "input": "add prefetch after the last map, num_parallel_calls to the maps, and `wh.shard`, with which each rank "
+    "decodes only its own rows (docs/guides/data.md)",
     "checkpoint": "save less often (docs/guides/checkpoints.md)",
-    "script": "what stands beside the step in the loop: values read after each step, logs, callbacks; do it every "
-    "tenth step, or inside of the step",
-    "computes": "`whale plan -o plan.json`, then `whale show plan.json --analyze`, sets each layer's time beside what "
-    "is predicted; precision.compute_dtype=bfloat16 where the device has it; more ranks",
+    "script": "look at what else the training loop does (reading values, logs, callbacks): do it every tenth step, or "
+    "inside the step function",
+    "computes": "compare each layer with its prediction (`whale plan -o plan.json`, then `whale show plan.json "
+    "--analyze`), set precision.compute_dtype=bfloat16 if the device supports it, or use more ranks",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span of the script's thread; times in seconds since the start of the run, ``own_s`` without spans inside."""
+    """Represents one activity of the script's thread.
+
+    Attributes:
+        kind: "init", "compile", "step", "input", "checkpoint", "end", ...
+        start_s, end_s: seconds since the start of the run.
+        own_s: duration without the spans inside of this one.
+    """
 
     kind: str
     name: str
@@ -74,7 +81,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An exchange as one rank saw it; it waits until ``come_s``, when something of another rank has come."""
+    """Represents an exchange as one rank saw it.
+
+    Attributes:
+        kind: the operation, such as "AllReduce" or "Send".
+        key: what identifies the exchange on all ranks.
+        call: how often the exchange with that key was made before.
+        start_s, end_s: seconds since the start of the run.
+        come_s: when the first bytes of another rank arrived; until then the rank waited.
+        sent_bytes: bytes that this rank sent.
+    """
 
     rank: int
     kind: str
@@ -87,24 +103,26 @@ class Exchange:
 
     @property
     def meeting(self) -> tuple[str, str, int]:
-        """Returns what is equal on the ranks that met in it."""
+        """Returns a key that is equal for all ranks that took part in the same exchange; a receive has that of its
+        send.
+        """
         return ("Send" if self.kind == "Recv" else self.kind), self.key, self.call
 
 
 @dataclass(slots=True)
 class RankTime:
-    """The time of one rank.
+    """Holds how one rank spent its time.
 
     Attributes:
-        end_s: its last event.
-        kinds_s: seconds by kind, which add up to that.
-        calls_s: the seconds of each call of a program, by its name.
-        compiled: how often a program was compiled, by its name.
+        end_s: time of its last event.
+        kinds_s: seconds by kind, which add up to `end_s`.
+        calls_s: seconds of each call of a step function, by its name.
+        compiled: how often a step function was compiled, by its name.
         blamed_s: seconds that its steps waited, by the rank that came last.
-        staged_s: how much of that was for a tensor that another stage sends.
-        moved: seconds and bytes that moved inside of its steps, by key.
-        repeated: of a script with steps of its own, the exchange that it made most often: key, times, seconds from one
-            to the next (median).
+        staged_s: part of these seconds that was spent waiting for a tensor of another pipeline stage.
+        moved: (seconds, bytes) that moved during its steps, by key of the exchange.
+        repeated: if the script has steps of its own, its most frequent exchange: (key, number of times, median seconds
+            from one to the next).
     """
 
     end_s: float
@@ -118,18 +136,18 @@ class RankTime:
 
     @property
     def main_program(self) -> str:
-        """Returns the program that took most of the time; "" without any."""
+        """Returns the name of the step function that took most of the time; "": none was called."""
         return max(self.calls_s, key=lambda name: sum(self.calls_s[name]), default="")
 
     @property
     def later_calls(self) -> int:
-        """Returns the number of calls of all programs but their first ones."""
+        """Returns the number of calls of all step functions, not counting the first `FIRST` calls of each."""
         return sum(max(0, len(taken) - FIRST) for taken in self.calls_s.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A thing that takes time: seconds of a rank in the mean of all, what it is, and what to do about it."""
+    """Holds one cost of the run: its seconds as the mean over ranks, a description, and advice."""
 
     seconds: float
     what: str
@@ -137,23 +155,23 @@ class Cost:
 
 
 def format_costs(events: Sequence[Event], path: str, width: int) -> str:
-    """Formats where the time of a traced run went, and its largest costs with what to do about each.
+    """Formats where the time of a traced run went: its largest costs, with advice on each.
 
     Args:
-        events: of the trace, as `measured_step.read` returns them.
-        path: of the trace.
+        events: events of the trace, as `measured_step.read` returns them.
+        path: path of the trace.
         width: columns of the terminal.
 
     Raises:
-        PlanError: no rank had come to `wh.init` when the trace ended.
+        PlanError: no rank had reached `wh.init` when the trace ended.
     """
     ranks = divide_time(events)
     if not ranks:
         raise PlanError(
-            "nothing of the run's ranks is in the trace",
+            "the trace contains no events of the run's ranks",
             given=path,
             expected="a trace of ranks that have called wh.init()",
-            action="see how the run ended, and trace one that takes some steps",
+            action="check how the run ended, and trace a run that takes some steps",
         )
     whole_s = max(time.end_s for time in ranks.values())
     lines = [f"{path}: {_count(len(ranks), 'rank')}, {format_seconds(whole_s)}", *_describe_steps(ranks)]
@@ -167,7 +185,7 @@ def format_costs(events: Sequence[Event], path: str, width: int) -> str:
 
 
 def divide_time(events: Sequence[Event]) -> dict[int, RankTime]:
-    """Returns the time of each rank, divided among kinds."""
+    """Returns how each rank spent its time, by rank."""
     exchanges: dict[int, list[Exchange]] = defaultdict(list)
     arrived: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
     for exchange in _read_exchanges(events):
@@ -188,7 +206,7 @@ def divide_time(events: Sequence[Event]) -> dict[int, RankTime]:
         ordered = sorted(exchanges[rank], key=lambda exchange: exchange.start_s)
         _divide_steps(time, [span for span in spans if span.kind == "step"], ordered, last)
         inits = [span.end_s for span in spans if span.kind == "init"]
-        if not time.calls_s:  # a script with steps of its own, as Horovod's are
+        if not time.calls_s:  # a script that calls no step of Whale, such as a Horovod script
             _divide_stretch(time, max(inits, default=0.0), time.end_s, ordered, last)
             time.repeated = _find_repeated(ordered)
         elif inits:
@@ -199,7 +217,10 @@ def divide_time(events: Sequence[Event]) -> dict[int, RankTime]:
 
 
 def _find_repeated(exchanges: Sequence[Exchange]) -> tuple[str, int, float] | None:
-    """Returns the exchange that was made most often, how often, and how far apart; None where none was made thrice."""
+    """Returns (key, number of times, median seconds from one to the next) of the most frequent exchange.
+
+    None: no exchange was made often enough to tell.
+    """
     begun_s: dict[str, list[float]] = defaultdict(list)
     for exchange in exchanges:
         begun_s[exchange.key].append(exchange.start_s)
@@ -213,7 +234,12 @@ def _find_repeated(exchanges: Sequence[Exchange]) -> tuple[str, int, float] | No
 def _divide_steps(
     time: RankTime, steps: Sequence[Span], ordered: Sequence[Exchange], last: Mapping[tuple[str, str, int], int]
 ) -> None:
-    """Adds the time of a rank's steps: first calls, computation, waits and moves."""
+    """Adds the time of a rank's steps to `time`: first calls, computation, waits, and moving bytes.
+
+    Args:
+        ordered: the rank's exchanges by start.
+        last: meeting -> the rank that arrived last.
+    """
     seen: dict[str, int] = defaultdict(int)
     for step in steps:
         program = step.name.rpartition(" ")[0]
@@ -232,7 +258,9 @@ def _divide_stretch(
     ordered: Sequence[Exchange],
     last: Mapping[tuple[str, str, int], int],
 ) -> float:
-    """Adds what exchanges wait and move in a stretch of a rank's time; returns the seconds of both."""
+    """Adds the waits and moving bytes of exchanges in a stretch of a rank's time to `time`; returns the seconds of
+    both.
+    """
     first = bisect.bisect_left(ordered, begin_s, key=lambda exchange: exchange.start_s)
     inside = ordered[first : bisect.bisect_right(ordered, end_s, key=lambda exchange: exchange.start_s)]
     exchanged_s = 0.0
@@ -255,9 +283,13 @@ def _divide_stretch(
 
 
 def _sweep(exchanges: Sequence[Exchange], until_s: float) -> Iterator[tuple[float, float, Exchange, bool]]:
-    """Yields stretches of time with exchanges, in order, under way: from, to, one of them, and whether bytes move.
+    """Yields the stretches of time with at least one exchange under way, as (start, end, exchange, whether bytes move).
 
-    It is one in which bytes move, where there is one, else the one that began first.
+    The exchange is one whose bytes move, or else the one that began first.
+
+    Args:
+        exchanges: the exchanges by start.
+        until_s: later times are cut off.
     """
     times = sorted({min(t, until_s) for e in exchanges for t in (e.start_s, e.come_s, e.end_s)})
     coming = iter(exchanges)
@@ -274,7 +306,7 @@ def _sweep(exchanges: Sequence[Exchange], until_s: float) -> Iterator[tuple[floa
 
 
 def list_costs(ranks: Mapping[int, RankTime]) -> list[Cost]:
-    """Returns what takes time, the largest cost first."""
+    """Returns the costs of the run, largest first."""
 
     def mean(kind: str) -> float:
         return statistics.fmean(time.kinds_s.get(kind, 0.0) for time in ranks.values())
@@ -294,14 +326,14 @@ def _describe_compilation(ranks: Mapping[int, RankTime], seconds: float) -> Cost
         return Cost(
             seconds,
             f"steps are compiled, {name} {times} times",
-            "a step is compiled for each shape, type and Python value that it is called with: give it batches of one "
-            "size (drop_remainder=True), and tensors in the place of numbers",
+            "a step is compiled for each shape, type and Python value that it is called with: pass batches of one "
+            "size (drop_remainder=True), and tensors instead of Python numbers",
         )
     return Cost(
         seconds,
         f"steps are compiled ({_count(sum(time.compiled.values()), 'program')})",
-        "plans and lowered steps are kept for later runs, unless the key mesh.plan_cache says otherwise; once a run, "
-        "so that it counts for less in a longer one",
+        "it happens once per run, so it matters less in a longer run; later runs reuse the plans and lowered steps, "
+        "unless mesh.plan_cache turns that off",
     )
 
 
@@ -310,7 +342,7 @@ def _describe_first_calls(ranks: Mapping[int, RankTime], seconds: float) -> Cost
     return Cost(
         seconds,
         f"the first {FIRST} calls of {_count(len(programs), 'program')}",
-        "TensorFlow optimises a function when it is first called; it counts for less in a longer run",
+        "TensorFlow optimises a function when it is first called; this matters less in a longer run",
     )
 
 
@@ -327,8 +359,8 @@ def _describe_moves(ranks: Mapping[int, RankTime], seconds: float) -> Cost:
         seconds,
         f"bytes move between the ranks: {format_bytes(sent_bytes / (calls or len(ranks)))} {_unit(ranks)} from each, "
         f"most of the time in {most!r}",
-        "communication.wire_dtype=bfloat16 sends half of it, `wh.split` leaves large weights where they are, more rows "
-        "a step make it rarer; `whale plan` lists what moves, largest first",
+        "communication.wire_dtype=bfloat16 halves the bytes, `wh.split` shards large weights instead of moving them, "
+        "larger batches exchange less often; `whale plan` lists what moves, largest first",
     )
 
 
@@ -343,20 +375,26 @@ def _describe_waits(ranks: Mapping[int, RankTime], seconds: float) -> Cost:
         return Cost(
             seconds,
             "stages wait for each other's tensors: the bubble of the pipeline",
-            "more micro-batches (pipeline.micro_batches), another schedule, or other cuts (docs/guides/pipeline.md)",
+            "set more micro-batches (pipeline.micro_batches), another schedule, or other stage boundaries "
+            "(docs/guides/pipeline.md)",
         )
     slow = max(blamed, key=lambda rank: blamed[rank], default=None)
     if slow is None or blamed[slow] < _ONE_CAUSE * whole_s:
         return Cost(
             seconds,
-            "ranks wait for each other in turn, now for one and then for another",
-            "other programs on the machine do that, and more ranks than cores: `whale doctor` says whether it is busy",
+            "ranks wait for each other in turn: no single rank is the cause",
+            "check for other programs on the machine, and for more ranks than cores: `whale doctor` says whether the "
+            "machine is busy",
         )
     return Cost(seconds, *_explain_slow_rank(ranks, slow, blamed[slow] / whole_s))
 
 
 def _explain_slow_rank(ranks: Mapping[int, RankTime], slow: int, part: float) -> tuple[str, str]:
-    """Returns why ranks wait for one, and what to do: the part of a step in which it takes longer than they do."""
+    """Explains why ranks wait for rank `slow`, and what to do: finds the part of a step that takes longer there.
+
+    Args:
+        part: fraction of all waits that are for this rank.
+    """
     others = [time for rank, time in ranks.items() if rank != slow]
 
     def each(time: RankTime, kind: str) -> float:
@@ -370,7 +408,7 @@ def _explain_slow_rank(ranks: Mapping[int, RankTime], slow: int, part: float) ->
     what = f"the ranks wait for rank {slow} ({part:.0%} of all waits)"
     step_s = sum(each(ranks[slow], kind) for kind in _OF_A_STEP)
     if more[kind] < _SAME * step_s:
-        return what, f"rank {slow} takes no longer in any part of a step: look at how it is connected to the others"
+        return what, f"rank {slow} takes no longer than others in any part of a step: check its network connection"
     figures = (
         f"{format_seconds(each(ranks[slow], kind))} {_unit(ranks)}, the others "
         f"{format_seconds(statistics.fmean(each(time, kind) for time in others))}"
@@ -378,23 +416,24 @@ def _explain_slow_rank(ranks: Mapping[int, RankTime], slow: int, part: float) ->
     if kind == "computes":
         return (
             f"{what}, which computes {figures}",
-            f"what runs where rank {slow} is (`whale doctor`, `top`)? if its device is slower, give it fewer rows: "
-            "batch.shares, or mesh.auto_parallel, which measures the ranks (docs/tutorials/unequal_devices.md)",
+            f"check what else runs on the host of rank {slow} (`whale doctor`, `top`); if its device is slower, give "
+            "it fewer rows: batch.shares, or mesh.auto_parallel, which measures the ranks "
+            "(docs/tutorials/unequal_devices.md)",
         )
     if kind == "input":
-        return f"{what}, whose batches take {figures}", f"look at where rank {slow} reads from; {_ACTIONS['input']}"
+        return f"{what}, whose batches take {figures}", f"check where rank {slow} reads from; {_ACTIONS['input']}"
     return (
         f"{what}, whose script takes {figures} beside its steps",
-        f"what rank {slow} alone does between steps (logs, files, `if wh.rank() == {slow}`) holds all ranks up: do it "
+        f"what only rank {slow} does between steps (logs, files, `if wh.rank() == {slow}`) delays all ranks: do it "
         "less often, or in a thread",
     )
 
 
 def _describe_steps(ranks: Mapping[int, RankTime]) -> list[str]:
-    """Returns lines about the calls of programs: how many, how long, and what a call is made of."""
+    """Formats lines about the calls of the step function: how many, how long, and which parts a call has."""
     first = next(iter(ranks.values()))
     if not first.calls_s:
-        lines = ["No step of Whale's was called: what the script computes counts as its own time."]
+        lines = ["The script called no step function of Whale: what it computes counts as time of the script."]
         if first.repeated is not None:
             key, times, apart_s = first.repeated
             lines.append(f"It exchanged {key!r} {times:,} times, once in {format_seconds(apart_s)} (median).")
@@ -418,7 +457,7 @@ def _describe_steps(ranks: Mapping[int, RankTime]) -> list[str]:
 
 
 def _read_spans(events: Sequence[Event]) -> dict[int, list[Span]]:
-    """Returns the spans of each rank's thread that takes its steps; a span that never ended ends with the trace."""
+    """Returns the spans of the thread that takes the steps, for each rank; an unfinished span ends with the trace."""
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
     begun: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # [event, seconds of spans inside of it]
     end_s: dict[int, float] = defaultdict(float)
@@ -462,7 +501,9 @@ def _read_exchanges(events: Sequence[Event]) -> Iterator[Exchange]:
 
 
 def _unit(ranks: Mapping[int, RankTime]) -> str:
-    """Returns what figures of a rank are of: a call of a step, or the run where the script has steps of its own."""
+    """Returns the unit of a rank's figures: "a call" of a step function, or "in all" if the script has steps of its
+    own.
+    """
     return "a call" if any(time.later_calls for time in ranks.values()) else "in all"
 
 

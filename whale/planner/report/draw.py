@@ -1,4 +1,4 @@
-"""Draws plans: a simulated timeline as a Chrome trace, and one self-contained page."""
+"""Draws the plan of a described model: its simulated timeline as a Chrome trace, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from whale.planner.report.sliders import sliders
 
 
 def trace(plan: PlanFile) -> str:
-    """Returns the timeline, in us, for ui.perfetto.dev or chrome://tracing: a row per stage, an event per pass."""
+    """Returns the simulated timeline as JSON for ui.perfetto.dev or chrome://tracing: a row per stage, an event per
+    pass.
+    """
     _, machines, found = plan.evaluate()
     events: list[dict[str, object]] = []
     for index, stage in enumerate(plan.strategy.stages):
@@ -54,30 +56,32 @@ def trace(plan: PlanFile) -> str:
     return json.dumps({"traceEvents": events})
 
 
-DRAWN = 60_000  # passes of a timeline at most; a longer one is drawn from its start
-CURVES = 24  # stages whose memory is drawn
-POINTS = 160  # of a curve
+DRAWN = 60_000  # most passes of a timeline that are drawn, from its start
+CURVES = 24  # most stages whose memory is drawn
+POINTS = 160  # about how many points a curve has
 
 
 COMPUTE_COLOUR, LOST_COLOUR = "var(--k)", "color-mix(in srgb, var(--k) 50%, var(--w))"
 
 
 def page(plans: Sequence[Mapping[str, Any]]) -> str:
-    """Returns one self-contained HTML page of plans: each with timeline, waterfall, memory, layers, stages; of several,
+    """Returns one self-contained HTML page for one or several plans.
+
+    Each plan has a timeline, a waterfall chart of the step's parts, memory, layers and stages; several plans also have
     their steps side by side.
 
     Args:
-      plans: what `describe_page` and `draw_captured.describe_page` return of each, and its "name".
+        plans: for each plan what `describe_page` or `draw_captured.describe_page` returns, and its "name".
     """
     text = json.dumps(plans, separators=(",", ":"), sort_keys=True).replace("</", "<\\/")
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("/*DATA*/null", text)
 
 
 def describe_page(plan: PlanFile, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the data of a described model's plan for its page.
+    """Returns the data that `page` draws for a described model's plan.
 
     Args:
-      measured: a measured step (see whale.planner.report.measured_step).
+        measured: a measured step to draw below the predicted one (see whale.planner.report.measured_step).
     """
     model, machines, found = plan.evaluate()
     strategy = plan.strategy
@@ -152,10 +156,10 @@ def _cards(plan: PlanFile, found: Evaluation) -> list[tuple[str, str, str]]:
 def _tracks(
     plan: PlanFile, found: Evaluation, times: Timeline
 ) -> tuple[list[list[tuple[int, float, float, str]]], float, str]:
-    """Returns the passes of each stage, for the timeline.
+    """Returns what the timeline draws for each stage.
 
     Returns:
-      (per stage its passes as (kind, start, end, text), the seconds that are drawn, and a caption).
+        (per stage its passes as (kind, start, end, text), the seconds from the step's start that are drawn, a caption).
     """
     strategy = plan.strategy
     orders = make_schedule(strategy.schedule, len(strategy.stages), strategy.chunks, strategy.micro_batches)
@@ -188,7 +192,10 @@ def _tracks(
 
 
 def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]]:
-    """Returns the parts by which the step is longer than the ideal one; they add up to the step."""
+    """Returns the bars of the waterfall chart, from the ideal step on; as (name, seconds, colour, explanation).
+
+    The seconds add up to the step.
+    """
     parts = show.parts_of(found)
     ideal = min(plan.bound_s, parts["compute"])
     return [
@@ -206,7 +213,7 @@ def _fall(plan: PlanFile, found: Evaluation) -> list[tuple[str, float, str, str]
 
 
 def _map_layers(plan: PlanFile) -> list[int]:
-    """Returns the stage of each layer."""
+    """Returns the stage number of each layer, in layer order."""
     where = {}
     for index, stage in enumerate(plan.strategy.stages):
         for low, high in stage.layers:
@@ -235,7 +242,11 @@ def _heat(plan: PlanFile, found: Evaluation) -> list[tuple[str, list[float], lis
 
 
 def _format_cell(value: float, text: str) -> str:
-    """Formats a value of a layer: seconds where ``text`` is empty, a count of what it names, or by a pattern."""
+    """Formats a cell of the heat map of layers.
+
+    Args:
+        text: empty for seconds, a format string such as "{:.2f} GiB", or a noun to count, such as "device".
+    """
     if not text:
         return format_seconds(value)
     return text.format(value) if "{" in text else format_count(round(value), text)
@@ -265,7 +276,9 @@ _SECONDS = ("forward", "backward", "send", "reduce")
 
 
 def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) -> list[list[Any]]:
-    """Returns a row for each part of a stage; what is the stage's is in the first."""
+    """Returns the table rows of a stage, one per device group; cells that are the same for the whole stage are in the
+    first.
+    """
     stage, cost = plan.strategy.stages[index], found.stages[index]
     layers = ", ".join(f"{low}-{high - 1}" for low, high in stage.layers)
     seconds = (sum(cost.forward_s), sum(cost.backward_s), cost.send_s, cost.reduce_s)
@@ -288,7 +301,7 @@ def _stage(plan: PlanFile, machines: Machines, found: Evaluation, index: int) ->
 def _memory(
     plan: PlanFile, machines: Machines, found: Evaluation, tasks: Tasks, times: Timeline
 ) -> list[dict[str, Any]]:
-    """Returns the memory over time of one device of each stage (of some stages, if there are many)."""
+    """Returns curves of memory over time, one for the fullest device of each stage (at most `CURVES` stages)."""
     stages = plan.strategy.stages
     step = max(1, -(-len(stages) // CURVES))
     rows = []

@@ -1,4 +1,4 @@
-"""Draws a captured program's plan as the page of `draw`: each rank's activity and memory over time, layers over the
+"""Draws the plan of a captured program for the page of `draw`: ranks' timelines and memory, and layers over the
 mesh.
 """
 
@@ -28,22 +28,22 @@ KINDS = ("forward", "backward", "bytes move", "update and other", "an exchange w
 _COLOURS = ("--f", "--b", "--c", "--u", "--wait")
 FORWARD, BACKWARD, MOVES, OTHER, WAITS = range(5)
 _MEMORY = (("variables, inputs, buffers", "--m1"), ("during the step", "--m4"))
-MOST_SPANS = 20_000  # drawn; the shortest are left out
-POINTS = 400  # of a curve
-COLUMNS = 96  # layers drawn at most
-MOVES = 14  # rows of what moves
+MOST_SPANS = 20_000  # most spans that are drawn; the shortest are left out
+POINTS = 400  # about how many points a curve has
+COLUMNS = 96  # most layers that are drawn
+MOVES = 14  # rows of the table of what moves
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The data of a captured plan's page.
+    """Holds what the page of a captured plan is drawn from.
 
     Attributes:
-      program: normalised, as it was planned.
-      prediction: with timelines; alone_s: of the same program on one of its ranks.
-      limits_bytes: memory of each rank; where: the machine of the prediction.
-      sliders: step times with exchanges or ranks that are faster or slower (see whale.planner.report.sliders).
-      likely_s: nine of ten such steps lie between; None: none were compared on such a machine.
+      program: the normalised program that was planned. prediction: the predicted step, with timelines. alone_s:
+          predicted seconds of a step of the same program on one of its ranks. limits_bytes: memory of each rank. where:
+          describes the machine of the prediction. sliders: step times with faster or slower exchanges and ranks (see
+          whale.planner.report.sliders); None: too large. likely_s: interval in which nine of ten such steps lie; None:
+          no steps were compared on such a machine.
     """
 
     plan: Plan
@@ -57,10 +57,10 @@ class Drawn:
 
 
 def describe_page(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the data of a program's plan for `whale.planner.report.draw.page`.
+    """Returns the data that `whale.planner.report.draw.page` draws for a captured program's plan.
 
     Args:
-      measured: a measured step (see whale.planner.report.measured_step).
+      measured: a measured step to draw below the predicted one (see whale.planner.report.measured_step).
     """
     plan, found = drawn.plan, drawn.prediction
     ranks = _names(plan, len(found.ranks))
@@ -118,7 +118,7 @@ def describe_page(drawn: Drawn, measured: Mapping[str, Any] | None = None) -> di
 
 
 def trace(drawn: Drawn) -> str:
-    """Returns the timeline for ui.perfetto.dev: a process per rank, with tracks of kernels and of exchanges."""
+    """Returns the timeline as JSON for ui.perfetto.dev: a process per rank, with tracks of kernels and of exchanges."""
     events: list[dict[str, object]] = []
     for rank, (timeline, (name, stage)) in enumerate(
         zip(drawn.prediction.timelines, _names(drawn.plan, len(drawn.prediction.ranks)))
@@ -173,14 +173,15 @@ def _limit(drawn: Drawn, full: Sequence[float | None]) -> str:
     stage = _names(drawn.plan, len(drawn.prediction.ranks))[rank][1]
     where = f"rank {rank}" + f", which has {stage}," * bool(stage)
     known = [f for f in full if f is not None]
-    # What no kernel hides are mostly waits for other ranks, which no network shortens.
+    # Exposed communication is mostly waiting for other ranks, which a faster network does not shorten.
     network_s = min(communication, drawn.prediction.ranks[rank].exchange_s)
     return describe_limit(name, most_s, step_s, where, network_s, max(known) if known else None)
 
 
 def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
-    """Returns the parts of the step's time, starting with one rank's step divided by the ranks; they add up to the
-    step.
+    """Returns the bars of the waterfall chart, as (name, seconds, colour, explanation); the seconds add up to the step.
+
+    The first bar is one rank's step alone divided by the number of ranks.
     """
     found = drawn.prediction
     rank = _slowest(found)
@@ -203,7 +204,7 @@ def _fall(drawn: Drawn) -> list[tuple[str, float, str, str]]:
 
 
 def _measure_exposed_s(timeline: Timeline) -> float:
-    """Returns the seconds in which exchanges run while no kernel does."""
+    """Returns the seconds in which an exchange is under way and no kernel runs."""
     marks = sorted(
         [(s.start_s, 1, s.exchange) for s in timeline.spans] + [(s.end_s, -1, s.exchange) for s in timeline.spans]
     )
@@ -218,7 +219,7 @@ def _measure_exposed_s(timeline: Timeline) -> float:
 
 
 def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]:
-    """Returns the timeline spans of each rank: (kind, start, end, text, lane, lanes)."""
+    """Returns the timeline spans of each rank, as (kind, start, end, text, lane, number of lanes)."""
     at = levels(drawn.program)
     timelines = drawn.prediction.timelines
     shown = sorted((s for t in timelines for s in t.spans), key=lambda s: s.start_s - s.end_s)[:MOST_SPANS]
@@ -233,7 +234,7 @@ def _tracks(drawn: Drawn) -> list[list[tuple[int, float, float, str, int, int]]]
         for lane, span in [*kernels, *((threads, s) for _, s in exchanges)]:
             text = f"{span.name} ({span.op})"
             kind, come_s = _kind(span, at.forward, at.backward), span.start_s
-            if span.exchange and span.seconds:  # of other ranks it has waited for that long
+            if span.exchange and span.seconds:  # the exchange itself; before it, the rank waited for others
                 come_s = min(span.end_s, span.start_s + max(0.0, span.end_s - span.start_s - span.seconds))
                 if come_s - span.start_s >= least_s:
                     track.append((WAITS, short(span.start_s), short(come_s), text, lane, lanes))
@@ -247,7 +248,7 @@ def _kind(span: Span, forward: Mapping[str, int], backward: Mapping[str, int]) -
         return MOVES
     name = span.name
     while name not in forward and name not in backward and "/" in name:
-        name = name.partition("/")[2]  # calls of micro-batches stand in front
+        name = name.partition("/")[2]  # remove the name of the micro-batch's call in front
     return FORWARD if name in forward else BACKWARD if name in backward else OTHER
 
 
@@ -264,7 +265,9 @@ def _moves(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _layers(drawn: Drawn) -> list[str]:
-    """Returns the name scopes that compute or communicate, in program order; if too many, those that compute most."""
+    """Returns the layers (name scopes) to draw, in program order: those that compute or communicate, at most
+    `COLUMNS`.
+    """
     time_s, moved = _time_s(drawn), _count_moved(drawn.plan)
     order = list(dict.fromkeys(layer_of(n.name) for n in drawn.program.nodes if n.outputs))
     order = [name for name in order if time_s.get(name) or moved.get(name)]
@@ -273,21 +276,21 @@ def _layers(drawn: Drawn) -> list[str]:
 
 
 def _time_s(drawn: Drawn) -> dict[str, float]:
-    """Returns the seconds of kernels by layer, summed over ranks."""
+    """Returns {layer: seconds} of kernels, summed over ranks."""
     known = {node.name for node in drawn.program.nodes}
     found: defaultdict[str, float] = defaultdict(float)
     for timeline in drawn.prediction.timelines:
         for span in timeline.spans:
             if not span.exchange:
                 name = span.name
-                while name not in known and "/" in name:  # calls of micro-batches stand in front
+                while name not in known and "/" in name:  # remove the name of the micro-batch's call in front
                     name = name.partition("/")[2]
                 found[layer_of(name if name in known else span.name)] += span.seconds
     return found
 
 
 def _count_moved(plan: Plan) -> dict[str, int]:
-    """Returns the bytes communicated by the layer that produces them."""
+    """Returns {layer: bytes} communicated of tensors that the layer produces."""
     found: Counter[str] = Counter()
     for r in (*plan.reshards, *(plan.inner.reshards if plan.inner is not None else ())):
         found[layer_of(r.ref.node)] += r.bytes
@@ -301,7 +304,7 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
     rows = []
     axes = [("ranks", plan)] if plan.inner is None else [("groups", plan), ("ranks of a group", plan.inner)]
     for name, of in axes:
-        # A node is divided along rows (its scope computes each row once) or along its tensors, or is on every rank.
+        # A node is divided by rows of the batch, or along another dimension, or replicated on every rank.
         divided = _describe_divided(of, drawn.program)
         batch = [divided.get(layer, (0.0, 0.0))[0] for layer in layers]
         other = [divided.get(layer, (0.0, 0.0))[1] for layer in layers]
@@ -327,8 +330,9 @@ def _heat(drawn: Drawn, layers: Sequence[str]) -> list[tuple[str, list[float], l
 
 
 def _describe_divided(plan: Plan, program: Program) -> dict[str, tuple[float, float]]:
-    """Returns, by layer, the shares of its nodes with divided rows, and of those divided otherwise or summed over
-    ranks.
+    """Returns, for each layer, two fractions of its nodes: those divided by rows, and those divided otherwise.
+
+    Nodes whose result is a partial sum count as divided otherwise.
     """
     counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, s in plan.strategies.get("", {}).items():
@@ -338,7 +342,9 @@ def _describe_divided(plan: Plan, program: Program) -> dict[str, tuple[float, fl
 
 
 def _way(s: Strategy) -> int:
-    """Returns 0 if a strategy divides rows, 1 if it divides another dimension, 2 if it divides nothing."""
+    """Returns 1 if a strategy divides a dimension other than rows or gives partial sums, 0 if it divides rows only,
+    else 2.
+    """
     placed = s.inputs + s.outputs
     if any(isinstance(p, Shard) and p.dim for p in placed):
         return 1
@@ -348,7 +354,7 @@ def _way(s: Strategy) -> int:
 
 
 def _explain(plan: Plan, program: Program, layer: str) -> str:
-    """Describes the layout of most of a layer's nodes."""
+    """Lists the most frequent layouts of a layer's nodes, one per line, for the page's tooltip."""
     found = Counter(
         f"{program.by_name[name].op} {'on the first rank' if s.once else s}"
         for name, s in plan.strategies.get("", {}).items()
@@ -358,7 +364,11 @@ def _explain(plan: Plan, program: Program, layer: str) -> str:
 
 
 def _rank(drawn: Drawn, rank: int, name: str, where: str, stages: bool) -> list[Any]:
-    """Returns a row of the table of ranks, with its stage if the plan has ``stages``."""
+    """Returns a row of the table of ranks.
+
+    Args:
+        where: the rank's stage; drawn if ``stages``, that is, if the plan has stages.
+    """
     found, timeline = drawn.prediction.ranks[rank], drawn.prediction.timelines[rank]
     sizes = (float(found.resident_bytes), float(found.peak_bytes - found.resident_bytes))
     parts = [(kind, size, colour) for (kind, colour), size in zip(_MEMORY, sizes)]

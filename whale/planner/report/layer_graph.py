@@ -1,4 +1,4 @@
-"""Draws a captured plan's layers as a graph: which reads which, how each is divided, what moves between them."""
+"""Draws a captured plan's layers as a graph: which layer reads which, how each is divided, what moves between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whale.planner.report.analysis import NO_SCOPE, layer_of
 if TYPE_CHECKING:
     import networkx
 
-ACROSS = 6  # boxes of a line; layers of one generation that are more stand on several lines
+ACROSS = 6  # most boxes in a line; more layers of the same depth are drawn on several lines
 _BACKWARD = ("gradient_tape", "gradients")  # scopes of tf.GradientTape and of tf.gradients
 
 
@@ -24,17 +24,17 @@ def describe_layer_graph(
     seconds: Mapping[str, float],
     texts: Mapping[str, str],
 ) -> dict[str, Any] | None:
-    """Returns the boxes and arrows of the page's graph of layers; None: there are not two layers that read each other.
+    """Returns the boxes and arrows of the page's graph of layers; None: no layer reads another one.
 
-    Layers are name scopes of the forward pass, and operations that are in no scope, or in one that has layers in it.
-    Those of which each reads the other's results share a box. A layer stands a line below the last of those that it
-    reads; in a line, near what it reads.
+    Layers are name scopes of the forward pass, and single operations that are in no scope, or in a scope that contains
+    other layers. Layers that read each other's results share a box. A layer stands one line below the lowest layer that
+    it reads, and within its line near the layers that it reads.
 
     Args:
-      step: operations and tensors (see `whale.planner.report.plan_graph`).
-      kept: the scopes that are drawn; arrows lead past the others.
-      seconds: of kernels, by layer; the chain of layers that takes longest is marked.
-      texts: what is said of a layer under the mouse.
+        step: the graph of operations and tensors (see `whale.planner.report.plan_graph`).
+        kept: the scopes to draw; arrows bypass the others.
+        seconds: seconds of kernels by layer; the chain of layers that takes the longest is marked.
+        texts: the tooltip of each layer.
     """
     import networkx
 
@@ -48,7 +48,7 @@ def describe_layer_graph(
     order = {name: place for place, name in enumerate(layers)}
     members = {box: sorted(graph.nodes[box]["members"], key=order.__getitem__) for box in graph}
     time_s = {box: sum(seconds.get(name, 0.0) for name in members[box]) for box in graph}
-    # Its weights stand on arrows: the first layer's time counts with the arrow out of it.
+    # networkx weights arrows, not boxes: an arrow gets the time of its end, and those from a first layer also its time.
     weights = ((a, b, time_s[b] + (0.0 if graph.pred[a] else time_s[a])) for a, b in graph.edges)
     graph.add_weighted_edges_from(weights, weight="seconds")
     longest = networkx.dag_longest_path(graph, weight="seconds")
@@ -82,7 +82,9 @@ def describe_layer_graph(
 
 
 def _find_forward(step: networkx.DiGraph) -> set[str]:
-    """Finds the operations that no gradient leads to, and that lead to gradients, if there are any."""
+    """Returns the operations of the forward pass: no gradient precedes them and, if there are gradients, one depends on
+    them.
+    """
     import networkx
 
     order = list(networkx.topological_sort(step))
@@ -98,10 +100,10 @@ def _find_forward(step: networkx.DiGraph) -> set[str]:
 
 
 def _find_layers(forward: Collection[str]) -> dict[str, str]:
-    """Finds the layer of each operation.
+    """Returns the layer of each operation.
 
-    Operations of no scope, or of a scope with layers in it, are layers of their own: half of a program's layers would
-    read them together, and be read by them.
+    Operations in no scope, or in a scope that contains other layers, are layers of their own: together they would read,
+    and be read by, half of the program's layers.
     """
     scopes = {name: layer_of(name) for name in forward}
     outer = {scope[:at] for scope in scopes.values() for at, sign in enumerate(scope) if sign == "/"} | {NO_SCOPE}
@@ -109,7 +111,7 @@ def _find_layers(forward: Collection[str]) -> dict[str, str]:
 
 
 def _join_layers(step: networkx.DiGraph, layer: Mapping[str, str]) -> networkx.DiGraph:
-    """Makes a graph of layers: its arrows have the bytes of the tensors, and the changes of layout on the way."""
+    """Returns a graph of layers; an arrow has the bytes of the tensors, and their changes of layout on the way."""
     import networkx
 
     layers = networkx.DiGraph()
@@ -128,7 +130,7 @@ def _add_tensors(layers: networkx.DiGraph, before: str, after: str, size: int, r
 
 
 def _pass_by(layers: networkx.DiGraph, dropped: Collection[str]) -> None:
-    """Removes layers: what they read leads on to what reads them."""
+    """Removes layers from the graph in place, and connects the layers before each of them with the layers after it."""
     for name in sorted(dropped):
         for before in list(layers.pred[name]):
             for after in list(layers.succ[name]):
@@ -140,7 +142,11 @@ def _pass_by(layers: networkx.DiGraph, dropped: Collection[str]) -> None:
 
 
 def _place(graph: networkx.DiGraph, order: Mapping[int, int]) -> tuple[dict[int, tuple[float, int]], int]:
-    """Returns each box's place, in boxes from the middle and lines from the top, and the number of lines."""
+    """Returns the position of each box, (columns from the middle, lines from the top), and the number of lines.
+
+    Args:
+        order: place of each box in the program; orders boxes that read equal ones.
+    """
     import networkx
 
     places: dict[int, tuple[float, int]] = {}
@@ -157,8 +163,10 @@ def _place(graph: networkx.DiGraph, order: Mapping[int, int]) -> tuple[dict[int,
 
 
 def _measure_divided(operations: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Returns the parts of a layer's work, or of its elements where it has none, that ranks divide by rows, and those
-    that they divide by other dimensions or sum.
+    """Returns two fractions of a layer's work: what ranks divide by rows, and what they divide by other dimensions or
+    sum.
+
+    Work is FLOPs, or elements of results if the layer has no FLOPs.
     """
     works = any(one["flops"] for one in operations)
     rows = others = total = 0.0
@@ -178,7 +186,11 @@ def _count_elements(shape: Sequence[int | None] | None) -> int:
 def _describe_tensors(
     layers: networkx.DiGraph, before: Sequence[str], after: Sequence[str]
 ) -> tuple[str, dict[str, int]]:
-    """Returns (the bytes of the tensors from the layers of one box to those of another, their changes of layout)."""
+    """Returns the bytes of the tensors between two boxes, and how often each change of layout occurs on the way.
+
+    Args:
+        before, after: the layers of either box.
+    """
     size, changes = 0, defaultdict[str, int](int)
     for a in before:
         for b in after:

@@ -1,6 +1,6 @@
 """Draws a step measured by `whale run --trace` below the predicted one: what ranks did, and when they waited.
 
-read        reads the events of a trace, also one cut off by the run's end
+read        reads the events of a trace, also of one that the end of the run cut off
 step_drawn  returns the step of median duration as a timeline of the page
 """
 
@@ -19,12 +19,12 @@ from whale.planner.report.page_parts import short, side_by_side
 
 KINDS = ("the script's step", "waits for other ranks", "bytes move")
 STEP, WAITS, MOVES = range(3)
-FIRST = 2  # steps that compile, or fill caches
+FIRST = 2  # first calls of a step function, which compile or fill caches
 Event = Mapping[str, Any]
 
 
 def read(path: Path) -> list[Event]:
-    """Reads the events of a trace, one per line; of a trace that was cut off, all complete events.
+    """Reads the events of a trace file, one per line; incomplete lines, as at the end of an aborted run, are skipped.
 
     Raises:
       PlanError: the file is not a trace.
@@ -46,12 +46,12 @@ def read(path: Path) -> list[Event]:
 
 
 def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[str, Any]:
-    """Returns the timeline of one step: of the program with the largest total time, the call of median duration after
-    the first.
+    """Returns the timeline of one measured step for the page.
+
+    The step is the call of median duration, without the first ones, of the step function that took the most time.
 
     Args:
-      path: of the trace, for messages.
-      predicted_s: the predicted seconds of a step.
+      path: path of the trace, for messages. predicted_s: the predicted seconds of a step.
 
     Raises:
       PlanError: no step of the trace was run by all of its ranks.
@@ -90,7 +90,9 @@ def step_drawn(events: Sequence[Event], path: str, predicted_s: float) -> dict[s
 
 
 def _steps(events: Sequence[Event]) -> dict[tuple[int, str], tuple[float, float]]:
-    """Returns the begin and end of each rank's steps, in microseconds, by (rank, "train_step 12")."""
+    """Returns (begin, end) of each rank's steps in microseconds, by (rank, name of the step such as "train_step
+    12").
+    """
     begun: dict[tuple[int, int], list[tuple[str, float, str]]] = defaultdict(list)
     found = {}
     for e in events:
@@ -106,10 +108,14 @@ def _steps(events: Sequence[Event]) -> dict[tuple[int, str], tuple[float, float]
 def _track(
     events: Sequence[Event], rank: int, step_us: tuple[float, float], begin_us: float, end_us: float
 ) -> list[tuple[int, float, float, str, int, int]]:
-    """Returns a rank's spans: the step in the upper lane, its exchanges below.
+    """Returns the spans of one rank in a step: the step in the upper lane, its exchanges below.
+
+    Args:
+      step_us: the rank's own step, (begin, end) in microseconds. begin_us, end_us: the part of the trace to draw: the
+          step on all ranks.
 
     Returns:
-      (kind, start, end, text, lane, lanes) of each span.
+      (kind, start, end, text, lane, number of lanes) of each span.
     """
     spans = []
     for e in events:

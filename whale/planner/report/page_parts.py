@@ -1,8 +1,8 @@
-"""Makes parts of a plan's page that pages of described models and of programs share.
+"""Makes the parts of a plan's page that described models and captured programs share.
 
-* Grids of ranks for each stage, rows and columns named by axes: ``mesh_of_plan`` for a script's plan, and
-  ``mesh_of_strategy`` for a described model's: replicas by tensor ranks, for each kind of devices of a stage.
-* Sentences: what limits a step, and what its likely seconds are.
+* Grids of ranks for each stage, with rows and columns named by mesh axes: ``mesh_of_plan`` for a script's plan, and
+  ``mesh_of_strategy`` for a described model's plan (replicas by tensor-parallel ranks, per device group).
+* Sentences: what limits a step, and between which seconds it probably lies.
 * Lanes for overlapping spans of a timeline, and rounded numbers.
 """
 
@@ -18,8 +18,8 @@ from whale.ir.plan import Plan, StageGroup
 from whale.ir.plan_text import format_seconds
 from whale.ir.strategy import ParallelStrategy
 
-CELLS, COLUMNS = 64, 16  # of a grid that are drawn
-GRIDS = 16  # drawn
+CELLS, COLUMNS = 64, 16  # most cells and columns of a grid that are drawn
+GRIDS = 16  # most grids that are drawn
 _LIMITS = {
     "compute": "Computing limits this step: kernels of {where} take {share} of it.",
     "communication": "Communication limits this step: in {share} of it {where} only sends, sums and waits.",
@@ -30,11 +30,12 @@ _LIMITS = {
 
 
 def mesh_of_plan(plan: Plan, full: Sequence[float | None] = ()) -> dict[str, Any]:
-    """Returns a grid for each stage group, or one for all ranks: columns along the longer one of two axes, or the last
-    of several, rows along the others.
+    """Returns a grid of ranks for each stage group of a captured plan, or one for all ranks.
+
+    Columns run along the longer one of two mesh axes, or the last one of more; rows run along the other axes.
 
     Args:
-      full: of each rank's memory, the part in use; (): not known.
+        full: fraction of each rank's memory that is in use, None where unknown; (): unknown.
     """
     groups = plan.stage_groups or (StageGroup("", plan.mesh_ranks, ()),)
     grids = []
@@ -47,11 +48,11 @@ def mesh_of_plan(plan: Plan, full: Sequence[float | None] = ()) -> dict[str, Any
 
 
 def mesh_of_strategy(strategy: ParallelStrategy, names: Sequence[str], full: Sequence[float]) -> dict[str, Any]:
-    """Returns a grid for each stage's pool of devices, labelled by the pools' ``names``; ranks are numbered stage by
-    stage.
+    """Returns a grid of ranks for each device group of a described model's plan; ranks are numbered stage by stage.
 
     Args:
-      full: of a device's memory, the part in use, for each part of each stage.
+        names: name of each pool.
+        full: fraction of a device's memory in use, for each device group of each stage.
     """
     grids: list[dict[str, Any]] = []
     first = 0
@@ -72,7 +73,9 @@ def _card(grids: list[dict[str, Any]], filled: bool) -> dict[str, Any]:
 
 
 def _grid(name: str, axes: Sequence[Axis], ranks: Sequence[int], full: Mapping[int, float | None]) -> dict[str, Any]:
-    """Returns a grid: its rows as (label, cells), its cells as (rank, its place on the axes, memory in use)."""
+    """Returns the data of one grid; a row is (label, cells), a cell is (rank, its coordinates as text, memory in
+    use).
+    """
     sizes = [axis.size for axis in axes]
     across = 0 if len(axes) == 2 and sizes[0] > sizes[1] else len(axes) - 1
     down = [at for at in range(len(axes)) if at != across]
@@ -99,7 +102,9 @@ def _grid(name: str, axes: Sequence[Axis], ranks: Sequence[int], full: Mapping[i
 
 
 def _format_use(full: Sequence[float | None]) -> str:
-    """Describes how much of their memory the ranks of a grid use: narrow cells have no room for it."""
+    """Formats the range of memory in use over the ranks of a grid, whose cells are too narrow to say it; "":
+    unknown.
+    """
     known = [part for part in full if part is not None]
     if not known:
         return ""
@@ -110,14 +115,15 @@ def _format_use(full: Sequence[float | None]) -> str:
 def describe_limit(
     part: str, seconds: float, step_s: float, where: str, communication_s: float, full: float | None
 ) -> str:
-    """Returns a sentence or three: what takes most of the step, what a faster network could save, and how full devices
+    """Returns one to three sentences: what takes most of the step, what a faster network could save, how full devices
     are.
 
     Args:
-      part: a key of ``_LIMITS``; seconds: of the step that it takes.
-      where: the stage or the rank that takes longest.
-      communication_s: of sending and summing that no kernel hides, without waits for others.
-      full: the fullest device's memory in use, of its limit; None: there is no limit.
+        part: the part of the step that takes longest, a key of ``_LIMITS``.
+        seconds: the seconds of this part.
+        where: the stage or rank that takes longest.
+        communication_s: seconds of sends and sums that no kernel hides, without waits for others.
+        full: fraction of the fullest device's memory that is in use; None: there is no limit.
     """
     found = [_LIMITS[part].format(where=where, share=f"{seconds / step_s:.0%}")]
     if part != "communication":
@@ -131,15 +137,24 @@ def describe_limit(
 
 
 def describe_likely(likely_s: tuple[float, float] | None, compared_with: str) -> str:
-    """Returns the interval of the seconds of a step in words, and what it comes of."""
+    """Describes in words the interval in which a step probably lies, and which comparison that comes from.
+
+    Args:
+        likely_s: the interval in seconds; None: nothing was compared.
+        compared_with: the kind of steps that predictions were compared with.
+    """
     if likely_s is None:
-        return "how far it may be off is not known: no steps of this kind were compared"
+        return "the error of this prediction is unknown: no measured steps of this kind were compared with predictions"
     low, high = map(format_seconds, likely_s)
     return f"likely {low} to {high}, as nine of ten {compared_with}"
 
 
 def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
-    """Returns each span, ordered by start, with the first free lane, and the number of lanes."""
+    """Assigns each span the first lane that is free at its start; returns [(lane, span)] and the number of lanes.
+
+    Args:
+        spans: spans ordered by start.
+    """
     ends: list[float] = []
     found = []
     for span in spans:
@@ -152,5 +167,5 @@ def side_by_side(spans: Sequence[Span]) -> tuple[list[tuple[int, Span]], int]:
 
 
 def short(seconds: float) -> float:
-    """Rounds to six digits, which suffice for a page."""
+    """Rounds a number to six significant digits, to keep the page small."""
     return float(f"{seconds:.6g}")

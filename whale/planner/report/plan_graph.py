@@ -1,4 +1,4 @@
-"""Presents the plan of a step as a networkx graph, for users' analysis and drawing."""
+"""Presents the plan of a step as a networkx graph, for analysis and drawing by users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPlan(Plan):
-    """The plan of a step, with the step's operations beside it.
+    """The plan of a step together with the step's program; `wh.plan` returns it.
 
     Attributes:
       step: the normalised program that the plan is for, with global shapes.
@@ -26,18 +26,22 @@ class StepPlan(Plan):
     step: Program = field(default_factory=lambda: Program("", ()))
 
     def graph(self) -> networkx.DiGraph:
-        """Returns the step's operations, and the tensors that they hand on, as a ``networkx.DiGraph``.
+        """Returns a ``networkx.DiGraph`` of the step's operations and the tensors between them.
 
-        Nodes are names of operations. Their attributes: ``op`` (its type), ``scope`` (the scopes it was built under),
-        ``flops`` (of a step, on one device), ``shapes`` and ``dtypes`` of its results, ``layouts`` (for each mesh axis,
-        those of its results: "S(0)[4,4]" sharded along dimension 0, "B" replicated, "P(sum)" partial, "O" on the first
-        rank only) and ``moved_bytes`` (what all ranks together send to give its results other layouts).
+        Nodes are names of operations, with these attributes:
+          op: the operation's type, such as "MatMul".
+          scope: the scopes of `wh.split` and others that it was built under.
+          flops: FLOPs of the operation in a step, as on one device.
+          shapes, dtypes: global shapes and types of its results.
+          layouts: for each mesh axis, the layouts of its results: "S(0)[4,4]" sharded along dimension 0, "B"
+            replicated, "P(sum)" a partial sum, "O" on the first rank only.
+          moved_bytes: what all ranks together send to reshard its results.
 
-        Edges lead from an operation to one that reads its results. Their attributes: ``bytes`` of these tensors, and
-        ``resharded``: the changes of layout before they are read, for example ["data: P(sum) -> B"], of which one may
-        serve several readers. Edges of order alone have 0 bytes.
+        An edge leads from an operation to one that reads its results, with these attributes:
+          bytes: size of these tensors; 0 for a control dependency.
+          resharded: the reshards between the two, such as ["data: P(sum) -> B"]; one reshard may serve several readers.
 
-        Bodies of loops and branches are not part of it; their operations are one node each, as in the program.
+        A loop or a branch is one node; operations of its body are not in the graph.
         """
         import networkx  # takes half a second, and no step of a run needs it
 
@@ -76,13 +80,13 @@ class StepPlan(Plan):
 
 
 def add_step(plan: Plan, step: Program) -> StepPlan:
-    """Returns the plan with the program that it is for."""
+    """Returns the plan together with the program that it is for."""
     own: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(Plan)}
     return StepPlan(**own, step=step)
 
 
 def _list_axes(plan: Plan) -> dict[str, Plan]:
-    """Returns the plan of each mesh axis by the axis' name, from the outermost in."""
+    """Returns {mesh axis: plan} from the outermost axis to the innermost."""
     found: dict[str, Plan] = {}
     one: Plan | None = plan
     while one is not None:
@@ -92,7 +96,7 @@ def _list_axes(plan: Plan) -> dict[str, Plan]:
 
 
 def _count_moved_bytes(plans: Iterable[Plan]) -> Counter[str]:
-    """Counts the bytes that are sent of each operation's results, by its name."""
+    """Returns {operation: bytes} that ranks send to reshard the operation's results."""
     counts: Counter[str] = Counter()
     for plan in plans:
         for change in plan.reshards:

@@ -1,10 +1,10 @@
-"""Writes and reads plan files: JSON, sorted, deterministic; `plan.schema.json` is the schema.
+"""Writes and reads plan files: JSON with sorted keys, deterministic; `plan.schema.json` is the schema.
 
-Every file contains the strategy, its prediction and who chose it (`PlanRecord`). The plan of a described model contains
-its cluster and the request, so that it can be evaluated, re-bound and checked anywhere; its devices are virtual: a
-stage names pools of the cluster. The plan of a program contains the layout of each of its tensors, and the script, or
-description, of the program. `format_version` is major.minor: another major is refused, unknown fields of a newer minor
-are ignored.
+Every file contains the strategy, its prediction, and who chose it (`PlanRecord`). The plan of a described model also
+contains its cluster and the request, so that it can be evaluated, checked and bound to other devices anywhere; its
+devices are virtual, as a stage only names pools of the cluster. The plan of a captured program also contains the layout
+of each of its tensors, and the name of the script or the description of the model. `format_version` is major.minor: a
+file of another major version is refused, unknown fields of a newer minor version are ignored.
 """
 
 from __future__ import annotations
@@ -33,13 +33,18 @@ from whale.planner.analytic_search.plan_check import check
 from whale.planner.evaluate import Evaluator, ModelEvaluator
 
 SCHEMA = Path(__file__).with_name("plan.schema.json")
-SLOWER, LACKING = 6, 3  # alternatives of a plan file at most: slower ones, then ones that do not fit
-SIMPLER = 2  # of them that are simpler than the plan, beside the simplest
+SLOWER, LACKING = 6, 3  # most alternatives in a plan file: slower ones, and ones that do not fit
+SIMPLER = 2  # how many of them are simpler than the plan, in addition to the simplest one
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another strategy, and why it lost: the seconds by which it is slower, the bytes that it lacks, or why it is
-    invalid.
+    """Holds another strategy, and why it was not chosen.
+
+    Attributes:
+        slower_s: seconds by which its step is longer than the plan's; None: not predicted, or the strategy does not
+            fit.
+        lacking_bytes: bytes of memory that the fullest rank lacks; None: the strategy fits.
+        refused: why the strategy is invalid; empty: it is valid.
     """
 
     strategy: ParallelStrategy
@@ -49,7 +54,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Describes why the strategy lost."""
+        """Describes in a few words why the strategy was not chosen."""
         if self.refused:
             return self.refused
         if self.lacking_bytes is not None:
@@ -61,13 +66,17 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class PlanFile(PlanRecord, frozen=True, kw_only=True):
-    """A plan with its request, strategy, prediction and alternatives.
+    """Holds the content of a plan file: request, strategy, prediction and alternatives.
 
     Attributes:
-        cluster: None: the plan is of a script, without a cluster.
-        description: of a model whose step is captured; transformer, table: of one that formulas evaluate.
-        bound_s: a lower bound of the step time of any strategy; 0: not known.
-        cut: what ended the search before it had looked at all it would; empty: nothing.
+        cluster: the cluster that was planned for; None: the plan is of a script, without a cluster.
+        software: name or path of the training stack that formulas assume.
+        description: text that describes a model whose step is captured as a program; empty: there is none.
+        transformer: a model that formulas evaluate; None: another kind of model.
+        table: a model of measured layers; None: another kind of model.
+        bound_s: a lower bound of the step time of any strategy; 0: unknown.
+        cut: what ended the search early, such as "the budget"; empty: it ran to its end.
+        alternatives: strategies that were not chosen, with reasons.
     """
 
     cluster: Cluster | None = None
@@ -87,7 +96,11 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
             PlanError: the plan has no prediction.
         """
         if self.predicted is None:
-            raise PlanError("the plan's step was not predicted", expected="predicted")
+            raise PlanError(
+                "the plan has no predicted step time",
+                expected="a plan file with the field `predicted`",
+                action="plan the script for a machine: `whale plan --measured FILE` or `--cluster FILE`",
+            )
         return self.predicted.step_s
 
     @property
@@ -95,39 +108,53 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         """Returns the devices of the plan's cluster.
 
         Raises:
-            PlanError: it names no cluster.
+            PlanError: the plan has no cluster.
         """
         if self.cluster is None:
-            raise PlanError("the plan names no cluster", expected="cluster")
+            raise PlanError(
+                "the plan contains no cluster",
+                expected="a plan that was made with --cluster",
+                action="plan again: `whale plan --cluster FILE ...`",
+            )
         return Machines(self.cluster)
 
     def model(self, machines: Machines) -> Model:
-        """Returns the described transformer or the measured tables; PlanError if the plan names neither."""
+        """Returns the described or measured model on the given machines; raises PlanError if the plan has neither."""
         if self.transformer is not None:
             return TransformerModel(self.transformer, stack(self.software), machines)
         if self.table is None:
-            raise PlanError("the plan names no model", expected="transformer or table")
+            raise PlanError(
+                "the plan contains no described or measured model",
+                expected="a plan that was made with --describe or --profile",
+                action="plan again: `whale plan --describe gpt:layers=... --cluster FILE`",
+            )
         return TableModel(self.table, stack(self.software), machines)
 
     def evaluator(self) -> Evaluator:
-        """Returns the evaluator of the described model's strategies; raises PlanError if the plan names no model."""
+        """Returns an evaluator of strategies for the described or measured model; raises PlanError if the plan has
+        neither.
+        """
         machines = self.machines
         return ModelEvaluator(self.model(machines), machines)
 
     def evaluate(self) -> tuple[Model, Machines, Evaluation]:
-        """Simulates a described model's strategy again; returns its model, machines and evaluation.
+        """Evaluates the strategy of a described model again; returns the model, the machines and the evaluation.
 
         Raises:
-            PlanError: the strategy is invalid for this model on this cluster; its simulation might never end.
+            PlanError: the strategy is invalid for this model and cluster, so that its simulation might never end.
         """
         machines = self.machines
         model = self.model(machines)
         if wrong := check(model, machines, self.strategy, self.batch):
-            raise PlanError("the plan is not one of its model and cluster", found="; ".join(wrong[:5]))
+            raise PlanError(
+                "the plan's strategy is not valid for the plan's own model and cluster",
+                found="; ".join(wrong[:5]),
+                action="plan the model again: the file was edited, or made by another version",
+            )
         return model, machines, evaluate(model, machines, self.strategy)
 
     def prediction(self) -> Prediction | None:
-        """Returns the prediction of a step: of a described model evaluated now, of a program as it was planned.
+        """Returns the prediction of a step: evaluated now for a described model, as stored in the plan for a program.
 
         Raises:
             PlanError: the strategy is invalid for the described model on its cluster.
@@ -138,10 +165,14 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         return prediction_of(found, self.strategy, machines, model.stack)
 
     def check_ranks(self, path: str, ranks: int) -> None:
-        """Compares the ranks that the plan is for with those that run.
+        """Checks that as many ranks run as the plan is for.
+
+        Args:
+            path: path of the plan file, for the error.
+            ranks: number of ranks that run.
 
         Raises:
-            PlanError: they are others.
+            PlanError: the numbers differ.
         """
         planned = self.strategy.ranks
         if planned == ranks:
@@ -158,7 +189,9 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
         )
 
     def problems(self) -> list[str]:
-        """Lists the errors of a described model's plan, found independently of the search; empty: none."""
+        """Returns the errors of a described model's plan, found independently of the search; an empty list: it is valid
+        and fits.
+        """
         machines = self.machines
         model = self.model(machines)
         wrong = check(model, machines, self.strategy, self.batch)
@@ -166,7 +199,8 @@ class PlanFile(PlanRecord, frozen=True, kw_only=True):
             return wrong
         for index, stage in enumerate(evaluate(model, machines, self.strategy).stages):
             if stage.lacking_bytes > 0:
-                wrong.append(f"stage {index} does not fit: it lacks {format_bytes(stage.lacking_bytes)}")
+                lacking = format_bytes(stage.lacking_bytes)
+                wrong.append(f"stage {index} does not fit: a device lacks {lacking} of memory")
         return wrong
 
 
@@ -179,8 +213,10 @@ def from_search(
     table: LayerProfile | None,
     planner: str = "whale",
 ) -> PlanFile:
-    """Creates the plan file of a search's result, with simpler alternatives, the best of each shape, and those that
-    nearly fit.
+    """Creates the plan file of a search's result.
+
+    Alternatives are some simpler strategies, the best of each other shape (stages, degrees, rows, recompute, ZeRO,
+    offload), and strategies that nearly fit.
     """
     best = found.evaluation.step_s
     used = stack(software) if transformer is None else stack_of(stack(software), transformer)
@@ -219,12 +255,12 @@ def from_search(
 def from_program(
     plan: Plan, cluster: Cluster | None = None, description: str = "", alternatives: Sequence[Alternative] = ()
 ) -> PlanFile:
-    """Creates the plan file of a program.
+    """Creates the plan file of a captured program.
 
     Args:
-        cluster: the cluster of the plan, or of its prediction.
-        description: of the model that the step trains, if there is no script.
-        alternatives: other strategies that `auto_parallel` tried.
+        cluster: the cluster that the plan, or its prediction, is for; None: this machine.
+        description: text that describes the model, if there is no script.
+        alternatives: other strategies that `auto_parallel` evaluated.
     """
     record = msgspec.structs.asdict(plan.record())
     return PlanFile(**record, cluster=cluster, description=description, alternatives=tuple(alternatives))
@@ -244,7 +280,7 @@ def schema() -> dict[str, Any]:
 
 
 def dumps(plan: PlanFile) -> bytes:
-    """Serialises a plan: the same bytes for the same plan."""
+    """Serialises a plan to JSON; equal plans give equal bytes."""
     return file_text(plan)
 
 
@@ -254,10 +290,13 @@ def save(plan: PlanFile, path: str | Path) -> None:
 
 
 def loads(data: bytes, origin: str = "<text>") -> PlanFile:
-    """Parses a plan file's text.
+    """Parses the content of a plan file.
+
+    Args:
+        origin: name of the source, for errors.
 
     Raises:
-        PlanError: it is not a plan, has another major version, or its layouts of a program are invalid.
+        PlanError: the data are no plan, have another major version, or contain invalid layouts.
     """
     try:
         found = record_from_text(data, PlanFile)
@@ -276,7 +315,7 @@ def loads(data: bytes, origin: str = "<text>") -> PlanFile:
 
 
 def load(path: str | Path) -> PlanFile:
-    """Reads a plan file; raises PlanError if it is missing, is not a plan file, or has another major version."""
+    """Reads a plan file; raises PlanError if it is missing, is no plan file, or has another major version."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

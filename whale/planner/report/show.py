@@ -1,4 +1,4 @@
-"""Formats plans as text: one screen, one stage, or the difference between two plans."""
+"""Formats plans as text: a plan on one screen, a layer's explanation, or the difference between two plans."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ from whale.planner.analytic_search.simplicity import TIE, find_front, measure_co
 from whale.planner.report.planfile import Alternative, PlanFile
 
 BAR = 10  # characters of a bar
-_SHOWN_GIB = 0.1  # of memory; less has a unit of its own
-PASSES = 18  # of a stage that are printed
-CHANGES = 16  # stages that are printed of a difference
-SAME_S = 5e-5  # what two plans differ by at most without being said to differ: half of the last digit printed
-ROWS = 24  # stages printed at most; others are summed up in runs of equal ones
-REASON = 40  # characters of why an alternative lost, beside which its name stands
-WIDTH = 120  # characters of a line, where no terminal says how many it has
-LONG_SEQUENCE = 1 << 17  # positions from which on context parallelism is worth a word
-TIED = 0.01  # part of a step from which on the sum of tied weights is worth a line
-ROUNDING = 1e-6  # part of a step below which two are equally long
+_SHOWN_GIB = 0.1  # less memory than this is printed in a smaller unit
+PASSES = 18  # most passes of a stage that are printed
+CHANGES = 16  # most changed stages that are printed
+SAME_S = 5e-5  # parts of a step that differ by less count as equal: half of the last digit printed
+ROWS = 24  # most rows of a table of stages or ranks
+REASON = 40  # most characters of the column that says why an alternative lost
+WIDTH = 120  # characters of a line if the terminal does not say its width
+LONG_SEQUENCE = 1 << 17  # tokens from which on a hint to context parallelism is printed
+TIED = 0.01  # part of a step from which on the all-reduce of tied weights is printed
+ROUNDING = 1e-6  # steps that differ by a smaller part count as equal
 
 
 def terminal_width() -> int:
-    """Returns the number of characters per line of the terminal, or COLUMNS."""
+    """Returns the width of the terminal (or COLUMNS) in characters, at least 60."""
     return max(60, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 @dataclass(frozen=True)
 class _Page:
-    """The parts of a page that differ between kinds of plans, as lines of text.
+    """Holds the parts of the screen that differ between described models and captured programs, as lines of text.
 
     Attributes:
-        model, devices: what is trained, and on what.
-        speed: beside the seconds of a step.
-        of: the steps that the likely ones were compared with.
+        model: the line that says what is trained.
+        devices: the line that says on what.
+        speed: text after the seconds of a step, such as rows per second.
+        of: the kind of steps that predictions were compared with.
         bound: what takes most of the step.
-        found: what a step takes; None: nobody predicted it.
+        found: the prediction of a step; None: the plan has none.
         tables: sections that follow the first lines.
-        layouts: the layouts of a program's tensors, and what is communicated.
-        last: the last line, which says what will happen.
+        layouts: layouts of a program's tensors, and its communication; (): a described model.
+        last: the last line, which sums the plan up.
     """
 
     model: str
@@ -75,7 +76,12 @@ class _Page:
 
 
 def show(plan: PlanFile, width: int = WIDTH) -> str:
-    """Returns one screen: model, devices, step time by parts, a row per stage, schedule, alternatives, a last line."""
+    """Formats a plan for one screen: model, devices, step time by parts, a table of stages or ranks, schedule,
+    alternatives.
+
+    Args:
+        width: characters per line.
+    """
     page = _describe_model(plan, width) if plan.program is None else _describe_program(plan, width)
     lines = [page.model, page.devices]
     if plan.cluster is not None and (overridden := list(plan.cluster.list_overridden())):
@@ -105,7 +111,7 @@ def show(plan: PlanFile, width: int = WIDTH) -> str:
 
 
 def alternatives_table(alternatives: Sequence[Alternative], width: int = WIDTH) -> list[str]:
-    """Formats a row for each strategy that lost, with the reason."""
+    """Formats a row for each strategy that was not chosen, with the reason."""
     lines = ["", "alternatives that lost"] if alternatives else []
     most = min(REASON, max((len(one.reason) for one in alternatives), default=0))
     for one in alternatives:
@@ -115,7 +121,7 @@ def alternatives_table(alternatives: Sequence[Alternative], width: int = WIDTH) 
 
 
 def _describe_model(plan: PlanFile, width: int) -> _Page:
-    """Returns the page of a described model's plan, whose strategy is evaluated again."""
+    """Returns the parts of the screen for a described model's plan, whose strategy is evaluated again."""
     model, machines, found = plan.evaluate()
     strategy = plan.strategy
     speed = f", {plan.batch / found.step_s:,.1f} rows/s"
@@ -125,7 +131,7 @@ def _describe_model(plan: PlanFile, width: int) -> _Page:
     if found.tied_s >= TIED * found.step_s:
         tables.append(
             [
-                f"tied       the first and the last stage sum the gradients of the weights that they share: "
+                f"tied       the first and the last stage all-reduce the gradients of their tied weights: "
                 f"{format_seconds(found.tied_s)} ({found.tied_s / found.step_s:.0%} of the step)"
             ]
         )
@@ -138,12 +144,10 @@ def _describe_model(plan: PlanFile, width: int) -> _Page:
     if strategy.context > 1:
         each = -(-model.sequence // strategy.context)
         text = f"context    {strategy.context} ranks divide the {model.sequence:,} tokens of a row, {each:,} each; "
-        tables.append([text + "keys and values go round among them"])
+        tables.append([text + "keys and values are passed around among them"])
     elif model.sequence >= LONG_SEQUENCE:
-        text = (
-            f"context    attention has all {model.sequence:,} positions of a sequence on one rank; `--set context=2` "
-        )
-        tables.append([text + "plans with ranks that divide them"])
+        text = f"context    attention has all {model.sequence:,} tokens of a row on one rank; `--set context=2` "
+        tables.append([text + "plans with 2 ranks that divide them"])
     return _Page(
         model=f"model      {model.name}, {model.count} layers, batch {plan.batch}",
         devices=_devices(machines),
@@ -158,7 +162,7 @@ def _describe_model(plan: PlanFile, width: int) -> _Page:
 
 
 def compared_with(model: Model, strategy: ParallelStrategy, machines: Machines) -> str:
-    """Says with which steps predictions were compared, and where none was like this one."""
+    """Describes the measured steps from which the likely interval comes, and says if none of them was of this kind."""
     others = not_compared(model.stack, strategy, machines)
     if not others:
         return "published steps"
@@ -171,7 +175,7 @@ def _devices(machines: Machines) -> str:
 
 
 def _describe_program(plan: PlanFile, width: int) -> _Page:
-    """Returns the page of a program's plan, which adds the tensors' layouts and the communication."""
+    """Returns the parts of the screen for a captured program's plan, with layouts of tensors and communication."""
     program = plan.plan
     assert program is not None
     found, strategy = plan.predicted, plan.strategy
@@ -186,7 +190,7 @@ def _describe_program(plan: PlanFile, width: int) -> _Page:
         name, most = max(found.parts_s.items(), key=lambda e: e[1])
         slowest = max(range(len(found.ranks)), key=lambda rank: found.ranks[rank].end_s)
         bound = f"{name} of rank {slowest} ({most / found.step_s:.0%} of the step)"
-    # Where a step is predicted, its peak is the one figure for memory.
+    # The prediction's peak replaces the plan's own estimate of memory, so that one figure is printed.
     told = replace(program, predicted=None, memory={} if found is not None else program.memory)
     last = format_prediction(program, found)[-1] if found is not None else ""
     return _Page(
@@ -224,7 +228,7 @@ def rank_table(plan: PlanFile, found: Prediction, width: int = WIDTH) -> list[st
 
 
 def details(plan: PlanFile, width: int = WIDTH) -> list[str]:
-    """Formats a row for each layer of a described model, or each operation of a program."""
+    """Formats a row for each layer of a described model, or for each operation of a program."""
     program = plan.plan
     return layer_table(plan) if program is None else list_op_rows(program, width)
 
@@ -235,7 +239,10 @@ def _describe_speed(plan: PlanFile, found: Evaluation) -> float:
 
 
 def parts_of(found: Evaluation) -> dict[str, float]:
-    """Returns the step's seconds by activity of the busiest stage; they add up to the step."""
+    """Returns the step's seconds by activity (compute, communication, bubble, update) of the busiest stage.
+
+    The seconds add up to the step.
+    """
     return {
         "compute": found.compute_s,
         "communication": found.send_s + found.reduce_s,
@@ -245,13 +252,13 @@ def parts_of(found: Evaluation) -> dict[str, float]:
 
 
 def bound_by(found: Evaluation) -> str:
-    """Names the activity that takes most of the step, and its stage."""
+    """Formats which activity takes most of the step, in which stage, and its share."""
     name, most = max(parts_of(found).items(), key=lambda e: e[1])
     return f"{name} of stage {found.busiest} ({most / found.step_s:.0%} of the step)"
 
 
 def stage_table(plan: PlanFile, machines: Machines, found: Evaluation, width: int = WIDTH) -> list[str]:
-    """Formats a row for every part of a stage, at most ``width`` characters wide; consecutive equal stages share one
+    """Formats a row for each device group of a stage, at most ``width`` characters wide; equal neighbours share a
     row.
     """
     head = ["stage", "layers", "devices", "DPxTP", "rows", "params", "recompute", "memory"]
@@ -282,8 +289,12 @@ def _group_alike(strategy: ParallelStrategy, found: Evaluation, a: int, b: int) 
 
 
 def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, first: int, end: int) -> list[list[str]]:
-    """Returns the cells of consecutive equal stages: a row for each part; cells about the stage are in the first
+    """Returns the table rows of consecutive equal stages, one per device group; the stage's own cells are in the first
     row.
+
+    Args:
+        name: text of the column "stage".
+        first, end: numbers of the stages, `end` exclusive.
     """
     stage, cost, count = plan.strategy.stages[first], found.stages[first], end - first
     lead = [name, str(stage.count) if count == 1 else f"{count} x {stage.count}"]
@@ -299,7 +310,7 @@ def _rows(name: str, plan: PlanFile, machines: Machines, found: Evaluation, firs
 
 
 def _format_parameters(count: float) -> str:
-    """Formats a number of parameters in its own unit: 1.52 G, 12.6 M, 98.3 k."""
+    """Formats a number of parameters with a unit that suits its size: 1.52 G, 12.6 M, 98.3 k."""
     for unit, size, digits in (("G", 1e9, 2), ("M", 1e6, 1), ("k", 1e3, 1)):
         if count >= size:
             return f"{count / size:.{digits}f} {unit}"
@@ -307,11 +318,13 @@ def _format_parameters(count: float) -> str:
 
 
 def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, apart: int) -> list[str]:
-    """Formats a table; if lines would be longer than `width`, several tables that repeat the first column.
+    """Formats a table; if lines would be longer than `width`, several tables that each repeat the first column.
 
     Args:
+        head: names of the columns.
+        rows: cells of each row.
         left: names of the columns that are aligned on the left.
-        apart: number of the column that a second table begins with, if there is one.
+        apart: number of the column that begins the second table, if the table has to be divided.
     """
     sizes = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     groups, used = [[0]], sizes[0]
@@ -332,7 +345,7 @@ def columns(head: list[str], rows: list[list[str]], left: Set[str], width: int, 
 
 
 def memory_bar(used_bytes: float, limit_bytes: float) -> str:
-    """Formats the use of a device's memory, as a bar and in figures."""
+    """Formats how much of a device's memory is in use, as a bar and in figures."""
     full = min(BAR, round(BAR * used_bytes / limit_bytes))
     bar = f"[{'#' * full}{'.' * (BAR - full)}]"
     if used_bytes < _SHOWN_GIB * 2**30:
@@ -341,7 +354,9 @@ def memory_bar(used_bytes: float, limit_bytes: float) -> str:
 
 
 def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
-    """Formats the use of the hosts' memory: for each pool the host with the highest use."""
+    """Formats how much of the hosts' memory offloaded state takes: a line per pool, for its host with the highest
+    use.
+    """
     strategy, most = plan.strategy, dict[int, float]()
     for stage in strategy.stages:
         for part in stage.parts:
@@ -356,7 +371,9 @@ def host_lines(plan: PlanFile, model: Model, machines: Machines) -> list[str]:
 
 
 def schedule_lines(strategy: ParallelStrategy) -> list[str]:
-    """Formats the order of passes on the first stages: F and B with their micro-batch."""
+    """Formats the order of passes on the first and last stages, such as F0 F1 B0: forward or backward, and the
+    micro-batch.
+    """
     if len(strategy.stages) == 1:
         if strategy.micro_batches == 1:
             return ["schedule   the whole batch at once, gradients summed at the end"]
@@ -376,13 +393,15 @@ def schedule_lines(strategy: ParallelStrategy) -> list[str]:
 
 
 def _name_chunk(chunk: int) -> str:
-    """Returns a chunk's letters: a to z, then aa, ab, ..."""
+    """Returns the letters that name a model chunk: a to z, then aa, ab, ..."""
     before, last = divmod(chunk, len(ascii_lowercase))
     return (ascii_lowercase[before - 1] if before else "") + ascii_lowercase[last]
 
 
 def layer_table(plan: PlanFile) -> list[str]:
-    """Formats a row for each layer: its stage, seconds of a micro-batch on its slowest device, and its memory there."""
+    """Formats a row for each layer: stage, and on its slowest device seconds of a micro-batch, parameters and
+    memory.
+    """
     model, _, found = plan.evaluate()
     rows = [f"{'layer':>6} {'stage':>6} {'forward':>10} {'backward':>10} {'params':>10} {'kept of a micro-batch':>22}"]
     of = {
@@ -408,7 +427,7 @@ def layer_table(plan: PlanFile) -> list[str]:
 
 
 def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
-    """Formats the last line, which says what will happen."""
+    """Formats the last line of the screen, which sums up the plan and its step."""
     parts = parts_of(found)
     share = ", ".join(f"{name} {value / found.step_s:.0%}" for name, value in parts.items() if value > 0)
     strategy = plan.strategy
@@ -423,12 +442,17 @@ def last_line(plan: PlanFile, machines: Machines, found: Evaluation) -> str:
 
 
 def explain_layer(plan: PlanFile, layer: int) -> str:
-    """Explains one layer of a described model: its stage, the reason, and what moving it to the neighbours would
+    """Explains one layer of a described model: its stage, why it is there, and what moving it to a neighbour would
     cost.
     """
     model, machines, found = plan.evaluate()
     if not 0 <= layer < model.count:
-        raise PlanError("there is no such layer", given=layer, expected=f"0 to {model.count - 1}")
+        raise PlanError(
+            "there is no such layer",
+            given=f"layer {layer}",
+            expected=f"0 to {model.count - 1}",
+            action="give the number of a layer of the model (`whale show -v` lists them)",
+        )
     index = next(i for i, s in enumerate(plan.strategy.stages) if any(low <= layer < high for low, high in s.layers))
     stage, cost = plan.strategy.stages[index], found.stages[index]
     lines = [
@@ -462,7 +486,9 @@ def explain_layer(plan: PlanFile, layer: int) -> str:
 
 
 def list_simpler(plan: PlanFile) -> list[str]:
-    """Says by how much the plans that are simpler were slower, a line for each, and what was faster by too little."""
+    """Formats a line for each simpler alternative, with how much slower it is, and for faster ones that are less
+    simple.
+    """
     others = [(one.slower_s, measure_complexity(one.strategy), one.strategy) for one in plan.alternatives
               if one.slower_s is not None]  # fmt: skip
     told = [(f"not as simple, which has to gain {TIE:.1%}", *one) for one in others if one[0] < 0]
@@ -475,10 +501,10 @@ def list_simpler(plan: PlanFile) -> list[str]:
 
 
 def _other_recompute(plan: PlanFile, model: Model, found: Evaluation, index: int) -> Iterator[str]:
-    """Describes the stage's recompute, and the cost of more or less of it."""
+    """Describes a stage's recompute, and what each other kind of recompute would cost."""
     strategy = plan.strategy
     own = strategy.find_recompute(strategy.stages[index])
-    yield "  activations are all kept" if own == "none" else f"  activations are computed again: {own}"
+    yield "  all activations are kept" if own == "none" else f"  activations are recomputed: {own}"
     for how in (kind for kind in dict.fromkeys(kind for kind, _ in model.recomputes()) if kind != own):
         each = [how if i == index else kind for i, kind in enumerate(strategy.recomputes)]
         other = plan.evaluator().evaluate(strategy.replace_recompute(each))
@@ -493,7 +519,7 @@ def _against(found: Evaluation, other: Prediction) -> str:
 
 
 def diff(one: PlanFile, other: PlanFile) -> str:
-    """Describes how two plans of any kind differ, and the effect on the step."""
+    """Describes how two plans of any kind differ, and how that changes the step."""
     a, b = one.prediction(), other.prediction()
     lines = [f"  {name:14} {x} -> {y}" for (name, x), (_, y) in zip(_facts(one), _facts(other)) if x != y]
     programs = one.plan, other.plan
@@ -516,7 +542,7 @@ def diff(one: PlanFile, other: PlanFile) -> str:
 
 
 def _facts(plan: PlanFile) -> list[tuple[str, object]]:
-    """Returns the fields of a plan and its strategy, by name."""
+    """Returns (name, value) for the fields of a plan that `diff` compares."""
     s = plan.strategy
     datas, tensors = ({n for stage in s.stages for n in each(stage)} for each in (_replicas, _tensors))
     return [
@@ -565,12 +591,12 @@ def _list_changed_stages(one: PlanFile, other: PlanFile) -> list[str]:
 
 
 def is_faster(one: PlanFile, other: PlanFile) -> bool:
-    """Tells whether a plan's step is shorter than another's by more than a tie."""
+    """Returns True if the step of `one` is shorter than that of `other` by more than a tie (see `simplicity`)."""
     return one.step_s < other.step_s * (1 - TIE)
 
 
 def against(fixed: PlanFile, free: PlanFile) -> str:
-    """Compares a plan with fixed choices and the one found without, by the step's parts."""
+    """Describes what fixed choices cost: compares the plan with them to the plan found without, by the step's parts."""
     (_, _, mine), (_, _, other) = fixed.evaluate(), free.evaluate()
     change_s = mine.step_s - other.step_s
     if abs(change_s) < ROUNDING * other.step_s:

@@ -1,6 +1,6 @@
-"""Simulates a step with faster networks or slower devices on a grid, for the sliders of a plan's page.
+"""Simulates a step with faster or slower networks and devices on a grid of values, for the sliders of a plan's page.
 
-sliders                for a described model's plan, simulated on other clusters
+sliders                for a described model's plan, simulated on changed clusters
 make_captured_sliders  for a script's plan, whose ranks' programs are simulated at other speeds
 """
 
@@ -20,18 +20,18 @@ from whale.ir.program import Program
 from whale.planner.evaluate import ModelEvaluator
 from whale.planner.report.planfile import PlanFile
 
-NETWORK = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the bandwidth between hosts
-SHARES = (0.4, 0.6, 0.8, 1.0)  # of each device of a kind
-KINDS = 2  # of devices with a slider, at most
-DEVICES = 4096  # of a plan with sliders, at most: a page is written in seconds
-SPEEDS = (0.5, 0.75, 1.0, 1.5, 2.0)  # of all ranks' kernels
-NODES, MANY = 60_000, 8_000  # of all ranks' programs: at most, and those whose sliders have every second place
+NETWORK = (0.25, 0.5, 1.0, 2.0, 4.0)  # factors of the bandwidth between hosts
+SHARES = (0.4, 0.6, 0.8, 1.0)  # factors of the speed of devices
+KINDS = 2  # most kinds of devices that have a slider
+DEVICES = 4096  # plans with more devices have no sliders, so that a page is written in seconds
+SPEEDS = (0.5, 0.75, 1.0, 1.5, 2.0)  # factors of the speed of all ranks' kernels
+NODES, MANY = 60_000, 8_000  # nodes of all ranks' programs above which there are no sliders, or every second value
 
 
 def sliders(plan: PlanFile, machines: Machines) -> dict[str, Any] | None:
-    """Returns the sliders, and the step's seconds under the same plan at each grid point; None: the plan is too large.
+    """Returns the sliders and the step's seconds at each grid point; None: the plan has too many devices.
 
-    The plan is not changed: its strategy is simulated again on the other cluster. Grid points vary the last slider
+    The strategy stays the same and is simulated on changed clusters. In the list of seconds the last slider varies
     fastest.
     """
     if plan.strategy.ranks > DEVICES:
@@ -66,11 +66,11 @@ def _change(
 
 
 def make_captured_sliders(programs: Sequence[Program], machine: Machine, slowest: int) -> dict[str, Any] | None:
-    """Returns sliders like `sliders` for the ranks' programs, one of them for a slowed-down rank; None: programs too
-    large.
+    """Returns sliders as `sliders` does, for ranks' programs; one of them slows a single rank down. None: too many
+    nodes.
 
     Args:
-        slowest: the rank that is predicted to end last.
+        slowest: the rank that is predicted to end last, which the last slider slows down.
     """
     nodes = sum(len(p.nodes) for p in programs)
     if nodes > NODES:

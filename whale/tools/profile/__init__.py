@@ -1,1 +1,1 @@
-"""Measures the seconds of operations, exchanges and steps on this machine."""
+"""Measures operations, exchanges and steps on this machine, for predictions (`whale profile`)."""

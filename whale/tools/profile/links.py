@@ -1,13 +1,12 @@
-"""Measures exchanges between the ranks of this run: ``whale run -np N -m whale.tools.profile.links FILE``.
+"""Measures exchanges between the ranks of this run: ``whale run -np N -m whale.tools.profile.links FILE [SECONDS]``.
 
-Every rank runs the same exchanges at the same time, one after the other, and does nothing else, but for small ones that
-it runs once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`), anew after each
-exchange. All kinds of the smallest and the largest tensors come first, and before them the links between each two
-hosts where ranks are on several, so that something of each is there where the
-time is over before all is measured, as on a busy machine.
+All ranks make the same exchanges at the same time, one after the other, and do nothing else; only small exchanges are
+measured once more while other threads compute on all cores. Rank 0 writes the medians as JSON (`Links`) after each
+exchange. The order is chosen so that the most important figures exist if time runs out, as on a busy machine: first the
+links between each two hosts, then all kinds of exchange with the smallest and the largest tensors.
 
-The host's exchanges are of tensors in its memory. Where ``communication.backend`` names what carries tensors from GPU
-to GPU, the same are measured through that as well, between the GPUs that ``wh.init`` would give these ranks.
+These exchanges are of tensors in host memory. If ``communication.backend`` names a transport between GPUs, the same
+exchanges are measured through it as well, between the GPUs that ``wh.init`` would assign to these ranks.
 """
 
 from __future__ import annotations
@@ -45,23 +44,26 @@ SECONDS_PER_SIZE = 0.25
 MOST_CALLS = 100
 CHAIN = 4  # least number of exchanges in a call
 MOST_CHAIN = 16
-# Operands and results of a call's exchanges together: in a step they have rarely been in a cache since they were made.
+# Bytes of all operands and results of a call, more than caches hold, as a step's tensors are rarely in a cache either.
 COLD_BYTES = 64 << 20
-ROWS = 8  # rows of tensors whose parts do not lie in one piece
-TOLD = "measured: "  # begins the lines that `whale profile` passes on
-_LEAST_CALLS = 8  # that measure one kind and size
+ROWS = 8  # rows of tensors whose shards are not contiguous
+TOLD = "measured: "  # prefix of the lines that `whale profile` shows to the user
+_LEAST_CALLS = 8  # least number of calls that measure one kind and size
 _PROBE_BYTES, _PROBES = 64 << 10, 5
-PAUSES = 2  # times that an exchange waits for an engine to wake up: the last rank's to come, then the others'
+PAUSES = 2  # how often an exchange waits for a thread to wake up: on the last rank to come, then on the others
 
 
 Exchange = Callable[[ExchangeOps, tf.Tensor, str], Any]  # exchanges a vector, under a key
 
 
 class Links(msgspec.Struct):
-    """The measurements; ``wake_s``: what an engine waits for a core where all compute.
+    """Holds the measurements of a run.
 
-    ``left``: how many of the exchanges are not measured, because the time was over.
-    ``hosts``: the links between each two hosts of the ranks, where they are on several.
+    Attributes:
+        curves: seconds by bytes, for each kind of exchange.
+        wake_s: seconds that a communication thread waits for a core when all cores compute.
+        left: number of exchanges that were not measured because time ran out.
+        hosts: the links between each two hosts of the ranks; empty: all ranks are on one host.
     """
 
     curves: list[Curve]
@@ -71,36 +73,41 @@ class Links(msgspec.Struct):
 
 
 class Results:
-    """The measurements of a run so far, which rank 0 writes to a file after each, and says how far it is.
+    """Collects the measurements of a run; rank 0 writes them to a file after each exchange, with the number still
+    missing.
 
     Args:
-      path: of the file.
-      expected: how many exchanges will be measured.
-      end_s: monotonic time after which no further one is.
+        path: path of the file.
+        expected: number of exchanges that are to be measured.
+        end_s: value of `time.monotonic()` after which no further exchange is measured.
     """
 
     def __init__(self, comm: whale_ops.Communicator, path: Path, expected: int, end_s: float) -> None:
         self._comm, self._path, self._expected, self._end_s = comm, path, expected, end_s
-        self._samples: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by what carried them, and kind
+        self._samples: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by (transport, kind of exchange)
         self.wake_s = 0.0
         self.hosts: list[HostLink] = []
 
     def is_time_over(self, key: str) -> bool:
-        """Tells, on all ranks alike, whether rank 0's clock says that nothing more is to be measured; collective."""
+        """Returns True on all ranks if rank 0's time is over; collective, so that no rank measures alone."""
         over = b"1" if time.monotonic() > self._end_s else b""
         return bool(self._comm.broadcast_bytes(f"over/{key}", over if self._comm.rank == 0 else None))
 
     def add(self, through: str, kind: str, size_bytes: int, seconds: float) -> None:
-        """Adds a measurement."""
+        """Adds the seconds of an exchange of one kind and size, and writes the file.
+
+        Args:
+            through: the transport; "": host memory.
+        """
         self._samples.setdefault((through, kind), []).append((float(size_bytes), seconds))
         self.write()
 
     def find_seconds(self, through: str, kind: str) -> float:
-        """Returns the seconds of the first exchange of a kind that was measured."""
+        """Returns the seconds of the first measured exchange of a kind."""
         return self._samples[through, kind][0][1]
 
     def write(self) -> None:
-        """Writes the file, whole or not at all, on rank 0."""
+        """Writes the file atomically; does nothing on ranks other than 0."""
         if self._comm.rank:
             return
         curves = [Curve(kind, self._comm.size, sorted(s), through) for (through, kind), s in self._samples.items()]
@@ -111,13 +118,13 @@ class Results:
 
 
 def main(budget_s: float = math.inf) -> None:
-    """Measures all kinds and sizes.
+    """Measures exchanges of all kinds and sizes.
 
     Args:
-      budget_s: what is not begun after that time is left out.
+        budget_s: seconds after which no further exchange is measured.
 
     Raises:
-      ClusterError: ``communication.backend`` asks for GPUs, and a rank has none that it can use.
+        ClusterError: ``communication.backend`` asks for GPUs, and a rank has none that it can use.
     """
     end_s = time.monotonic() + budget_s
     config, place = Config(), process_place()
@@ -144,7 +151,7 @@ def main(budget_s: float = math.inf) -> None:
 
 
 def _measure_sizes(comm: whale_ops.Communicator, through: str, sizes: Sequence[int], results: Results) -> None:
-    """Measures exchanges of all kinds, of one size after the other, as long as there is time."""
+    """Measures exchanges of all kinds, size after size, until the time is over."""
     for size_bytes in sizes:
         for kind, call in _make_exchanges(comm.rank, comm.size).items():
             if results.is_time_over(f"{through}/{kind}/{size_bytes}"):
@@ -157,7 +164,10 @@ def _measure_sizes(comm: whale_ops.Communicator, through: str, sizes: Sequence[i
 
 
 def _find_most_bytes(comm: whale_ops.Communicator, budget_s: float) -> float:
-    """Returns the bytes of tensors whose exchanges take so long in all, by the time of small ones; collective."""
+    """Returns the largest tensor size in bytes whose exchanges should fit into the time budget; collective.
+
+    The estimate comes from the bandwidth of small exchanges.
+    """
     times_s = []
     for _ in range(_PROBES):
         started_s = time.perf_counter()
@@ -168,7 +178,7 @@ def _find_most_bytes(comm: whale_ops.Communicator, budget_s: float) -> float:
 
 
 def _measure_wake_s(comm: whale_ops.Communicator, kind: str, results: Results) -> float:
-    """Measures seconds that an engine waits for a core where all compute; 0 where the time is over."""
+    """Measures the seconds that a communication thread waits for a core when all cores compute; 0: the time is over."""
     if results.is_time_over("loaded"):
         return 0.0
     size_bytes, call = SIZES_BYTES[0], _make_exchanges(comm.rank, comm.size)[kind]
@@ -180,7 +190,7 @@ def _measure_wake_s(comm: whale_ops.Communicator, kind: str, results: Results) -
 
 @contextlib.contextmanager
 def _keep_computing(threads: int) -> Iterator[None]:
-    """Keeps ``threads`` threads of this process computing inside the context."""
+    """Keeps ``threads`` threads of this process busy inside the context."""
     over = threading.Event()
     x = np.ones((384, 384), np.float32)
 
@@ -200,7 +210,9 @@ def _keep_computing(threads: int) -> Iterator[None]:
 
 
 def _make_exchanges(rank: int, size: int) -> dict[str, Exchange]:
-    """Maps each kind to the op on a vector of the whole tensor's bytes; all-reduces first."""
+    """Returns {kind: exchange}; an exchange takes a vector with the bytes of the whole tensor. All-reduces come
+    first.
+    """
 
     def cut_own(x: tf.Tensor) -> tf.Tensor:
         return x[: x.shape[0] // size]
@@ -250,14 +262,21 @@ def _make_exchanges(rank: int, size: int) -> dict[str, Exchange]:
 def _measure_seconds(
     comm: whale_ops.Communicator, through: str, kind: str, call: Exchange, size_bytes: int, when: str = "idle"
 ) -> float:
-    """Returns the seconds of one exchange on the slowest rank."""
+    """Measures one exchange; returns its seconds on the slowest rank.
+
+    Args:
+        through: the transport; "": host memory.
+        kind: name of the exchange.
+        size_bytes: bytes of the whole tensor.
+        when: "loaded" if other threads compute meanwhile; the mean then replaces the median.
+    """
     chain = max(CHAIN, min(MOST_CHAIN, COLD_BYTES // (2 * size_bytes)))
     x = [tf.ones(size_bytes // 4) for _ in range(chain)]
 
     @tf.function
     def run_step(x: list[tf.Tensor]) -> list[Any]:
         do = ExchangeOps(comm, through)
-        found: list[Any] = []  # handed on, so that none lies in another one's memory
+        found: list[Any] = []  # returned, so that no result reuses another one's memory
         for number, operand in enumerate(x):
             with tf.control_dependencies(found[-1:]):
                 found.append(call(do, tf.identity(operand), f"{key}/{number}"))
@@ -288,7 +307,7 @@ def _measure_seconds(
         run_step(x)
         await_gpus()
         times_s.append(time.perf_counter() - started_s)
-    # Under load few take very long, and a step adds up many: there their mean counts.
+    # Under load a few exchanges take very long; a step has many of them, so that the mean is what counts.
     middle = statistics.mean if when == "loaded" else statistics.median
     mine = max(1e-6, middle(times_s) - middle(empty_s)) / chain
     return max(float(one) for one in comm.allgather_bytes(f"seconds/{key}", str(mine).encode()))

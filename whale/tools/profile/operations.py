@@ -1,14 +1,13 @@
-"""Measures seconds and scratch memory of single operations, run by TensorFlow's executor as in a step.
+"""Measures the seconds and the scratch memory of single operations, run by TensorFlow's executor as in a step.
 
-Each operation becomes a function with several copies of it, one after the other, on separate
-operands; the seconds of calling an empty function are subtracted. Operands that are constants in the program stay
-constants. On a GPU operations on images have the layout that they have in steps (`layout`), and scratch memory is the
-GPU's.
+For each operation a function is built that runs several copies one after the other on separate operands; the seconds of
+an empty function are subtracted. Operands that are constants in the program stay constants. On a GPU the scratch memory
+is the GPU's.
 
-TensorFlow's layout optimizer lets GPUs compute on images with the channels first where that is faster for them: it
-turns operations and puts transposes around each run of them. Measured alone, an operation would keep the layout that
-the program has, or be measured with transposes that steps do not have. So it is turned here where the optimizer says
-that steps on this machine's GPU would be (``_find_channels_first``).
+TensorFlow's layout optimizer lets GPUs compute on images with the channels first (NCHW) where that is faster: it
+changes operations, and puts transposes around each sequence of them. An operation measured alone would keep the layout
+of the program, or be measured with transposes that steps do not have. So operations are converted to NCHW here if the
+optimizer would do so in steps on this machine's GPU (``_find_channels_first``).
 """
 
 from __future__ import annotations
@@ -38,15 +37,13 @@ from whale.kernels.updates import UPDATE
 from whale.runtime.compile.measured_call import OF_CLASSES, compile_program_alone, draw_value, measure_call_s
 from whale_ops.memory import COUNTED_FROM_BYTES, read_memory, reset_peak
 
-COPIES_BYTES = 4 << 20  # operands and results of all copies together: steps find most of theirs in a cache, too
+COPIES_BYTES = 4 << 20  # bytes of all copies' operands and results; they stay in a cache, as most do in steps
 MOST_COPIES = 8
 _TAKES_INDICES = ROW_LOOKUPS | OF_CLASSES | {"UnsortedSegmentSum", "ResourceScatterAdd"}
-_OURS = frozenset(
-    (UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM, FUSED_LOOP)
-)  # that have the same work whatever else there is
-_NOT_ALONE = EXCHANGES | LISTS  # they take other ranks, or what only a program has
+_OURS = frozenset((UPDATE, CROSS_ENTROPY, DEPTHWISE, EINSUM, FUSED_LOOP))  # Whale's own ops that can be measured alone
+_NOT_ALONE = EXCHANGES | LISTS  # ops that need other ranks, or objects that only a program has
 
-# By op: the operands that are images, those that are the sizes of one, and the results that are images.
+# By op: (operands that are images, operands that are the shape of an image, results that are images).
 TURNED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = MappingProxyType(
     {
         "Conv2D": ((0,), (), (0,)),
@@ -65,12 +62,12 @@ TURNED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] =
         "FusedBatchNormGradV3": ((0, 1), (), (0,)),
     }
 )
-_FIRST = (0, 3, 1, 2)  # the places of what stands in NHWC, in NCHW
+_FIRST = (0, 3, 1, 2)  # NCHW dimension -> NHWC dimension
 _BY_DIMENSION = ("strides", "ksize", "dilations")
 
 
 def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]]:
-    """Returns the operations of programs that take time, one for each signature."""
+    """Returns {signature: (program, node)} of the operations that take time, one per signature."""
     found: dict[str, tuple[Program, Node]] = {}
     for program in map(unroll, programs):
         copied = find_copied_reads(program)
@@ -88,18 +85,21 @@ def find_distinct(programs: Iterable[Program]) -> dict[str, tuple[Program, Node]
 def measure(
     operations: Sequence[tuple[Program, Node]], budget_s: float = 60.0, said: Callable[[str], None] = lambda text: None
 ) -> tuple[list[Operation], list[str]]:
-    """Measures operations. Returns (measurements, operations that could not be measured with the reason).
+    """Measures operations one by one.
 
     Args:
-        budget_s: larger operations come first; operations left when the time is over stay unmeasured.
-        said: called with the progress.
+        budget_s: seconds; larger operations come first, and those left when the time is over are not measured.
+        said: called with lines of progress.
+
+    Returns:
+        (the measurements, a line with the reason for each operation that could not be measured).
     """
     end_s = time.monotonic() + budget_s
     order = sorted(operations, key=lambda one: -_estimate_size(*one))
     found, skipped = [], []
     place = _Place.find({dtype_of(signature(*one)) for one in operations if one[1].op in CONVOLUTIONS})
     if not place.counts:
-        said("scratch memory is not measured: TensorFlow keeps no figures of this processor's memory")
+        said("scratch memory is not measured: TensorFlow's allocator keeps no statistics for this device")
     empty_s = measure_call_s(compile_program_alone(Program("empty", ()), []))
     for number, (program, node) in enumerate(order):
         if time.monotonic() > end_s:
@@ -115,17 +115,17 @@ def measure(
 
 
 class _NotMeasurableError(Exception):
-    """Raised for an operation that cannot be run alone."""
+    """Raised for an operation that cannot be run on its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Says where operations are measured.
+    """Describes the device on which operations are measured.
 
     Attributes:
-      gpu: TensorFlow's name of the GPU; "" is the processor.
-      counts: whether the bytes that kernels allocate are known.
-      channels_first: the types of which images have the channels first in steps.
+        gpu: TensorFlow's name of the GPU; "": the CPU.
+        counts: True if TensorFlow counts the bytes that kernels allocate there.
+        channels_first: element types of which images have the channels first in steps.
     """
 
     gpu: str
@@ -134,7 +134,11 @@ class _Place:
 
     @classmethod
     def find(cls, dtypes: Iterable[str]) -> _Place:
-        """Looks for the GPU, or else the processor; ``dtypes`` are those of convolutions."""
+        """Finds the device: the first GPU, or else the CPU.
+
+        Args:
+            dtypes: element types of the convolutions that are to be measured.
+        """
         gpu = "GPU:0" if has_gpu() else ""
         try:
             read_memory(gpu)
@@ -143,7 +147,9 @@ class _Place:
         return cls(gpu, True, frozenset(one for one in dtypes if gpu and _find_channels_first(one)))
 
     def measure_scratch_bytes(self, call: Callable[[], Any], node: Node) -> int:
-        """Returns the most bytes that a call holds beside the results of an operation."""
+        """Returns the peak memory of a call in bytes, without what was allocated before and without the operation's
+        results.
+        """
         if not self.counts:
             return 0
         reset_peak(self.gpu)
@@ -156,7 +162,7 @@ class _Place:
 
 
 def _find_work(program: Program, node: Node) -> Work:
-    """Returns the work of a node; measured reads are copies."""
+    """Returns the work of a node; a variable read counts as a copy."""
     return (
         make_copy_work(node)
         if node.op == "ReadVariableOp"
@@ -190,8 +196,10 @@ def _measure_one(program: Program, node: Node, empty_s: float, place: _Place) ->
 def _make_chain(
     program: Program, node: Node, types: Sequence[TensorType], copies: int
 ) -> tuple[Program, list[Any], Any]:
-    """Returns a program with ``copies`` copies of the node, one after the other; its arguments; objects to keep
-    alive.
+    """Builds a program with ``copies`` copies of a node, one after the other, on random operands.
+
+    Returns:
+        (the program, its arguments, objects that have to stay alive while it runs).
     """
     nodes: list[Node] = []
     inputs: list[str] = []
@@ -210,7 +218,7 @@ def _make_chain(
                 if variable is None:
                     raise _NotMeasurableError("a resource that is no variable")
                 made = tf.Variable(draw_value(variable.type, generator))
-                if node.op == "ReadVariableOp":  # a variable whose rows were taken is copied from then on
+                if node.op == "ReadVariableOp":  # after a gather of its rows, TensorFlow copies a variable on each read
                     tf.raw_ops.ResourceGather(resource=made.handle, indices=[0], dtype=made.dtype)
                 alive.append(made)
                 handles.append(made.handle)
@@ -251,7 +259,7 @@ def _draw_operand(
 
 
 def measure_overheads() -> tuple[float, float]:
-    """Measures (seconds of calling an empty step, seconds that the executor takes for a node that computes nothing)."""
+    """Measures (seconds of calling an empty step, seconds that the executor needs for a node that computes nothing)."""
     empty_s = measure_call_s(compile_program_alone(Program("empty", ()), []))
     count = 200
     t = TensorType("float32", ())
@@ -263,7 +271,7 @@ def measure_overheads() -> tuple[float, float]:
 
 
 def _find_channels_first(dtype: str) -> bool:
-    """Tells whether steps on this process's first GPU compute convolutions of a type with the channels first."""
+    """Returns True if TensorFlow's layout optimizer would compute convolutions of this type with the channels first."""
     import tensorflow as tf
     from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
     from tensorflow.python.grappler import tf_optimizer
@@ -287,10 +295,13 @@ def _find_channels_first(dtype: str) -> bool:
 
 
 def turn(program: Program, node: Node) -> tuple[Program, Node]:
-    """Returns an operation with the channels first, and a program that has its operands; as they are where it has none.
+    """Converts an operation on images from NHWC to NCHW.
 
     Args:
-      program: that ``node`` stands in.
+        program: the program that ``node`` is in.
+
+    Returns:
+        (a program with the converted operation's operands, the operation); both unchanged if it has no image operands.
     """
     places = TURNED.get(node.op)
     types = [program.find_type(ref) for ref in node.inputs]

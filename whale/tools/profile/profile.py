@@ -1,4 +1,4 @@
-"""Measures this machine's operations and exchanges, or a script's own operations and step: ``whale profile``."""
+"""Implements `whale profile`: measures this machine's operations and exchanges, or a script's operations and step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from whale.tools.profile.links import TOLD, Links
 from whale.tools.profile.steps import measure_step_seconds
 from whale_ops import gpu_driver
 
-_JOINED = MEETINGS | {"WhaleCommunicator"}  # what only holds ranks together
+_JOINED = MEETINGS | {"WhaleCommunicator"}  # ops that only connect or order ranks, and carry no tensor
 
 SIZES_BYTES = (1 << 16, 1 << 20, 1 << 24)
 ROUNDS, COPIES = 5, 4
@@ -59,7 +59,7 @@ SECONDS_FOR_OPERATIONS = 25.0
 SECONDS_FOR_LINKS = 120.0
 SECONDS_FOR_KERNELS = 60.0
 SECONDS_TO_END = 15.0
-LEAST_PAUSE_S = 3e-4  # shorter ones are interrupts
+LEAST_PAUSE_S = 3e-4  # shorter pauses of a thread are interrupts
 _WATCH = """
 import sys, time
 clock, least = time.perf_counter, float(sys.argv[1])
@@ -76,10 +76,12 @@ while last < end:
 def measure_machine(
     out: Path, cores: float, memory_gb: float, ranks: int, say: Callable[[str], None], hosts: Sequence[str] = ()
 ) -> MachineProfile:
-    """Measures operations of sample programs and the exchanges between ``ranks`` ranks; writes and returns the table.
+    """Measures operations of sample programs, and exchanges between ranks; writes and returns the profile.
 
     Args:
-      hosts: those of the ranks, one for each, of which this is the first; (): all are here.
+      out: path of the profile. cores, memory_gb: what this process may use of the machine, to be recorded. ranks:
+          number of ranks that exchange. say: called with lines of progress. hosts: the host of each rank, the first one
+          being this host; (): all ranks are here.
 
     Raises:
       ClusterError: the ranks did not start.
@@ -91,7 +93,10 @@ def measure_machine(
     curves, wake_s = links.curves, links.wake_s
     count = sum(len(c.samples) for c in curves)
     if links.left:
-        say(f"{count} of {count + links.left} exchanges are measured; then the time was over: the machine is busy")
+        say(
+            f"only {count} of {count + links.left} exchanges were measured within {SECONDS_FOR_LINKS:g} s: "
+            "the machine is busy"
+        )
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     from whale.tools.profile import samples
 
@@ -105,7 +110,8 @@ def measure_machine(
     others = meter.measure_others()
     if others >= BUSY:
         say(
-            f"the machine is busy ({format_load(others)}): predictions by these figures will be too slow; measure again"
+            f"the machine is busy ({format_load(others)}): step times predicted from these figures will be too long; "
+            "measure again when it is idle"
         )
     table = MachineProfile(
         name, cores, memory_gb, call_s, node_s, _measure_slice_s(), wake_s, found, curves, [], gpus, copied,
@@ -116,16 +122,16 @@ def measure_machine(
 
 
 def _measure_slice_s() -> float:
-    """Measures the time slice of a computing thread when another waits: two per core see how long they stand still."""
+    """Measures the scheduler's time slice: how long a computing thread stands still when two threads share a core."""
     found = []
     count = 2 * len(os.sched_getaffinity(0))
     command = [sys.executable, "-S", "-c", _WATCH, str(LEAST_PAUSE_S)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     for process in running:
         found += [float(pause) for pause in process.communicate()[0].split()]
-    if len(found) < 4:  # next to none stood still: there are more cores than affinity tells
+    if len(found) < 4:  # hardly any pause: there are more cores than the affinity mask tells
         return LEAST_PAUSE_S
-    return statistics.quantiles(found, n=4)[0]  # where others run as well, most stand still for several slices
+    return statistics.quantiles(found, n=4)[0]  # if other programs run too, most pauses last several slices
 
 
 def measure_links(
@@ -134,15 +140,15 @@ def measure_links(
     say: Callable[[str], None] = lambda text: None,
     hosts: Sequence[str] = (),
 ) -> Links:
-    """Measures what exchanges between so many ranks take, as many as there is time for.
+    """Starts ranks that measure exchanges between them, as many exchanges as there is time for.
 
     Args:
-      variables: of the ranks, beside this process's environment.
-      say: is told how far they are.
+      variables: environment variables of the ranks, in addition to those of this process. say: called with lines of
+          progress. hosts: the host of each rank; (): all ranks are here.
 
     Raises:
-      ClusterError: the ranks did not start, have not the GPUs for which ``communication.backend`` asks, or measured
-        nothing in time.
+      ClusterError: the ranks did not start, lack the GPUs that ``communication.backend`` asks for, or measured nothing
+          in time.
     """
     meter = LoadMeter()
     with tempfile.TemporaryDirectory() as folder:
@@ -161,22 +167,22 @@ def measure_links(
                 "the exchanges between ranks could not be measured in time",
                 given=f"none of them within {SECONDS_FOR_LINKS + SECONDS_TO_END:g} s",
                 machine=format_load(meter.measure_others()),
-                action="wait until the machine is quiet and call `whale profile` again; `whale doctor` tries a run",
+                action="wait until the machine is idle and call `whale profile` again; `whale doctor` tests a run",
             )
         raise ClusterError(
             "the exchanges between ranks could not be measured",
             given=python.last_lines(output),
-            action="see whether `whale doctor` finds why runs fail here",
+            action="run `whale doctor`, which looks for the reasons why runs fail on this machine",
         )
 
 
 def _run_told(
     command: list[str], environment: dict[str, str], limit_s: float, say: Callable[[str], None]
 ) -> tuple[int | None, str]:
-    """Runs a command; returns its exit code, None if it was ended after ``limit_s``, and what it printed.
+    """Runs a command with a time limit; returns its exit code (None: it was ended after ``limit_s``) and its output.
 
     Args:
-      say: gets its lines that begin with `TOLD`, as they come.
+      say: called with each line of the output that begins with `TOLD`, as it arrives.
     """
     lines: list[str] = []
     process = subprocess.Popen(
@@ -217,11 +223,14 @@ def _run_told(
 def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: Callable[[str], None]) -> MachineProfile:
     """Measures the operations of a script's first step, on one device and as ``ranks`` ranks would run it.
 
-    The step is captured, not run; it is measured on random values. Results are added to the machine's table.
+    The step is captured but not run by the script; it is measured on random values. Results are added to the machine's
+    profile.
+
+    Args:
+      path: path of the script. args: its arguments. out: path of the profile. say: called with lines of progress.
 
     Raises:
-      ClusterError: the machine has not been measured.
-      ProgramError: the script has no step that takes a batch.
+      ClusterError: the machine has not been measured. ProgramError: the script has no step that takes a batch.
     """
     table = tables.read(out)
     planned = first_step(path, args, ranks)
@@ -231,7 +240,9 @@ def measure_script(path: str, args: Sequence[str], ranks: int, out: Path, say: C
 
 
 def measure_kernels(planned: Planned, say: Callable[[str], None]) -> None:
-    """Measures which substitutions of kernels are faster in the first rank's program, for runs on this machine."""
+    """Measures which of Whale's kernel substitutions are faster in the first rank's program, and records it for later
+    runs.
+    """
     folder = find_folder(DEFAULT)
     assert folder is not None
     kernels = MachineKernels(CacheFolder(folder), name_file())
@@ -245,7 +256,9 @@ def measure_kernels(planned: Planned, say: Callable[[str], None]) -> None:
 def measure_programs(
     table: MachineProfile, planned: Sequence[Planned], out: Path, say: Callable[[str], None]
 ) -> MachineProfile:
-    """Measures the ranks' programs of some plans, and whole steps side by side; writes the extended table."""
+    """Measures the ranks' programs of some plans, and whole steps side by side; writes and returns the extended
+    profile.
+    """
     ranks = {id(p): rank_programs(p) for p in planned}
     runs: dict[int, dict[str, list[Program]]] = {}  # by the number of ranks
     for p in planned:
@@ -253,14 +266,14 @@ def measure_programs(
         marked = runs.setdefault(len(programs), {})
         marked[compute_fingerprint(p.program)] = [_make_alone(p)] * len(programs)
         if any(map(has_inner_exchanges, programs)):
-            say(f"{p.program.name}: a loop communicates, so only its step on one device is measured")
+            say(f"{p.program.name}: a loop or branch communicates, so only the step on one device is measured")
         elif len(programs) > 1:
             marked[compute_fingerprint(programs[0])] = list(map(remove_exchanges, programs))
     measured_s: dict[tuple[str, int], float] = {}
     for count, marked in runs.items():
         for (mark, run), seconds in zip(marked.items(), measure_step_seconds(list(marked.values()))):
             measured_s[mark, count] = max(1e-6, seconds - table.call_s)
-            what = "on one device" if run[0] is run[-1] else "as the ranks run it but for exchanges"
+            what = "on one device" if run[0] is run[-1] else "as the ranks run it, without exchanges"
             say(f"{run[0].name}: {1e3 * seconds:.1f} ms {what}, {count} side by side")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     every = [one for marked in runs.values() for run in marked.values() for one in run]
@@ -268,7 +281,8 @@ def measure_programs(
     known = {o.signature for o in table.operations}
     new = [one for name, one in measure.find_distinct(every).items() if name not in known]
     found, skipped = measure.measure(new, 120.0, say)
-    say(f"{len(found)} operations measured, {len(skipped)} not" + (f" ({skipped[0]}, ...)" if skipped else ""))
+    lost = f", {len(skipped)} could not be ({skipped[0]}, ...)" if skipped else ""
+    say(f"{len(found)} operations measured{lost}")
     table = table.merge(found)
     steps = [
         Step(mark, measured_s[mark, count], _predict_s(table, run), count)
@@ -287,19 +301,21 @@ def _make_alone(planned: Planned) -> Program:
 
 
 def _predict_s(table: MachineProfile, run: Sequence[Program]) -> float:
-    """Predicts the seconds of concurrent steps from their operations alone, without calls."""
+    """Predicts the seconds of steps that run side by side, from their operations alone; the overhead of a call is left
+    out.
+    """
     found = predict_ranks(run, make_measured_machine(table, len(run)), plays=0).ranks
     return sum(one.end_s for one in found) / len(found)
 
 
 def replan(planned: Planned, **changes: object) -> Planned:
-    """Plans the same program under other settings (see whale.passes.settings.PlanSettings)."""
+    """Plans the same program again with some settings changed (see whale.passes.settings.PlanSettings)."""
     settings = replace(planned.settings, **changes)  # type: ignore[arg-type]
     return Planned(planned.program, plan_program(planned.program, settings), settings)
 
 
 def format_summary(table: MachineProfile) -> str:
-    """Formats a summary of a table."""
+    """Formats the main figures of a profile for the user: fastest operations, copies, exchanges and links."""
     fastest: dict[tuple[str, str], tuple[float, str]] = {}  # by op and dtype: the rate and its unit
     for o in table.operations:
         if o.op in ("MatMul", "Conv2D", "AddV2"):
@@ -324,16 +340,16 @@ def format_summary(table: MachineProfile) -> str:
 
 # Measures a machine's GPUs: their memory, and how fast TensorFlow copies tensors between them and the host's memory.
 def find_gpus() -> list[Gpu]:
-    """Returns the GPUs of this process."""
+    """Returns the GPUs of this process, with their memory."""
     driver = gpu_driver.look()
     return [Gpu(gpu.name, gpu.memory_bytes / 1e9) for gpu in driver.gpus] if driver is not None else []
 
 
 def measure_copies(devices: Sequence[str]) -> list[Copies]:
-    """Measures seconds of copies from each device to each other one.
+    """Measures copies of tensors from each device to each other one.
 
     Args:
-      devices: names of TensorFlow's; the host's memory is that of a processor.
+      devices: TensorFlow's names of devices; a CPU stands for host memory.
     """
     found = []
     for source, target in itertools.permutations(devices, 2):
@@ -357,17 +373,21 @@ def _measure_copy_s(source: str, target: str, size_bytes: int) -> float:
     return statistics.median(rounds[1:])
 
 
-# Removes a rank's exchanges from its program, so that what it computes alone can be measured.
+# The functions below remove the exchanges from a rank's program, so that its computation alone can be measured.
 #
-# What came from others is taken from what this rank hands over, in the shape that comes out, so that every kernel still
-# runs, on as many numbers and after the same ones. Values are of no use.
+# A received tensor is replaced by the exchange's own operand, brought to the right shape, so that every kernel still
+# runs on tensors of the same shape and in the same order. The values are meaningless.
 def has_inner_exchanges(program: Program) -> bool:
-    """Tells whether a loop or branch communicates, so that its exchanges cannot be removed."""
+    """Returns True if a loop or branch communicates; `remove_exchanges` cannot remove such exchanges."""
     return any(n.op in EXCHANGES or n.op in _JOINED for body in program.functions.values() for n in body.nodes)
 
 
 def remove_exchanges(program: Program) -> Program:
-    """Returns ``program`` without exchanges; received tensors become inputs, sent ones outputs."""
+    """Returns ``program`` without exchanges, to measure what a rank computes.
+
+    A received tensor is replaced by the operand of the exchange in the right shape, or by an input of the program; a
+    sent tensor becomes an output.
+    """
     nodes: dict[str, Node] = {}
     inputs, outputs = list(program.inputs), list(program.outputs)
     stands_for: dict[Ref, Ref] = {}
@@ -409,7 +429,7 @@ def _add_input(name: str, kind: TensorType, nodes: dict[str, Node], inputs: list
 
 
 def _reshape_to(emit: NodeEmitter, source: Ref, kind: TensorType, inputs: list[str]) -> Ref:
-    """Reshapes ``source`` to ``kind``: its first elements, padded if there are too few."""
+    """Reshapes ``source`` to the type ``kind``: takes its first elements, or pads it if it has too few."""
     own = emit.type_of(source)
     if own.shape == kind.shape:
         return emit.node_of("apart", "Identity", (source,), kind, {"T": DType(kind.dtype)})

@@ -1,6 +1,6 @@
-"""Defines small training steps whose operations represent those of most programs, for `whale profile`.
+"""Defines small training steps whose operations are typical of most programs, for `whale profile`.
 
-They are captured, never run: their operations are measured one by one.
+The steps are captured and never run as a whole: their operations are measured one by one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from whale.kernels.einsums import replace_einsums
 from whale.passes.pass_manager import normalise
 from whale.passes.settings import PlanSettings
 
-# (rows, width, words) and (rows, side, channels): small and larger, so that sizes between them can be told.
+# (rows, width, words) and (rows, side, channels): a small and a larger one, between which times are interpolated.
 TRANSFORMERS = ((4, 128, 1024), (16, 256, 4096))
 CONVOLUTIONS = ((8, 16, 16), (32, 32, 32))
 LENGTH, HEADS = 64, 4
 
 
 def make_programs() -> list[Program]:
-    """Returns the normalised programs, and the same with our kernel for products, which a run may turn off."""
+    """Returns the normalised sample programs, and again with Whale's own kernel for products, which a run may turn
+    off.
+    """
     steps = [_make_transformer(*sizes) for sizes in TRANSFORMERS] + [
         _make_convolution(*sizes) for sizes in CONVOLUTIONS
     ]

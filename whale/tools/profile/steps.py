@@ -1,7 +1,7 @@
 """Measures whole steps without exchanges, as many side by side as a plan has ranks.
 
-Although they do not communicate, they are slower than one alone: they share cores, caches and memory, as the ranks of
-a plan will. Each is a process of its own.
+Although they do not communicate, steps side by side are slower than one alone: they share cores, caches and memory, as
+the ranks of a plan will. Each step runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ WARM_STEPS = 3
 
 
 def measure_step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
-    """Returns seconds of a step of each run, on random values: the mean of its processes' medians.
+    """Measures steps on random values; returns for each run the mean over its processes of their median seconds per
+    step.
 
     Runs take turns, so that temporary disturbances of the machine affect all of them.
 
     Args:
-      runs: the programs that run side by side, equally many in each; a step begins when the last one has ended.
+      runs: the programs that run side by side, equally many in each run; a step begins when all processes have ended
+          the step before.
 
     Raises:
-      ClusterError: a process ended early; says why.
+      ClusterError: a process ended early; the error says why.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -64,7 +66,7 @@ def measure_step_seconds(runs: Sequence[Sequence[Program]]) -> list[float]:
                         assert process.stdin is not None
                         process.stdin.write(f"{number}\n")
                     took_s = [float(_answer(*one)) for one in running]
-                    if step:  # the first one finds its variables where another program's lay in the caches
+                    if step:  # the first step finds the caches filled by another program
                         found.append(took_s)
         return [statistics.mean(map(statistics.median, zip(*found))) for found in times_s]
 
@@ -76,9 +78,10 @@ def _answer(process: subprocess.Popen[str], errors: Any) -> str:
         process.wait()
         errors.seek(0)
         raise ClusterError(
-            "a step without exchanges could not be measured",
+            "a process that measures the script's step without exchanges ended early",
             given=python.last_lines(errors.read()),
-            action="leave the script out: `whale profile` without it measures the machine",
+            expected="a step that runs on random values",
+            action="call `whale profile` without the script, which measures the machine alone",
         )
     return line
 
@@ -92,7 +95,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """Runs one process, which reads a program's number, runs a step of that program, and prints its seconds."""
+    """Runs one process of a measurement: for each program number on stdin, runs a step and prints its seconds."""
     from whale.distributed.gpus import await_gpus
     from whale.runtime.compile.measured_call import compile_whole_step
 
