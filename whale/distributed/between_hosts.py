@@ -92,9 +92,14 @@ def connect_between_hosts(
             log.warning(f"messages between hosts go by MPI, since host number {host} could not connect by TCP: {why}")
     elif comm is not None:
         leaders = [hosts.index(host) for host in sorted(set(hosts))]
-        times = _time_exchanges(comm, leaders)
-        asked = config["communication.between_hosts"] == "tcp"
-        if asked or _is_faster(times, leaders, by_mpi):
+        try:
+            times = _time_exchanges(comm, leaders)
+            asked = config["communication.between_hosts"] == "tcp"
+            is_taken = asked or _is_faster(times, leaders, by_mpi)
+        except BaseException:  # a rank is gone: nobody else knows of the listener, which has a thread
+            door.close()
+            raise
+        if is_taken:
             _choose_algorithms_by(times, len(leaders), comm)
             if place.rank == 0:
                 log.debug(f"TCP carries what goes between hosts: {times}")

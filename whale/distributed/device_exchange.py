@@ -350,9 +350,12 @@ def describe_unequal_precision(gpus: Sequence[OwnGpu | None], compute_dtype: str
             f"float32 products are rounded to TF32 (10 bits) on some ranks' GPUs, and not on ranks {older}: "
             "tf.config.experimental.enable_tensor_float_32_execution(False) makes all ranks alike, newer ones slower"
         )
-    if compute_dtype == "bfloat16" and any(gpu is not None and not new for gpu, new in zip(gpus, recent)):
+    slow = ", ".join(
+        f"{rank} ({gpu.name})" for rank, gpu in enumerate(gpus) if gpu is not None and gpu.capability < _AMPERE
+    )
+    if compute_dtype == "bfloat16" and slow:
         said.append(
-            f'GPUs without units for bfloat16 compute it slowly, on ranks {older}: precision.compute_dtype "float16" '
+            f'GPUs without units for bfloat16 compute it slowly, on ranks {slow}: precision.compute_dtype "float16" '
             "is fast on all"
         )
     return said

@@ -55,28 +55,28 @@ def _replace_values(value: Any) -> Any:
         return (
             value
             if value.isprintable() or _is_utf8(value)
-            else _decode_extension(_TEXT, value.encode("utf-8", "surrogatepass"))
+            else _encode_extension(_TEXT, value.encode("utf-8", "surrogatepass"))
         )
     if kind is list:
         return [_replace_values(one) for one in value]
     if kind is tuple:
-        return _decode_extension(_TUPLE, [_replace_values(one) for one in value])
+        return _encode_extension(_TUPLE, [_replace_values(one) for one in value])
     if kind is dict:
-        return _decode_extension(_DICT, [[_replace_values(key), _replace_values(one)] for key, one in value.items()])
+        return _encode_extension(_DICT, [[_replace_values(key), _replace_values(one)] for key, one in value.items()])
     if kind in (set, frozenset):
-        return _decode_extension(_SET if kind is set else _FROZENSET, [_replace_values(one) for one in value])
+        return _encode_extension(_SET if kind is set else _FROZENSET, [_replace_values(one) for one in value])
     if kind is int:
-        return _decode_extension(_INTEGER, hex(value))
+        return _encode_extension(_INTEGER, hex(value))
     if kind is complex:
-        return _decode_extension(_COMPLEX, [value.real, value.imag])
+        return _encode_extension(_COMPLEX, [value.real, value.imag])
     if isinstance(value, np.ndarray) and value.dtype == object:
-        return _decode_extension(
+        return _encode_extension(
             _OBJECTS, [list(value.shape), [_replace_values(one) for one in value.ravel().tolist()]]
         )
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufcSU":
         whole = np.asarray(value)
         said = [whole.dtype.str, list(whole.shape), whole.tobytes()]
-        return _decode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
+        return _encode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
     if (
         isinstance(value, np.generic | np.ndarray)
         and value.dtype.kind == "V"
@@ -84,7 +84,7 @@ def _replace_values(value: Any) -> Any:
     ):
         whole = np.asarray(value)  # a dtype of ml_dtypes, such as bfloat16
         said = [whole.dtype.name, list(whole.shape), whole.tobytes()]
-        return _decode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
+        return _encode_extension(_SCALAR if isinstance(value, np.generic) else _ARRAY, said)
     raise TypeError(
         f"a value of {kind.__module__}.{kind.__qualname__} is no plain value: give numbers, text, bytes, NumPy arrays, "
         "or lists, tuples, dictionaries and sets of these"
@@ -106,7 +106,7 @@ def _list_extended_dtypes() -> dict[str, np.dtype[Any]]:
     return {name: np.dtype(getattr(ml_dtypes, name)) for name in names if hasattr(ml_dtypes, name)}
 
 
-def _decode_extension(code: int, content: Any) -> msgspec.msgpack.Ext:
+def _encode_extension(code: int, content: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, content if isinstance(content, bytes) else msgspec.msgpack.encode(content))
 
 

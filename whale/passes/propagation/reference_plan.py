@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from whale.ir.layout import Placement, Replicate, Shard, Strategy, find_multiple, shard
+from whale.ir.layout import Placement, Shard, Strategy, find_multiple, shard
 from whale.ir.ops import HAS_BODIES
 from whale.ir.program import Node, Program, Ref
 from whale.ir.values import UNMOVABLE, TensorType
@@ -126,10 +126,6 @@ def _fits(p: Placement, t: TensorType) -> bool:
     if not isinstance(p, Shard) or t.shape is None or t.dtype in UNMOVABLE:
         return True
     return p.dim < len(t.shape) and t.shape[p.dim] == p.extent
-
-
-def _is_whole(strategy: Strategy) -> bool:
-    return all(isinstance(p, Replicate) for p in strategy.inputs + strategy.outputs)
 
 
 def same_kind(one: Strategy, other: Strategy) -> bool:

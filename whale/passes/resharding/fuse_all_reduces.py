@@ -58,7 +58,7 @@ def fuse_all_reduces(
       gathers: whether all-gathers are fused as well; devices have no fused all-gather.
     """
     numbers: dict[str, int] = {}
-    open_groups: dict[tuple, tuple[int, int, list[str]]] = {}
+    open_groups: dict[tuple, tuple[int, list[str]]] = {}
     closed: list[list[str]] = []
     for graph in layouts:
         body = program if graph == "" else program.functions[graph]
@@ -76,13 +76,13 @@ def fuse_all_reduces(
                 continue
             if is_all_gather(r) and (tensor.bytes > GATHERED_BYTES or not is_taken_by_updates(body, r.ref)):
                 continue  # a weight is gathered by itself where it is used
-            _, used, members = open_groups.get(kind, (0, 0, []))
+            used, members = open_groups.get(kind, (0, []))
             if members and used + tensor.bytes > group_bytes:
                 closed.append(members)
                 used, members = 0, []
             members.append(r.key)
-            open_groups[kind] = (0, used + tensor.bytes, members)
-    closed += [members for _, _, members in open_groups.values()]
+            open_groups[kind] = (used + tensor.bytes, members)
+    closed += [members for _, members in open_groups.values()]
     for number, members in enumerate(m for m in closed if len(m) > 1):
         numbers.update((key, number) for key in members)
     return tuple(replace(r, group=numbers.get(r.key, -1)) for r in reshards)

@@ -165,9 +165,7 @@ def broadcast_gradient_args(a: Sequence[int], b: Sequence[int]) -> tuple[list[in
     rank = max(len(a), len(b))
     left = [1] * (rank - len(a)) + list(a)
     right = [1] * (rank - len(b)) + list(b)
-    reduce_a = [i for i in range(rank) if left[i] == 1 and (right[i] != 1 or i < rank - len(a) or right[i] == 1)]
-    reduce_b = [i for i in range(rank) if right[i] == 1 and (left[i] != 1 or i < rank - len(b) or left[i] == 1)]
-    return reduce_a, reduce_b
+    return [i for i in range(rank) if left[i] == 1], [i for i in range(rank) if right[i] == 1]
 
 
 def _broadcast_gradient_args(node: Node, v: Values) -> tuple[Any, ...]:
