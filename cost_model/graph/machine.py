@@ -1,8 +1,9 @@
 """Models the machines that ranks run on: measured ones, described clusters, and ranks with a few known rates.
 
-make_measured_machine   a host that `whale profile` measured, operation by operation cluster_machine         the devices
-of a cluster file, by the catalogue's formulas cluster_rates           the same devices, each described by a few rates
-make_rated_machine      ranks described by a few measured rates (`Rates`), on hosts with measured links (`Topology`)
+make_measured_machine  a host that `whale profile` measured, operation by operation
+cluster_machine        the devices of a cluster file, by the catalogue's formulas
+cluster_rates          the same devices, each described by a few rates
+make_rated_machine     ranks described by a few measured rates (`Rates`), on hosts with measured links (`Topology`)
 
 Decisions: 0174, 0175.
 """

@@ -1,7 +1,7 @@
 """Computes the GPU memory that is not available to tensors: TensorFlow's reserve for CUDA libraries, NCCL's buffers.
 
-tensorflow_bytes   memory that TensorFlow's allocator leaves to CUDA's libraries nccl_bytes         memory that NCCL
-allocates for connections between ranks
+tensorflow_bytes  memory that TensorFlow's allocator leaves to CUDA's libraries
+nccl_bytes        memory that NCCL allocates for connections between ranks
 """
 
 from __future__ import annotations

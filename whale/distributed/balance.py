@@ -10,8 +10,9 @@ comparisons in a row, the rows are divided so.
 With pipeline stages the work does not follow rows. There the step time itself is watched: if it has grown by more than
 a factor `SLOWER`, in two comparisons in a row, the ranks measure their speeds and plan the stages again.
 
-WatchedSteps     times one program's steps on this rank Balance          compares the ranks from time to time, and
-decides divide_by_speed  divides rows in proportion to speeds
+WatchedSteps     times one program's steps on this rank
+Balance          compares the ranks from time to time, and decides
+divide_by_speed  divides rows in proportion to speeds
 
 Decisions: 0092, 0113.
 """

@@ -1,9 +1,9 @@
 """Rewrites ranks' programs: replaces operations by faster ones, and adds what only a run needs.
 
-REWRITE              the passes over the ranks' programs, after PARTITION substitute_kernels   runs the passes that
-change computation or memory, for runs and for predictions list_substitutions   lists what they would replace, so that
-it can be measured prepare_for_run      runs the others: unique keys of communication ops, XLA compilation,
-communication by devices
+REWRITE             the passes over the ranks' programs, after PARTITION
+substitute_kernels  runs the passes that change computation or memory, for runs and for predictions
+list_substitutions  lists what they would replace, so that it can be measured
+prepare_for_run     runs the others: unique keys of communication ops, XLA compilation, communication by devices
 """
 
 from __future__ import annotations

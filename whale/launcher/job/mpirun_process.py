@@ -1,7 +1,7 @@
 """Starts, watches and ends the mpirun processes of a run.
 
-MpirunProcess   one mpirun: starts it, reads its output, and ends it together with what it has started Mpiruns
-the mpirun processes of a run's start: one for all ranks, or one per host so that hosts can be lost
+MpirunProcess  one mpirun: starts it, reads its output, and ends it together with what it has started
+Mpiruns        the mpirun processes of a run's start: one for all ranks, or one per host so that hosts can be lost
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Computes a rank's peak memory in a step, by category; all decisions about memory use this figure.
 
-step_bytes              of the tensors of one rank step_bytes_of_ranks     of several ranks, simulating equal programs
-once predict_taken_bytes     with NCCL's memory added predict_at_most_bytes   an upper limit, found without a simulation
+step_bytes             of the tensors of one rank
+step_bytes_of_ranks    of several ranks, simulating equal programs once
+predict_taken_bytes    with NCCL's memory added
+predict_at_most_bytes  an upper limit, found without a simulation
 """
 
 from __future__ import annotations
