@@ -200,7 +200,7 @@ class Tiles:
 
 
 def make_one_axis_tiles(cut: Shard) -> Tiles:
-    """Returns the tiles of a variable sharded over one mesh axis, for callers to which the axis's name does not matter."""
+    """Returns the tiles of a variable sharded over one mesh axis, for callers that do not need the axis's name."""
     return Tiles(("",), (cut,))
 
 

@@ -337,7 +337,7 @@ def format_step(found: Prediction) -> list[str]:
 
 
 def _format_memory(plan: Plan) -> list[str]:
-    """Formats the predicted peak memory by category, of the fullest rank, and of all ranks if they differ by over 1 %."""
+    """Formats the predicted peak memory of the fullest rank, and of the others if they differ by over 1 %."""
     if not plan.memory:
         return []
     totals = [sum(row) for row in zip(*plan.memory.values())]

@@ -417,7 +417,7 @@ def divide_chunks(layers: int, stages: int, chunks: int) -> list[tuple[tuple[int
 
 
 def place_chunks(sizes: Sequence[int], stages: int) -> list[tuple[tuple[int, int], ...]]:
-    """Returns each stage's ranges [low, high) of layers, given the number of layers of each chunk in the model's order."""
+    """Returns each stage's ranges [low, high) of layers, given the number of layers of each chunk in model order."""
     ends = list(accumulate(sizes, initial=0))
     of_stage = range(0, len(sizes), stages)
     return [tuple((ends[c + s], ends[c + s + 1]) for c in of_stage) for s in range(stages)]

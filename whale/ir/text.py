@@ -44,7 +44,7 @@ def _print_graph(program: Program, head: str, lines: list[str]) -> None:
 
 
 def format_node(node: Node) -> str:
-    """Formats a node as ``name = Op(operands) ^control {attributes} <marks> : types @scope !``; ``!`` means stateful."""
+    """Formats ``name = Op(operands) ^control {attributes} <marks> : types @scope !``, with ``!`` if stateful."""
     text = f"{_format_word(node.name)} = {_format_word(node.op)}({', '.join(map(_format_ref, node.inputs))})"
     text += "".join(f" ^{_format_word(c)}" for c in node.controls)
     if node.attrs:
