@@ -11,13 +11,13 @@ from whale.ir.values import Dims, TensorType
 from whale.sharding_rules.base import Strategy
 from whale.sharding_rules.notation import Line, Passes, Term
 
-# Types of tensors that stand for others: a list's placement is that of its elements, a variable's that of its value.
+# Dtypes of handles: the placement of a list is that of its elements, that of a variable's handle is that of its value.
 HANDLES = ("variant", "resource")
 
-# The place of a label in a tensor: (dimension, product of what is inside it, of what is outside it in that dimension);
-# None: the tensor lacks it.
+# The place of a label in a tensor: (dimension, product of the sizes inside the label in that dimension, product of the
+# sizes outside it); None: the tensor lacks the label.
 Place = tuple[int, int, int] | None
-# A label of a dimension that can be cut, with those two products.
+# A label along which a dimension can be cut, with the same two products.
 Part = tuple[str, int, int]
 
 
@@ -273,10 +273,10 @@ def _find_cuts(line: Line, named: list, dims: list, shapes: list, sizes: dict[st
         lost = [j for j, row in enumerate(named) if any(label in names for names in row) and not places[j]
                 and not (label[0] == "*" and j < n)]  # fmt: skip
         if lost:
-            continue  # a compound dimension of unknown inner size carries it
+            continue  # the label is in a compound dimension whose inner size is unknown
         grown = frozenset(j for j, term in enumerate(outterms) if places[n + j] is None and not term.same)
         if grown and flag != "+":
-            continue  # a dimension of a run that this output lacks
+            continue  # an output lacks this dimension of a run, and the label has no flag ``+``
         unknown = frozenset(
             i
             for i, (place, shape) in enumerate(zip(places[:n], shapes))
@@ -328,7 +328,7 @@ def list_cut_strategies(binding: Binding, current: Sequence[Placement], wanted: 
     for label, units, blocks in seeds:
         cut = binding.cuts[label]
         if 0 in units and any(t.same and t.kind == "dims" for t in binding.outputs):
-            continue  # an empty share would have to run the kernel for the output that is whole
+            continue  # a coordinate with an empty shard would have to run the kernel for a replicated output
         placed = [_place_label(p, units, blocks) for p in cut.inputs]
         if any(not isinstance(current[i], Shard) or current[i].dim != placed[i].dim for i in cut.unknown):  # type: ignore[union-attr]
             continue

@@ -31,11 +31,11 @@ from whale.ir.program import Node
 from whale.ir.values import TensorType, count_item_bytes, require_static_shape
 from whale.sharding_rules.base import OpView, Route
 
-# Each id once, and the sums of the rows that belong to it; no rank's kernel is it (``whale.partition.embedding``).
+# The op of unique ids and the sum of each id's rows; it has no kernel (see ``whale.partition.embedding``).
 SUMS_BY_ID = "WhaleSumsById"
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MOST_ROWS = {"int32": 1 << 31, "int64": 1 << 63}
-_SOME_ROWS = (1 << 31) - 1  # numbers of rows of a table of which one size only the run knows are below
+_SOME_ROWS = (1 << 31) - 1  # upper bound of row numbers of a table of which one size is known only at run time
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ def can_run(op: OpView, rows: Rows) -> bool:
             return False
         if math.prod(find_addressed_sizes(op, rows)) >= _MOST_ROWS[ids.dtype]:
             return False
-    # One value for all rows is none that belongs to them.
+    # There has to be a value for each id; one value for all rows would have no dimension of the ids.
     return require_static_shape(values)[: len(find_id_dims(op, rows))] == find_id_dims(op, rows)
 
 

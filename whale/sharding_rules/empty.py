@@ -28,7 +28,7 @@ def find_known_outputs(
     """
     rule = find_rule(op.node.op)
     if rule is not None and rule.is_exchanging_rows(op, strategy):
-        return (None,) * len(op.outputs)  # who has no rows, or asks for none, takes part all the same
+        return (None,) * len(op.outputs)  # a rank without rows or ids takes part in the exchange all the same
     if rule is not None and rule.known is not None:
         return rule.known(op, strategy, coordinate)
     if not any(isinstance(p, Shard) and p.sizes[coordinate] == 0 for p in strategy.inputs + strategy.outputs):

@@ -150,7 +150,11 @@ class LineRule:
 
     def format_line(self) -> str:
         """Formats the rule in one line, for people."""
-        spec = self.spec if isinstance(self.spec, str) else f"by {(self.spec.__doc__ or '').strip().splitlines()[0]}"
+        spec = (
+            self.spec
+            if isinstance(self.spec, str)
+            else f"by op: {(self.spec.__doc__ or '').strip().splitlines()[0]}"
+        )
         words = [spec]
         for name in ("lin", "mono", "copy"):
             value = getattr(self, name)
@@ -293,7 +297,7 @@ def _list_strategies(
     return tuple(found)
 
 
-# Replaces operands that carry shapes by local constants.
+# The functions below replace operands that carry shapes (operands with a role) by local constants.
 #
 # Roles: ``[outN]`` shape of output N; ``[inN]`` shape of operand N; ``[shape]`` shape of output 0, one size may be
 # unknown (-1); ``[elements]`` shape of a list's elements, any size may be unknown.
@@ -368,7 +372,7 @@ def _compute_element_shape(op: OpView, strategy: Strategy, coordinate: int, i: i
     change.
     """
     if op.attr("element_dtype") == "variant":
-        return None  # a list of lists: its elements are handles, and what is cut are the elements of the lists inside
+        return None  # a list of lists has handles as elements; what is sharded are the elements of the inner lists
     pairs = list(zip(op.inputs, strategy.inputs)) + list(zip(op.outputs, strategy.outputs))
     placement = next((p for t, p in pairs if t.dtype == "variant" and isinstance(p, Shard)), None)
     if placement is None:
