@@ -151,9 +151,7 @@ class LineRule:
     def format_line(self) -> str:
         """Formats the rule in one line, for people."""
         spec = (
-            self.spec
-            if isinstance(self.spec, str)
-            else f"by op: {(self.spec.__doc__ or '').strip().splitlines()[0]}"
+            self.spec if isinstance(self.spec, str) else f"by op: {(self.spec.__doc__ or '').strip().splitlines()[0]}"
         )
         words = [spec]
         for name in ("lin", "mono", "copy"):

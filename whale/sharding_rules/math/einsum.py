@@ -30,21 +30,21 @@ def find_product_letters(node: Node, rank: int) -> tuple[str, ...]:
 
 
 def matmul(op: OpView) -> str:
-    """Writes the line of MatMul, from ``transpose_a`` and ``transpose_b``."""
+    """Writes the sharding rule of MatMul, from ``transpose_a`` and ``transpose_b``."""
     a = "k+ m" if op.attr("transpose_a", False) else "m k+"
     b = "n k+" if op.attr("transpose_b", False) else "k+ n"
     return f"{a}, {b} -> m n"
 
 
 def batch_matmul(op: OpView) -> str:
-    """Writes the line of BatchMatMul, from ``adj_x`` and ``adj_y``."""
+    """Writes the sharding rule of BatchMatMul, from ``adj_x`` and ``adj_y``."""
     a = "k+ m" if op.attr("adj_x", False) else "m k+"
     b = "n k+" if op.attr("adj_y", False) else "k+ n"
     return f"* {a}, * {b} -> * m n"
 
 
 def einsum(op: OpView) -> str:
-    """Writes the line of Einsum, from its equation; '...' broadcasts."""
+    """Writes the sharding rule of Einsum, from its equation; '...' broadcasts."""
     *operands, right = _split_equation(op.node)
     if any(t.shape is None for t in op.inputs):
         return REPLICATED
@@ -95,17 +95,20 @@ def _list_single_operands(op: OpView) -> str | None:
 
 
 def bias_add(op: OpView) -> str:
-    """Writes the line of BiasAdd, from ``data_format``."""
+    """Writes the sharding rule of BiasAdd, from ``data_format``."""
     return "b c *, c -> b c *" if str(op.attr("data_format", "NHWC")).startswith("NC") else "* c, c -> * c"
 
 
 def bias_add_grad(op: OpView) -> str:
-    """Writes the line of BiasAddGrad, from ``data_format``."""
+    """Writes the sharding rule of BiasAddGrad, from ``data_format``."""
     return "b+ c p*+ -> c" if str(op.attr("data_format", "NHWC")).startswith("NC") else "p*+ c -> c"
 
 
 def sparse_matmul(op: OpView) -> str:
-    """Writes the line of SparseTensorDenseMatMul, from ``adjoint_b``; the sparse operand's entries can be sharded."""
+    """Writes the sharding rule of SparseTensorDenseMatMul, from ``adjoint_b``.
+
+    The entries of the sparse operand can be sharded, which makes the result a partial sum.
+    """
     return "z+ t^, z+, ., " + ("n k^ -> m^ n" if op.attr("adjoint_b", False) else "k^ n -> m^ n")
 
 

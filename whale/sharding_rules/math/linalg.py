@@ -10,12 +10,12 @@ from whale.sharding_rules.registry import rule
 
 
 def svd(op: OpView) -> str:
-    """Writes the line of Svd, from ``compute_uv``."""
+    """Writes the sharding rule of Svd, from ``compute_uv``."""
     return "* m^ n^ -> * p^, * a^ b^, * c^ d^" if op.attr("compute_uv", True) else "* m^ n^ -> * p^, =., =."
 
 
 def eigen(op: OpView) -> str:
-    """Writes the line of eigenvalue ops, from ``compute_v``."""
+    """Writes the sharding rule of eigenvalue ops, from ``compute_v``."""
     return "* m^ n^ -> * n^, * m^ n^" if op.attr("compute_v", True) else "* m^ n^ -> * n^, =."
 
 
@@ -29,19 +29,19 @@ def _write_diagonal(
 
 
 def diag(op: OpView) -> str:
-    """Writes the line of MatrixDiagV3, for one diagonal or a band."""
+    """Writes the sharding rule of MatrixDiagV3, for one diagonal or a band."""
     part = _write_diagonal(op, op.outputs[0].shape, op.inputs[0].shape)
     return REPLICATED if part is None else f"{part}, ., ., ., . -> * m^ n^"
 
 
 def diag_part(op: OpView) -> str:
-    """Writes the line of MatrixDiagPartV3, for one diagonal or a band."""
+    """Writes the sharding rule of MatrixDiagPartV3, for one diagonal or a band."""
     part = _write_diagonal(op, op.inputs[0].shape, op.outputs[0].shape)
     return REPLICATED if part is None else f"* m^ n^, ., . -> {part}"
 
 
 def set_diag(op: OpView) -> str:
-    """Writes the line of MatrixSetDiagV3, for one diagonal or a band."""
+    """Writes the sharding rule of MatrixSetDiagV3, for one diagonal or a band."""
     part = _write_diagonal(op, op.inputs[0].shape, op.inputs[1].shape)
     return REPLICATED if part is None else f"* m^ n^, {part}, . -> * m^ n^"
 

@@ -16,7 +16,10 @@ from whale.sharding_rules.registry import rule
 
 
 def select(op: OpView) -> str:
-    """Writes the line of Select, whose condition is a scalar, a vector over dimension 0, or as large as the rest."""
+    """Writes the sharding rule of Select, from the shape of the condition.
+
+    The condition is a scalar, a vector over dimension 0, or as large as the other operands.
+    """
     condition, then = op.inputs[0].shape, op.inputs[1].shape
     if condition is None or then is None or len(condition) == len(then):
         return "*, *, * -> *"
@@ -24,7 +27,10 @@ def select(op: OpView) -> str:
 
 
 def bitcast(op: OpView) -> str:
-    """Writes the line of Bitcast: a last dimension appears, disappears or stays with the sizes of the types."""
+    """Writes the sharding rule of Bitcast, from the numbers of dimensions.
+
+    A last dimension appears, disappears or stays, depending on the sizes of the two dtypes.
+    """
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None or len(before) == len(after):
         return "* -> *"
@@ -32,13 +38,13 @@ def bitcast(op: OpView) -> str:
 
 
 def clip_by_value(op: OpView) -> str:
-    """Writes the line of ClipByValue, whose bounds are scalars or as large as the operand."""
+    """Writes the sharding rule of ClipByValue, whose bounds are scalars or as large as the operand."""
     bounds = [t.shape for t in op.inputs[1:]]
     return "*, ., . -> *" if all(b == () for b in bounds) else "*, *, * -> *"
 
 
 def quantise_range(op: OpView) -> str:
-    """Writes the line of QuantizeAndDequantize: shardable if one range is given for the whole tensor."""
+    """Writes the sharding rule of QuantizeAndDequantize: shardable if one range is given for the whole tensor."""
     if int(op.attr("axis", -1)) != -1:
         return REPLICATED
     more = ", ." * (len(op.inputs) - 3)

@@ -22,7 +22,7 @@ _GOLDEN = {32: 0x9E3779B1, 64: 0x9E3779B97F4A7C15}
 
 
 def random_op(op: OpView) -> str:
-    """Writes the line of a random op: replicated if it has a seed, as ranks then draw alike, else first rank."""
+    """Writes the sharding rule of a random op: replicated with a seed, as all ranks draw alike, else first rank."""
     return REPLICATED if op.attr("seed", 0) or op.attr("seed2", 0) else FIRST_RANK
 
 

@@ -50,12 +50,12 @@ def _write_line(op: OpView, flag: str) -> str:
 
 
 def reduction(op: OpView) -> str:
-    """Writes the line of a reduction, from the axes (constant, or told by the shapes) and ``keep_dims``."""
+    """Writes the sharding rule of a reduction, from the axes (constant, or told by the shapes) and ``keep_dims``."""
     return _write_line(op, "+")
 
 
 def mean(op: OpView) -> str:
-    """Writes the line of Mean: reduced axes can be sharded if their sizes are static and the type is floating."""
+    """Writes the sharding rule of Mean: reduced axes of static size can be sharded if the type is floating."""
     reduced, shape = _find_reduced_dims(op), op.inputs[0].shape
     known = reduced is not None and shape is not None and all(shape[i] is not None for i in reduced)
     return _write_line(op, "+" if known and op.outputs[0].dtype in FLOATING else "^")
@@ -67,7 +67,7 @@ def _mean_is_linear(op: OpView) -> str | None:
 
 
 def frozen_reduction(op: OpView) -> str:
-    """Writes the line of a reduction whose reduced axes cannot be sharded."""
+    """Writes the sharding rule of a reduction whose reduced axes cannot be sharded."""
     return _write_line(op, "^")
 
 
@@ -89,7 +89,7 @@ def _pass_without_axes(op: OpView) -> str | None:
 
 
 def arg_reduction(op: OpView) -> str:
-    """Writes the line of ArgMax and ArgMin: all axes but the reduced one can be sharded."""
+    """Writes the sharding rule of ArgMax and ArgMin: all axes but the reduced one can be sharded."""
     shape, axes = op.inputs[0].shape, read_constant(op, 1)
     if shape is None or axes is None:
         return REPLICATED
@@ -99,7 +99,7 @@ def arg_reduction(op: OpView) -> str:
 
 
 def cumulative(op: OpView) -> str:
-    """Writes the line of a cumulative op: all axes but its own can be sharded."""
+    """Writes the sharding rule of a cumulative op: all axes but its own can be sharded."""
     before = op.inputs[0].shape
     at = None if before is None else read_axis(op, 1, len(before))
     if before is None or at is None:
@@ -109,7 +109,7 @@ def cumulative(op: OpView) -> str:
 
 
 def approximate_top_k(op: OpView) -> str:
-    """Writes the line of ApproxTopK: all axes but ``reduction_dimension`` can be sharded."""
+    """Writes the sharding rule of ApproxTopK: all axes but ``reduction_dimension`` can be sharded."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED

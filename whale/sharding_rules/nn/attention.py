@@ -50,7 +50,7 @@ def count_ring_bytes(program: Program, node: Node, strategy: Strategy) -> int:
 
 
 def attention(op: OpView) -> str:
-    """Writes the line of attention, from the sequence dimension of queries, keys, values and side operands."""
+    """Writes the sharding rule of attention, from the sequence dimension of queries, keys, values and side operands."""
     query, key, value, result = op.attr("dims")
     inputs = [
         _write_sequence_term(op.inputs[0], query, "q"),

@@ -18,9 +18,9 @@ from whale.sharding_rules.registry import rule
 # Convolutions whose rows or columns are sharded: an operand also holds its neighbours' adjacent rows (``Shard.halo``).
 #
 # A rank computes the results whose windows begin in its own rows. In the forward pass, and for the filter's gradient,
-# it needs the image's rows that these windows read; for the image's gradient, the incoming gradients of all windows that
-# read its own rows. A reshard adds the halo to the operand. The rank's node has explicit padding: that of the program
-# at the image's edges, and none where it holds neighbours' rows.
+# it needs the image's rows that these windows read; for the image's gradient, the incoming gradients of all windows
+# that read its own rows. A reshard adds the halo to the operand. The rank's node has explicit padding: that of the
+# program at the image's edges, and none where it holds neighbours' rows.
 @dataclass(frozen=True, slots=True)
 class _Axis:
     """Represents one spatial dimension of a convolution.
@@ -220,7 +220,7 @@ def make_forward_spec(count: int) -> Callable[[OpView], str]:
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution(op: OpView) -> str:
-        """Writes the line of a convolution, from ``data_format`` and groups of channels."""
+        """Writes the sharding rule of a convolution, from ``data_format`` and groups of channels."""
         if _is_grouped(op, 0, _find_filter_depth(op.inputs[1].shape)):
             c, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.inputs[0]))
             before, kernel, after = c, f"i^ {o}", o
@@ -246,7 +246,7 @@ def make_input_gradient_spec(count: int, like: bool = False) -> Callable[[OpView
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_input_gradient(op: OpView) -> str:
-        """Writes the line of a convolution's image gradient, from ``data_format`` and groups of channels."""
+        """Writes the sharding rule of a convolution's image gradient, from ``data_format`` and groups of channels."""
         grouped = _is_grouped(op, None, _find_filter_depth(op.inputs[1].shape))
         i, o = _write_group_dims(op.inputs[1].shape, _count_channels(op, op.outputs[0])) if grouped else ("i", "o+")
         rows = _write_spatial_dims(op, op.outputs[0], op.inputs[1], count)
@@ -268,7 +268,7 @@ def make_filter_gradient_spec(count: int, like: bool = False) -> Callable[[OpVie
     default = "NDHWC" if count == 3 else "NHWC"
 
     def convolution_filter_gradient(op: OpView) -> str:
-        """Writes the line of a convolution's filter gradient, from ``data_format`` and groups of channels."""
+        """Writes the sharding rule of a convolution's filter gradient, from ``data_format`` and groups of channels."""
         grouped = _is_grouped(op, 0, _find_filter_depth(op.outputs[0].shape))
         i, o = _write_group_dims(op.outputs[0].shape, _count_channels(op, op.inputs[0])) if grouped else ("i", "o")
         result = _write_kernel_term(count, f"i^ {o}" if grouped else "i o")
@@ -281,26 +281,26 @@ def make_filter_gradient_spec(count: int, like: bool = False) -> Callable[[OpVie
 
 
 def depthwise(op: OpView) -> str:
-    """Writes the line of DepthwiseConv2dNative, from ``data_format``."""
+    """Writes the sharding rule of DepthwiseConv2dNative, from ``data_format``."""
     before, after = _write_spatial_dims(op, op.inputs[0], op.inputs[1], 2)
     return f"{write_image_term(op, before, 'c')}, k0^ k1^ c m^ -> {write_image_term(op, after, '(c m^)')}"
 
 
 def depthwise_input_gradient(op: OpView) -> str:
-    """Writes the line of a depthwise convolution's image gradient, from ``data_format``."""
+    """Writes the sharding rule of a depthwise convolution's image gradient, from ``data_format``."""
     before, after = _write_spatial_dims(op, op.outputs[0], op.inputs[1], 2)
     return f"[out0], k0^ k1^ c m^, {write_image_term(op, after, '(c m^)')} -> {write_image_term(op, before, 'c')}"
 
 
 def depthwise_filter_gradient(op: OpView) -> str:
-    """Writes the line of a depthwise convolution's filter gradient, from ``data_format``."""
+    """Writes the sharding rule of a depthwise convolution's filter gradient, from ``data_format``."""
     before, after = _write_spatial_dims(op, op.inputs[0], op.outputs[0], 2, "+")
     x, y = write_image_term(op, before, "c", "b+"), write_image_term(op, after, "(c m^)", "b+")
     return f"{x}, [out0], {y} -> k0^ k1^ c m^"
 
 
 def general_convolution(op: OpView) -> str:
-    """Writes the line of Conv, from the rank, the number of batch dimensions and ``data_format``."""
+    """Writes the sharding rule of Conv, from the rank, the number of batch dimensions and ``data_format``."""
     shape, kernel = op.inputs[0].shape, op.inputs[1].shape
     if shape is None or kernel is None:
         return "replicated"

@@ -25,7 +25,7 @@ def _write_default_line(op: OpView) -> str:
 
 
 def fused_batch_norm(op: OpView) -> str:
-    """Writes the line of FusedBatchNorm, from ``is_training`` and ``data_format``."""
+    """Writes the sharding rule of FusedBatchNorm, from ``is_training`` and ``data_format``."""
     training = op.attr("is_training", True)
     unread = "~" if training and float(op.attr("exponential_avg_factor", 1.0)) == 1.0 else ""
     x = _write_image_term(op, "b^" if training else "b")
@@ -61,7 +61,7 @@ def _grad_is_linear(op: OpView) -> str:
 
 
 def fused_batch_norm_grad(op: OpView) -> str:
-    """Writes the line of FusedBatchNormGrad, from ``is_training`` and ``data_format``."""
+    """Writes the sharding rule of FusedBatchNormGrad, from ``is_training`` and ``data_format``."""
     training = op.attr("is_training", True)
     x = _write_image_term(op, "b^" if training else "b+")
     reserve = [_write_channels_term(op, i, "c") for i in (3, 4)]

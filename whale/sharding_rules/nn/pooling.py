@@ -47,7 +47,7 @@ def make_pool_spec(before: str, after: str, window: int | None = None) -> Callab
     operands = [w.strip() for w in before.split(",")]
 
     def pooling(op: OpView) -> str:
-        """Writes the line of a pooling op, from the window and its steps."""
+        """Writes the sharding rule of a pooling op, from the window and its steps."""
         image = op.inputs[operands.index("x")] if "x" in operands else op.outputs[0]
         words = dict(zip("xy", map(write_term, _write_pooled_dims(op, image.shape, window))))
         return f"{', '.join(words.get(w, w) for w in operands)} -> {words[after]}"
@@ -66,7 +66,7 @@ def make_argmax_pool_spec(before: str, after: str) -> Callable[[OpView], str]:
     """
 
     def pooling_with_argmax(op: OpView) -> str:
-        """Writes the line of pooling with argmax, from ``include_batch_in_index``."""
+        """Writes the sharding rule of pooling with argmax, from ``include_batch_in_index``."""
         batch = "b^" if op.attr("include_batch_in_index", False) else "b"
         words = {"x": f"{batch} h^ w^ c^", "y": f"{batch} y^ z^ c^"}
         write = lambda text: ", ".join(words[w.strip()] for w in text.split(","))  # noqa: E731
@@ -76,7 +76,7 @@ def make_argmax_pool_spec(before: str, after: str) -> Callable[[OpView], str]:
 
 
 def projective(op: OpView) -> str:
-    """Writes the line of ImageProjectiveTransform, from whether all images share one transform."""
+    """Writes the sharding rule of ImageProjectiveTransform, from whether all images share one transform."""
     shared = op.inputs[1].shape is not None and op.inputs[1].shape[0] == 1 and op.inputs[0].shape != op.inputs[1].shape
     more = ", ." * (len(op.inputs) - 2)
     return f"b h^ w^ c, {'1' if shared else 'b'} k^{more} -> b y^ x^ c"

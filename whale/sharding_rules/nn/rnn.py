@@ -28,7 +28,10 @@ def _draws_random_numbers(op: OpView) -> bool:
 
 
 def cudnn(op: OpView) -> str:
-    """Writes the line of CudnnRNN, from ``time_major``; with dropout it draws random numbers, on the first rank."""
+    """Writes the sharding rule of CudnnRNN, from ``time_major``.
+
+    With dropout it draws random numbers, and runs on the first rank only.
+    """
     if _draws_random_numbers(op):
         return FIRST_RANK
     x, y, h = _write_terms(op, "")
@@ -40,7 +43,10 @@ def cudnn(op: OpView) -> str:
 
 
 def cudnn_gradient(op: OpView) -> str:
-    """Writes the line of CudnnRNNBackprop, from ``time_major``; with dropout it repeats draws, on the first rank."""
+    """Writes the sharding rule of CudnnRNNBackprop, from ``time_major``.
+
+    With dropout it repeats the random numbers of the forward op, and runs on the first rank only.
+    """
     if _draws_random_numbers(op):
         return FIRST_RANK
     x, y, h = _write_terms(op, "+")

@@ -15,7 +15,7 @@ from whale.sharding_rules.registry import rule
 
 
 def reduction(op: OpView) -> str:
-    """Writes the line of all-reduce, from the number of fused tensors: a single one can be sharded anywhere."""
+    """Writes the sharding rule of all-reduce: a single tensor can be sharded anywhere, fused ones cannot."""
     return "., * -> *" if len(op.inputs) == 2 else REPLICATED
 
 
@@ -42,24 +42,24 @@ def _write_except(op: OpView, moved: Collection[int]) -> str:
 
 
 def cut_or_join(op: OpView) -> str:
-    """Writes the line of reduce-scatter and all-gather: all dimensions but the one that they change can be sharded."""
+    """Writes the sharding rule of reduce-scatter and all-gather: all dimensions but their own can be sharded."""
     if len(op.inputs) > 2:
         return REPLICATED
     return _write_except(op, {int(op.attr("axis"))})
 
 
 def cut_and_join(op: OpView) -> str:
-    """Writes the line of all-to-all: all dimensions but the two that it changes can be sharded."""
+    """Writes the sharding rule of all-to-all: all dimensions but its two can be sharded."""
     return _write_except(op, {int(op.attr("split_axis")), int(op.attr("concat_axis"))})
 
 
 def send(op: OpView) -> str:
-    """Writes the line of a send: shardable if it sends a micro-batch's rows, or is part of a ring."""
+    """Writes the sharding rule of a send: shardable if it sends a micro-batch's rows, or is part of a ring."""
     return "., * ->" if op.marks.micro_batch_rows or op.marks.ring_dim is not None else REPLICATED
 
 
 def receive(op: OpView) -> str:
-    """Writes the line of a receive: shardable if it gets a micro-batch's rows, or is part of a ring."""
+    """Writes the sharding rule of a receive: shardable if it gets a micro-batch's rows, or is part of a ring."""
     if len(op.inputs) == 2:
         assert op.marks.ring_dim is not None
         return _write_except(op, {op.marks.ring_dim})

@@ -31,7 +31,10 @@ from whale.sharding_rules.registry import rule
 
 
 def gather(op: OpView) -> str:
-    """Writes the line of GatherV2, from axis and ``batch_dims``; without these the indexed dimension can be sharded."""
+    """Writes the sharding rule of GatherV2, from ``axis`` and ``batch_dims``.
+
+    The indexed dimension can be sharded if there are no batch dimensions and sizes are known.
+    """
     params, indices = op.inputs[0].shape, op.inputs[1].shape
     if params is None or indices is None:
         return REPLICATED
@@ -159,13 +162,19 @@ def _can_stay(op: OpView, indices: int, rows: int) -> bool:
 
 
 def gather_nd(op: OpView) -> str:
-    """Writes the line of GatherNd, from the number of dimensions that an index addresses, and from blocks."""
+    """Writes the sharding rule of GatherNd, from the index depth and from blocks.
+
+    The index depth is the number of dimensions that an index addresses; blocks are those of ``Marks.blocks``.
+    """
     terms = _write_addressed_terms(op, "+")
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i* k^ -> {terms[1]}i* q*"
 
 
 def resource_gather(op: OpView) -> str:
-    """Writes the line of ResourceGather: rows can be sharded if there are no ``batch_dims`` and sizes are known."""
+    """Writes the sharding rule of ResourceGather, from ``batch_dims``.
+
+    Rows can be sharded if there are no batch dimensions and sizes are known.
+    """
     if op.inputs[1].shape is None or op.outputs[0].shape is None:
         return REPLICATED
     if not op.attr("batch_dims", 0):
@@ -176,25 +185,34 @@ def resource_gather(op: OpView) -> str:
 
 
 def scatter_nd(op: OpView) -> str:
-    """Writes the line of ScatterNd, from the number of dimensions that an index addresses, and from blocks."""
+    """Writes the sharding rule of ScatterNd, from the index depth and from blocks.
+
+    The index depth is the number of dimensions that an index addresses; blocks are those of ``Marks.blocks``.
+    """
     terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[1]}i*+ k^, {terms[1]}i*+ q*, [out0] -> {terms[0]}"
 
 
 def tensor_scatter(op: OpView) -> str:
-    """Writes the line of TensorScatterAdd etc., from the number of dimensions an index addresses, and from blocks."""
+    """Writes the sharding rule of TensorScatterAdd and others, from the index depth and from blocks.
+
+    The index depth is the number of dimensions that an index addresses; blocks are those of ``Marks.blocks``.
+    """
     terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*^ k^, {terms[1]}i*^ q* -> {terms[0]}"
 
 
 def tensor_extremum(op: OpView) -> str:
-    """Writes the line of TensorScatterMax and Min: rows can be sharded too, as a maximum may be taken twice."""
+    """Writes the sharding rule of TensorScatterMax and Min, from the index depth and from blocks.
+
+    Other than in TensorScatterAdd, rows of indices can be sharded too, since a maximum may be taken twice.
+    """
     terms = _write_addressed_terms(op)
     return REPLICATED if terms is None else f"{terms[0]}, {terms[1]}i*+ k^, {terms[1]}i*+ q* -> {terms[0]}"
 
 
 def one_hot(op: OpView) -> str:
-    """Writes the line of OneHot, from the axis; the depth can be sharded, except for unsigned indices."""
+    """Writes the sharding rule of OneHot, from the axis; the depth can be sharded, except for unsigned indices."""
     indices = op.inputs[0].shape
     if indices is None:
         return REPLICATED
@@ -216,7 +234,7 @@ def _restrict_depth(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def dynamic_stitch(op: OpView) -> str:
-    """Writes the line of DynamicStitch, from the number of operands."""
+    """Writes the sharding rule of DynamicStitch, from the number of operands."""
     count = len(op.inputs) // 2
     indices = [f"i{n}*^" for n in range(count)]
     return f"{', '.join(indices)}, {', '.join(f'{i} q*' for i in indices)} -> n^ q*"

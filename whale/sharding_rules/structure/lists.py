@@ -37,15 +37,15 @@ def _set_element_shape_attribute(op: OpView, strategy: Strategy, coordinate: int
     return Local(attrs={"element_shape": Shape(tuple(dims))})
 
 
-# Rules of optional values (variants that may hold tensors). An optional with one tensor has that tensor's placement; one
-# with several tensors is replicated.
+# Rules of optional values (variants that may hold tensors). An optional with one tensor has that tensor's placement;
+# one with several tensors is replicated.
 def from_value(op: OpView) -> str:
-    """Writes the line of OptionalFromValue: shardable if it takes one tensor."""
+    """Writes the sharding rule of OptionalFromValue: shardable if it takes one tensor."""
     return "e* -> e*" if len(op.inputs) == 1 and op.inputs[0].dtype != "variant" else REPLICATED
 
 
 def get_value(op: OpView) -> str:
-    """Writes the line of OptionalGetValue: shardable if it yields one tensor."""
+    """Writes the sharding rule of OptionalGetValue: shardable if it yields one tensor."""
     return "e* -> e*" if len(op.outputs) == 1 and op.outputs[0].dtype != "variant" else REPLICATED
 
 

@@ -16,13 +16,13 @@ from whale.sharding_rules.registry import rule
 
 
 def bincount(op: OpView) -> str:
-    """Writes the line of Bincount, from whether there are weights."""
+    """Writes the sharding rule of Bincount, from whether there are weights."""
     weights = op.inputs[2].shape
     return "i*+, ., i*+ -> n^" if weights == op.inputs[0].shape else "i*+, ., . -> n^"
 
 
 def dense_bincount(op: OpView) -> str:
-    """Writes the line of DenseBincount, from the rank and from whether there are weights."""
+    """Writes the sharding rule of DenseBincount, from the rank and from whether there are weights."""
     shape, weights = op.inputs[0].shape, op.inputs[2].shape
     lead = "b " if shape is not None and len(shape) == 2 else ""
     rows = f"{lead}i{'^' if shape is None else '+'}"
@@ -61,7 +61,10 @@ def _restrict_segments(op: OpView, strategy: Strategy, coordinate: int) -> Local
 
 
 def unsorted_segment(op: OpView) -> str:
-    """Writes the line of UnsortedSegmentSum etc.: rows, or whole blocks of rows and segments, can be sharded."""
+    """Writes the sharding rule of UnsortedSegmentSum and others, from the blocks that rows stay within.
+
+    Rows, or segments, can be sharded; with known blocks, both together in whole blocks.
+    """
     blocks, ids, found = op.marks.blocks, op.inputs[1].shape, op.outputs[0].shape
     if (
         blocks < op.parts

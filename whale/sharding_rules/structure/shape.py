@@ -165,7 +165,7 @@ def _find_unknown_ratio(before: Dims, after: Dims) -> tuple[int, int] | None:
 
 
 def reshape(op: OpView) -> str:
-    """Writes the line of Reshape, from the factors that operand and result have in common."""
+    """Writes the sharding rule of Reshape, from the factors that operand and result have in common."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
@@ -174,7 +174,7 @@ def reshape(op: OpView) -> str:
 
 
 def expand_dims(op: OpView) -> str:
-    """Writes the line of ExpandDims, from the position of the new dimension."""
+    """Writes the sharding rule of ExpandDims, from the position of the new dimension."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
@@ -196,7 +196,7 @@ def _find_squeezed_dims(op: OpView) -> set[int] | None:
 
 
 def squeeze(op: OpView) -> str:
-    """Writes the line of Squeeze, from ``squeeze_dims``, or from the shape if none are given."""
+    """Writes the sharding rule of Squeeze, from ``squeeze_dims``, or from the shape if none are given."""
     gone = _find_squeezed_dims(op)
     if gone is None:
         return REPLICATED
@@ -211,7 +211,7 @@ def _set_squeeze_dims(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def transpose(op: OpView) -> str:
-    """Writes the line of Transpose, from the constant permutation."""
+    """Writes the sharding rule of Transpose, from the constant permutation."""
     before, order = op.inputs[0].shape, read_constant(op, 1)
     if before is None or order is None:
         return REPLICATED
@@ -220,7 +220,7 @@ def transpose(op: OpView) -> str:
 
 
 def concat(op: OpView) -> str:
-    """Writes the line of Concat, from the axis, along which each value has a number of runs."""
+    """Writes the sharding rule of Concat, from the axis, along which each value has a number of runs."""
     first = op.node.op == "Concat"
     shape = op.inputs[1 if first else 0].shape
     if shape is None:
@@ -256,7 +256,7 @@ def _list_concat_values(op: OpView) -> str:
 
 
 def pack(op: OpView) -> str:
-    """Writes the line of Pack, from the axis of the new dimension, which cannot be sharded."""
+    """Writes the sharding rule of Pack, from the axis of the new dimension, which cannot be sharded."""
     after = op.outputs[0].shape
     if after is None:
         return REPLICATED
@@ -266,7 +266,7 @@ def pack(op: OpView) -> str:
 
 
 def unpack(op: OpView) -> str:
-    """Writes the line of Unpack, from the axis, which cannot be sharded."""
+    """Writes the sharding rule of Unpack, from the axis, which cannot be sharded."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
@@ -276,7 +276,7 @@ def unpack(op: OpView) -> str:
 
 
 def split_op(op: OpView) -> str:
-    """Writes the line of Split, from the axis, along which each result has a number of runs."""
+    """Writes the sharding rule of Split, from the axis, along which each result has a number of runs."""
     value, where = (1, 0) if op.node.op == "Split" else (0, 2)
     before = op.inputs[value].shape
     if before is None:
@@ -314,7 +314,10 @@ def _find_repeats(op: OpView) -> list[int | None] | None:
 
 
 def tile(op: OpView) -> str:
-    """Writes the line of Tile, from the multiples; a dimension that repeats one element can be sharded anywhere."""
+    """Writes the sharding rule of Tile, from the multiples.
+
+    A dimension that is made by repeating one element can be sharded anywhere.
+    """
     before, repeats = op.inputs[0].shape, _find_repeats(op)
     if before is None or repeats is None:
         return REPLICATED
@@ -351,7 +354,10 @@ def _set_local_multiples(op: OpView, strategy: Strategy, coordinate: int) -> Loc
 
 
 def broadcast_to(op: OpView) -> str:
-    """Writes the line of BroadcastTo, from the shapes; a dimension that is broadcast can be sharded anywhere."""
+    """Writes the sharding rule of BroadcastTo, from the shapes.
+
+    A dimension that is broadcast can be sharded anywhere.
+    """
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before is None or after is None:
         return REPLICATED
@@ -380,7 +386,7 @@ def _make_shape_value(name: str, kind: TensorType, output: TensorType) -> np.nda
 
 
 def shape_of(op: OpView) -> str:
-    """Writes the line of Shape ops, from whether shapes are static; the operands' values are not read."""
+    """Writes the sharding rule of Shape ops, from whether shapes are static; the operands' values are not read."""
     shape = op.inputs[0].shape
     if all(t.is_static for t in op.inputs) or (op.node.op == "Shape" and shape and shape[0] is not None):
         return "{?} -> {.}"

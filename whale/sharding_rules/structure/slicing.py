@@ -44,7 +44,7 @@ def _write_result_term(left: list[str]) -> str:
 
 
 def slice_op(op: OpView) -> str:
-    """Writes the line of Slice: dimensions taken whole, or in equal runs, can be sharded."""
+    """Writes the sharding rule of Slice: dimensions taken whole, or in equal runs, can be sharded."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     begin, size = read_constant(op, 1), read_constant(op, 2)
     left = _label_kept_dims(before, after)
@@ -223,19 +223,19 @@ def _write_strided_terms(op: OpView, shape: Dims | None) -> tuple[str, str] | No
 
 
 def strided_slice(op: OpView) -> str:
-    """Writes the line of StridedSlice, from its masks and bounds."""
+    """Writes the sharding rule of StridedSlice, from its masks and bounds."""
     terms = _write_strided_terms(op, op.inputs[0].shape)
     return REPLICATED if terms is None else f"{terms[0]}, ., ., . -> {terms[1]}"
 
 
 def strided_slice_grad(op: OpView) -> str:
-    """Writes the line of StridedSliceGrad, from its masks and bounds."""
+    """Writes the sharding rule of StridedSliceGrad, from its masks and bounds."""
     terms = _write_strided_terms(op, op.outputs[0].shape)
     return REPLICATED if terms is None else f"[out0], ., ., ., {terms[1]} -> {terms[0]}"
 
 
 def strided_slice_update(op: OpView) -> str:
-    """Writes the line of TensorStridedSliceUpdate, from its masks and bounds."""
+    """Writes the sharding rule of TensorStridedSliceUpdate, from its masks and bounds."""
     terms = _write_strided_terms(op, op.inputs[0].shape)
     return REPLICATED if terms is None else f"{terms[0]}, ., ., ., {terms[1]} -> {terms[0]}"
 
@@ -266,7 +266,7 @@ def _set_grad_bounds(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def pad(op: OpView) -> str:
-    """Writes the line of Pad: dimensions that are not padded can be sharded."""
+    """Writes the sharding rule of Pad: dimensions that are not padded can be sharded."""
     before, after = op.inputs[0].shape, op.outputs[0].shape
     given = read_constant(op, 1)
     if before is None:
@@ -282,7 +282,7 @@ def pad(op: OpView) -> str:
 
 
 def reverse(op: OpView) -> str:
-    """Writes the line of Reverse: dimensions that are not reversed can be sharded."""
+    """Writes the sharding rule of Reverse: dimensions that are not reversed can be sharded."""
     before, axes = op.inputs[0].shape, read_constant(op, 1)
     if before is None or axes is None:
         return REPLICATED
@@ -293,7 +293,7 @@ def reverse(op: OpView) -> str:
 
 
 def roll(op: OpView) -> str:
-    """Writes the line of Roll: dimensions that are not rolled can be sharded."""
+    """Writes the sharding rule of Roll: dimensions that are not rolled can be sharded."""
     before, axes = op.inputs[0].shape, read_constant(op, 2)
     if before is None or axes is None:
         return REPLICATED
@@ -302,7 +302,7 @@ def roll(op: OpView) -> str:
 
 
 def reverse_sequence(op: OpView) -> str:
-    """Writes the line of ReverseSequence: all dimensions but ``seq_dim`` can be sharded."""
+    """Writes the sharding rule of ReverseSequence: all dimensions but ``seq_dim`` can be sharded."""
     before = op.inputs[0].shape
     if before is None:
         return REPLICATED
@@ -313,7 +313,7 @@ def reverse_sequence(op: OpView) -> str:
 
 
 def space_and_depth(op: OpView) -> str:
-    """Writes the line of SpaceToDepth and DepthToSpace, from ``data_format`` and ``block_size``."""
+    """Writes the sharding rule of SpaceToDepth and DepthToSpace, from ``data_format`` and ``block_size``."""
     if str(op.attr("data_format", "NHWC")) != "NHWC":
         return "b p*^ -> b q*^"
     block = int(op.attr("block_size"))
@@ -350,13 +350,13 @@ def _write_block_batch_terms(op: OpView, batch: int) -> tuple[str, str] | None:
 
 
 def space_to_batch(op: OpView) -> str:
-    """Writes the line of SpaceToBatch, whose result's batch has one run per position in a block."""
+    """Writes the sharding rule of SpaceToBatch, whose result's batch has one run per position in a block."""
     found = _write_block_batch_terms(op, 0)
     return REPLICATED if found is None else f"{found[0]}{', .' * (len(op.inputs) - 1)} -> {found[1]}"
 
 
 def batch_to_space(op: OpView) -> str:
-    """Writes the line of BatchToSpace, whose operand's batch has one run per position in a block."""
+    """Writes the sharding rule of BatchToSpace, whose operand's batch has one run per position in a block."""
     found = _write_block_batch_terms(op, 1)
     return REPLICATED if found is None else f"{found[1]}{', .' * (len(op.inputs) - 1)} -> {found[0]}"
 

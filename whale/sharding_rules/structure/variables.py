@@ -41,12 +41,12 @@ _SOURCES = (
 
 
 def update(op: OpView) -> str:
-    """Writes the line of an optimizer's update: operands that are no scalars have the variable's elements."""
+    """Writes the sharding rule of an optimizer's update: operands that are no scalars have the variable's elements."""
     return ", ".join("." if t.dtype != "resource" and t.shape == () else "p*" for t in op.inputs) + " ->"
 
 
 def fused_update(op: OpView) -> str:
-    """Writes the line of Whale's fused update: operands of the variables' shape are sharded, scalars are not."""
+    """Writes the sharding rule of Whale's fused update: operands of the variables' shape can be sharded."""
     (shape,) = op.attr("shapes")
     return ", ".join("p*" if t.dtype == "resource" or t.shape == shape.dims else "." for t in op.inputs) + " ->"
 
@@ -57,7 +57,7 @@ def _update_own_part(op: OpView, strategy: Strategy, coordinate: int) -> Local:
 
 
 def sparse_update(op: OpView) -> str:
-    """Writes the line of an update of some rows: columns can be sharded, rows cannot.
+    """Writes the sharding rule of an update of some rows: columns can be sharded, rows cannot.
 
     The row numbers are the last integer operand, and the gradient's rows are the operand before it.
     """
@@ -70,7 +70,7 @@ def sparse_update(op: OpView) -> str:
 
 
 def scatter(op: OpView) -> str:
-    """Writes the line of a scatter to a variable: rows can be sharded if it adds, as other ranks' rows get 0."""
+    """Writes the sharding rule of a scatter to a variable: rows can be sharded if it adds (zeros elsewhere)."""
     if op.inputs[1].shape is None or op.inputs[2].shape is None or op.inputs[2].shape == ():
         return ", ".join("." for _ in op.inputs) + " ->"
     sums = op.node.op in ("ResourceScatterAdd", "ResourceScatterSub")
