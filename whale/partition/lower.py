@@ -169,7 +169,7 @@ def _give_sums_to_horovod(made: RankPrograms, c: PartitionContext) -> RankProgra
 DECOMPOSE: tuple[_PartitionPass, ...] = (
     Pass(
         "decompose",
-        "takes composite operations apart that the plan needs in simple ones",
+        "decomposes composite operations that the plan needs as simple ones",
         _expand,
         When("a plan that names some", lambda c: bool(c.plan.expanded)),
     ),
@@ -187,7 +187,7 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         ),
         Pass(
             "partition_mesh",
-            "the same axis by axis",
+            "gives each rank local shapes and exchanges, one mesh axis after the other",
             _lower_along_mesh,
             When("mesh", lambda c: not c.plan.stage_groups and bool(c.plan.inner or c.plan.rank_order)),
         ),
@@ -205,24 +205,24 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         ),
         Pass(
             "attention_in_blocks",
-            "writes such attentions block by block of queries",
+            "rewrites these attentions to process their queries block by block",
             _apply_to_each(lambda p, c: divide_attention_in_blocks(p)),
         ),
         Pass(
             "micro_batches",
-            "makes what is done for each micro-batch a function, and calls it for each",
+            "moves what each micro-batch computes into a function, which is called for each",
             _divide_in_micro_batches,
             When("pipeline.micro_batches", lambda c: c.plan.micro_batches > 1 and not c.plan.stage_groups),
         ),
         Pass(
             "fuse_sums",
-            "lets sums along all axes of a mesh travel together",
+            "fuses all-reduces along all axes of a mesh",
             _fuse_sums,
             When("mesh", lambda c: any(p.inner is not None for p in (c.plan, *c.plan.others))),
         ),
         Pass(
             "sums_to_horovod",
-            "gives sums over all ranks to Horovod",
+            "replaces all-reduces over all ranks by Horovod's",
             _give_sums_to_horovod,
             When(
                 "communication.backend=horovod with a mesh or stages",
@@ -233,12 +233,12 @@ PARTITION: Table[RankPrograms, PartitionContext] = Table(
         ),
         Pass(
             "bare_receives",
-            "takes the operands away by which receives of ring attention were laid out",
+            "removes the operands from which receives of ring attention took their placement",
             _apply_to_each(lambda p, c: remove_examples(p)),
         ),
         Pass(
             "offload",
-            "computes in the host's memory what lies there, and copies what crosses",
+            "runs operations on offloaded variables in the host's memory, and copies tensors that cross",
             _apply_to_each(lambda p, c: offload(p, c.plan.offloaded)),
             When("memory.offload", lambda c: bool(c.plan.offloaded)),
         ),
