@@ -73,7 +73,10 @@ def format_in_a_line(error: WhaleError) -> str:
 
 
 def check_sizes(program: Program, plan: Plan) -> list[str]:
-    """Lists where a plan has more micro-batches than rows, or divides an input that the program does not have."""
+    """Lists where a plan has too many micro-batches, or divides an input that the program does not have.
+
+    Too many are more micro-batches than the largest size of any dimension of an input, an upper bound of the rows.
+    """
     shapes = [program.by_name[name].outputs[0].shape or () for name in program.inputs]
     rows = max((size or 1 for shape in shapes for size in shape), default=1)
     found = []
